@@ -30,6 +30,8 @@ COMMANDS = {
     "keys",
     "schema",
     "import-nemo-rl",
+    "import-verl",
+    "import-trl",
     "doctor",
     "render",
 }

@@ -277,8 +277,10 @@ def test_keys_of_sampling_are_refused_beside_given_pairs(preferences, key):
 
 
 def test_pairs_of_a_function_and_sampled_pairs_without_a_reward_are_refused(preferences):
-    with pytest.raises(Refusal, match=r"dpo\.pairs=data reads .* chosen and rejected.* is a function"):
-        run(load(preferences, "data.source=rl_launcher.quickstart.sort_digits:dataset"))
+    with pytest.raises(
+        Refusal, match=r"returned Dataset, and must return a rl_algorithms.data.PreferenceData, which dpo learns from"
+    ):
+        run(load(preferences, "data.source=rl_launcher.quickstart.sort_digits:dataset", "data.held_out_share=null"))
     with pytest.raises(RecipeError, match=r"dpo\.pairs=data"):
         load(preferences, "dpo.pairs=sampled")
 

@@ -33,6 +33,10 @@ SMALL = {
 SHORT = {
     "quickstart": ["sft.max_num_steps=20", "grpo.max_num_steps=4"],
     "quickstart-dpo": ["sft.max_num_steps=40", "dpo.max_num_steps=2", "dpo.num_prompts=64"],
+    "quickstart-ppo": [
+        *("sft.max_num_steps=8", "reward_model.max_num_steps=4", "ppo.max_num_steps=4", "ppo.num_prompts=8"),
+    ],
+    "quickstart-kto": ["sft.max_num_steps=8", "kto.max_num_steps=2", "kto.batch_size=8"],
     "multi-turn": ["sft.max_num_steps=8", "grpo.max_num_steps=4"],
 }
 
@@ -52,6 +56,8 @@ def mine(tmp_path_factory):
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} for row in rows]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    labelled = [{"prompt": row["prompt"], "completion": row["answer"], "label": row["answer"] < "3"} for row in rows]
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled)))
     (folder / "reward.py").write_text("def score(completions, answer):\n    return [0.0] * len(completions)\n")
     return folder
 
@@ -67,8 +73,12 @@ def of_ones_own(recipe, folder):
             family = "qwen3_moe" if "A22B" in name else "qwen3" if "Qwen3" in name else "qwen2"
             changed.append(f"{key}={folder}/{family}")
     if ":" not in recipe.data.source:
-        name = "pairs" if recipe.dpo is not None and recipe.dpo.pairs == "data" else "rows"
+        name = {"preferences": "pairs", "labelled": "labelled"}.get(recipe.form or "", "rows")
         changed += [f"data.source={folder}/{name}.jsonl", "data.name=null", "data.split=null", "data.columns=null"]
+        changed.append("data.held_out_split=null")
+    judged_by = recipe.reward_model and recipe.reward_model.data
+    if judged_by and judged_by.source == "pairs.jsonl":
+        changed.append(f"reward_model.data.source={folder}/pairs.jsonl")
     if recipe.env is not None and recipe.env.reward == "reward.py:score":
         changed.append(f"env.reward={folder}/reward.py:score")
     return [change.replace("data.columns=null", "data.columns={prompt: prompt}") for change in changed]
@@ -219,7 +229,7 @@ def test_every_key_that_a_foreign_key_is_answered_with_exists():
         ("grpo.epsilon=0.2", "did you mean grpo.objective.ratio.clip_low and grpo.objective.ratio.clip_high?"),
         ("clip_ratio=0.2", "did you mean grpo.objective.ratio.clip_low and grpo.objective.ratio.clip_high?"),
         ("per_device_train_batch_size=2", "did you mean policy.dtensor_cfg.micro_batch_size?"),
-        ("grpo.num_train_epochs=2", "did you mean grpo.max_num_steps? A run is measured in optimizer steps"),
+        ("grpo.num_train_epochs=2", "did you mean grpo.max_num_epochs?"),
     ],
 )
 def test_keys_of_trl_and_verl_are_answered_with_the_right_ones(override, hint):

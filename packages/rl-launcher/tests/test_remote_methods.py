@@ -30,7 +30,7 @@ def test_every_method_that_the_launcher_calls_on_a_policy_has_a_row():
 
 
 def test_every_method_of_a_frozen_model_has_a_row_that_frozen_models_have():
-    frozen = {name for name, method in POLICY_METHODS.items() if method.frozen_models}
+    frozen = {name for name, method in POLICY_METHODS.items() if method.of == "any"}
     assert methods_of(contracts.Reference, contracts.Teacher) <= frozen
 
 

@@ -207,7 +207,7 @@ def test_the_best_checkpoint_may_be_that_of_the_lowest_loss(alone, tmp_path):
     ("name", "reason"),
     [
         ("held_out_los", "did you mean held_out_loss"),
-        ("held_out_pair_accuracy", "only dpo logs that"),
+        ("held_out_pair_accuracy", "only dpo, orpo and reward_model log that"),
         ("of_mine", "no run logs that"),
     ],
 )

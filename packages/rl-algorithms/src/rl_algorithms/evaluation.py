@@ -8,9 +8,9 @@ fewer samples. An answer passes when its reward reaches `pass_reward`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from rl_algorithms import sft
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Engine, Environment, Policy
+from rl_algorithms.data.sources import Source
 from rl_algorithms.estimates import Estimate, majority_at_k, pass_at_k
 from rl_algorithms.rollouts import Rollouts, collect, require_some_judged
 from rl_algorithms.stepping import PhaseTimer
@@ -29,6 +30,7 @@ __all__ = [
     "HeldOut",
     "Measured",
     "Outcome",
+    "ValidationSet",
     "demonstration_nll",
     "evaluate",
     "judge",
@@ -231,6 +233,40 @@ def _rows_by_prompt(rollouts: Rollouts) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSet:
+    """A further set of prompts that the policy is measured on."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    source: str
+    """As `data.source`; no function."""
+
+    split: str | None = None
+    """As `data.split`."""
+
+    name: str | None = None
+    """As `data.name`."""
+
+    revision: str | None = None
+    """As `data.revision`."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """As `data.columns`."""
+
+    samples_per_prompt: int | None = None
+    """Sampled responses to each of its prompts; null takes `evaluation.samples_per_prompt`. Small sets, such as AIME
+    with 30 prompts, need many."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, at_least={"samples_per_prompt": 1})
+
+    @property
+    def rows(self) -> Source:
+        """Where its rows are."""
+        return Source(path=self.source, split=self.split, name=self.name, revision=self.revision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationConfig:
     """How the policy is measured on held-out prompts."""
 
@@ -243,11 +279,11 @@ class EvaluationConfig:
     """Number of held-out prompts before and after training, at most."""
 
     max_prompts_while_training: int = 256
-    """Number of held-out prompts during training, at most; they are decoded greedily. `held_out_loss` uses as many
-    demonstrations, the same ones before, during and after."""
+    """Number of held-out prompts during training, at most. `held_out_loss` uses as many demonstrations, the same ones
+    before, during and after."""
 
     samples_per_prompt: int = 1
-    """Sampled responses to each held-out prompt, before and after. More narrow the interval and allow pass@k."""
+    """Sampled responses to each held-out prompt. More narrow the interval and allow pass@k."""
 
     pass_at: tuple[int, ...] = (1,)
     """The values of k for pass@k, the chance that one of k sampled responses passes; at most `samples_per_prompt`."""
@@ -255,17 +291,49 @@ class EvaluationConfig:
     pass_reward: float = 1.0
     """Reward at or above which a response passes."""
 
+    temperature: float | None = None
+    """Temperature of sampled responses to held-out prompts; null takes that of training."""
+
+    top_p: float | None = None
+    """Their `top_p`; null takes that of training."""
+
+    top_k: int | None = None
+    """Their `top_k`; null takes that of training, 0 samples from all tokens."""
+
+    min_p: float | None = None
+    """Their `min_p`; null takes that of training."""
+
+    max_new_tokens: int | None = None
+    """Length limit of a held-out response in tokens; null takes that of training."""
+
+    greedy: bool = True
+    """Whether held-out prompts are decoded greedily too, before and after training."""
+
+    while_training: Literal["greedy", "sampled"] = "greedy"
+    """What is measured during training: one greedy response to each prompt, or `samples_per_prompt` sampled ones with
+    their pass@k, as is usual for small sets such as AIME."""
+
+    sets: dict[str, ValidationSet] = field(default_factory=dict)
+    """Further sets to measure on, by a name of yours: each is read with the templates of `data`, scored as held-out
+    prompts are, at the same times, and logged as `validation/NAME/...`."""
+
     samples: int = 12
     """Held-out responses, before and after, that are kept for the report."""
 
     def __post_init__(self) -> None:
         at_least = {"every": 0, "samples": 0, "max_prompts": 1, "max_prompts_while_training": 1}
-        check_fields(self, at_least={**at_least, "samples_per_prompt": 1})
+        check_fields(
+            self,
+            at_least={**at_least, "samples_per_prompt": 1, "max_new_tokens": 1, "top_k": 0},
+            above={"temperature": 0},
+        )
         if beyond := [k for k in self.pass_at if not 1 <= k <= self.samples_per_prompt]:
             raise ValueError(
                 f"pass_at={list(self.pass_at)} has {beyond[0]}, and each k must be from 1 to samples_per_prompt="
                 f"{self.samples_per_prompt}"
             )
+        if wrong := [name for name in self.sets if not name.isidentifier()]:
+            raise ValueError(f"sets has {wrong[0]!r}: a name is of letters, digits and _, as aime24")
 
     def due(self, previous_step: int, step: int) -> bool:
         """Whether an evaluation falls between two optimizer steps."""
@@ -276,15 +344,28 @@ class EvaluationConfig:
 class HeldOut:
     """Sampled and greedy responses to the same held-out prompts, and how they are shown."""
 
-    sampled: Accuracy
-    greedy: Accuracy
+    sampled: Accuracy | None
+    """None where responses were decoded greedily only."""
+
+    greedy: Accuracy | None
+    """None where responses were sampled only."""
+
+    @property
+    def num_failed(self) -> int:
+        """Responses that could not be judged."""
+        return sum(each.num_failed for each in (self.sampled, self.greedy) if each is not None)
+
+    @property
+    def pass_at(self) -> Mapping[int, Estimate]:
+        """Of the sampled responses."""
+        return {} if self.sampled is None else self.sampled.pass_at
 
     def metrics(self) -> dict[str, float]:
         """Both figures and the pass@k, for the log; intervals as `/low` and `/high`, where there are any."""
         named = {
-            "held_out_sampled": self.sampled.reward,
-            "held_out_greedy": self.greedy.reward,
-            **{f"held_out_pass@{k}": estimate for k, estimate in self.sampled.pass_at.items() if k > 1},
+            **({} if self.sampled is None else {"held_out_sampled": self.sampled.reward}),
+            **({} if self.greedy is None else {"held_out_greedy": self.greedy.reward}),
+            **{f"held_out_pass@{k}": estimate for k, estimate in self.pass_at.items() if k > 1},
         }
         figures = {name: estimate.mean for name, estimate in named.items()}
         for name, estimate in named.items():
@@ -292,20 +373,25 @@ class HeldOut:
                 figures |= {f"{name}/low": estimate.low, f"{name}/high": estimate.high}
         return figures
 
+    def metrics_of(self, name: str) -> dict[str, float]:
+        """The same figures of a set of that name: `validation/NAME/sampled`, `validation/NAME/pass@4`."""
+        return {f"validation/{name}/{key.removeprefix('held_out_')}": value for key, value in self.metrics().items()}
+
     def describe(self) -> str:
         """Both figures with their standard errors, where there are any, and the pass@k."""
-        parts = [f"sampled {_with_error(self.sampled.reward)}", f"greedy {_with_error(self.greedy.reward)}"]
-        parts += [f"pass@{k} {_with_error(estimate)}" for k, estimate in self.sampled.pass_at.items() if k > 1]
+        parts = [] if self.sampled is None else [f"sampled {_with_error(self.sampled.reward)}"]
+        parts += [] if self.greedy is None else [f"greedy {_with_error(self.greedy.reward)}"]
+        parts += [f"pass@{k} {_with_error(estimate)}" for k, estimate in self.pass_at.items() if k > 1]
         return ", ".join(parts)
 
     def table(self) -> str:
         """One line for each figure, with its interval."""
         lines = [
-            f"{'sampled reward':<16}{_with_interval(self.sampled.reward)}",
-            f"{'greedy reward':<16}{_with_interval(self.greedy.reward)}",
-            *(f"{f'pass@{k}':<16}{_with_interval(estimate)}" for k, estimate in self.sampled.pass_at.items()),
+            *([] if self.sampled is None else [f"{'sampled reward':<16}{_with_interval(self.sampled.reward)}"]),
+            *([] if self.greedy is None else [f"{'greedy reward':<16}{_with_interval(self.greedy.reward)}"]),
+            *(f"{f'pass@{k}':<16}{_with_interval(estimate)}" for k, estimate in self.pass_at.items()),
         ]
-        if failed := self.sampled.num_failed + self.greedy.num_failed:
+        if failed := self.num_failed:
             lines.append(f"{failed} responses could not be judged, and are left out of these figures")
         return "\n".join(lines)
 
@@ -343,11 +429,16 @@ class Measured:
     samples_per_prompt: int
     num_failed: int
 
+    sets: Mapping[str, HeldOut] = field(default_factory=dict)
+    """The same of further sets, by name."""
+
     def text(self) -> str:
         """For people."""
-        each = f"{self.samples_per_prompt} sampled and 1 greedy response each"
+        greedy = "" if self.held_out.greedy is None else " and 1 greedy"
+        each = f"{self.samples_per_prompt} sampled{greedy} response each"
         sizes = f"{self.num_prompts} held-out prompts, {each}; 95 % confidence intervals"
-        return f"{self.model}: {sizes}\n{self.held_out.table()}"
+        others = "".join(f"\n{name}\n{each.table()}" for name, each in self.sets.items())
+        return f"{self.model}: {sizes}\n{self.held_out.table()}{others}"
 
     def figures(self) -> dict[str, Any]:
         """Plain values."""
@@ -357,6 +448,7 @@ class Measured:
             "samples_per_prompt": self.samples_per_prompt,
             "failed": self.num_failed,
             **self.held_out.metrics(),
+            **{key: value for name, each in self.sets.items() for key, value in each.metrics_of(name).items()},
         }
 
 

@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
+from torch import Tensor
+
 from rl_algorithms import dpo
 from rl_algorithms.chat import Chat, Demonstration, Prompt, TokenizedConversation, TrainOn
-from rl_algorithms.data import ConversationRow, DataError, Dataset, PreferenceRow, Row, SkippedRows
-from rl_algorithms.data.datasets import PreferenceData, held_out_demonstrations
+from rl_algorithms.data import ConversationRow, DataError, Dataset, LabelledRow, PreferenceRow, Row, SkippedRows
+from rl_algorithms.data.datasets import LabelledData, PreferenceData, held_out_demonstrations
+from rl_algorithms.preferences.labelled import LabelledAnswer, answers_from_rows
 from rl_algorithms.preferences.pairs import Pair, pairs_from_rows
+from rl_algorithms.preferences.scored import PairExamples, prepare_pairs
 
-__all__ = ["Imitated", "PreferenceExamples", "TokenizedData", "rows_digest", "tokenize"]
+__all__ = ["Imitated", "LabelledAnswers", "PreferenceExamples", "TokenizedData", "rows_digest", "tokenize"]
 
 Imitated: TypeAlias = Demonstration | TokenizedConversation
 """A tokenized row for SFT."""
 
-AnyRow = TypeVar("AnyRow", bound=Row | ConversationRow | PreferenceRow)
+AnyRow = TypeVar("AnyRow", bound=Row | ConversationRow | PreferenceRow | LabelledRow)
 MadeT = TypeVar("MadeT")
 
 
@@ -35,13 +39,48 @@ class PreferenceExamples:
     held_out: dpo.Examples
     """Pairs of prompts that no stage trains on."""
 
+    scored: PairExamples
+    """`train` for a reward model, with the margins of the data."""
+
+    held_out_scored: PairExamples
+    """`held_out` likewise."""
+
+    @classmethod
+    def of(cls, train: Sequence[Pair], held_out: Sequence[Pair]) -> "PreferenceExamples":
+        """Pad both, for every algorithm that learns from pairs."""
+        return cls(
+            train=dpo.prepare(train),
+            held_out=dpo.prepare(held_out),
+            scored=prepare_pairs(train),
+            held_out_scored=prepare_pairs(held_out),
+        )
+
     def digest(self) -> str:
-        """SHA-256 of all tokens in order, and of which of them are trainable."""
+        """SHA-256 of all tokens in order, of which of them are trainable, and of the margins."""
         digest = hashlib.sha256()
-        for examples in (self.train, self.held_out):
-            for tensor in (examples.tokens, examples.lengths, examples.trainable):
-                digest.update(f"{tuple(tensor.shape)}\n".encode())
-                digest.update(tensor.numpy().data)
+        for examples, scored in ((self.train, self.scored), (self.held_out, self.held_out_scored)):
+            for tensor in (examples.tokens, examples.lengths, examples.trainable, scored.margin):
+                _add(digest, tensor)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledAnswers:
+    """Given responses as tokens, each good or bad."""
+
+    train: list[LabelledAnswer]
+    """Responses to learn from."""
+
+    held_out: list[LabelledAnswer]
+    """Responses to prompts that no stage trains on."""
+
+    def digest(self) -> str:
+        """SHA-256 of all tokens in order, of which of them are trainable, and of the labels."""
+        digest = hashlib.sha256()
+        for answers in (self.train, self.held_out):
+            for answer in answers:
+                digest.update(json.dumps([answer.tokens, answer.trainable, answer.desirable]).encode() + b"\n")
+            digest.update(b"%d\n" % len(answers))
         return digest.hexdigest()
 
 
@@ -70,6 +109,9 @@ class TokenizedData:
     pairs: PreferenceExamples | None
     """Pairs of a `PreferenceData`; None of any other."""
 
+    labelled: LabelledAnswers | None = None
+    """Responses of a `LabelledData`; None of any other."""
+
     skipped: SkippedRows
     """Which rows were left out, while reading or since."""
 
@@ -94,7 +136,7 @@ def tokenize(
         chat: renders and tokenizes them.
         context_length: tokens that the model can read (`max_position_embeddings`); None if unknown.
         max_new_tokens: tokens that must fit behind a prompt.
-        sample: whether responses to the training prompts are sampled. Never where pairs are given.
+        sample: whether responses to the training prompts are sampled. Never where pairs or labels are given.
         score: whether responses to held-out prompts are scored. If not, those that do not fit are counted, not refused.
         imitate: which messages SFT trains on; None without SFT.
         max_held_out_demonstrations: at most so many of them are tokenized.
@@ -140,15 +182,24 @@ def tokenize(
             refuse_longer(len(tokens), f"{row.where}: field '{name}': prompt and response have")
         return pair
 
+    def judged(row: LabelledRow) -> LabelledAnswer:
+        (answer,) = answers_from_rows([row], chat)
+        refuse_longer(len(answer.tokens), f"{row.where}: prompt and response have")
+        return answer
+
     given = dataset if isinstance(dataset, PreferenceData) else None
+    single = dataset if isinstance(dataset, LabelledData) else None
+    samples = sample and given is None and single is None
     measured = held_out_demonstrations(dataset)[:max_held_out_demonstrations] if imitate else ()
     # Every kind is tokenized before any is filtered: a row that one kind cannot use is left out of the others too.
-    prompts = usable.each(dataset.train if sample and given is None else (), sampled, kind="prompts")
+    prompts = usable.each(dataset.train if samples else (), sampled, kind="prompts")
     held_out = usable.each(dataset.held_out, sampled if score else chat.prompt, kind="held-out prompts")
     demonstrations = usable.each(dataset.demonstrations if imitate else (), imitated, kind="responses to imitate")
     held_out_imitated = usable.each(measured, imitated, kind="held-out responses to imitate")
     pairs = usable.each(given.pairs if given else (), compared, kind="pairs")
     held_out_pairs = usable.each(given.held_out_pairs if given else (), compared, kind="held-out pairs")
+    labelled = usable.each(single.labelled if single else (), judged, kind="responses")
+    held_out_labelled = usable.each(single.held_out_labelled if single else (), judged, kind="held-out responses")
     readable = held_out()
     short_enough = [prompt for prompt in readable if fits(prompt)]
     return TokenizedData(
@@ -158,7 +209,8 @@ def tokenize(
         held_out_too_long=len(readable) - len(short_enough),
         demonstrations=demonstrations(),
         held_out_demonstrations=held_out_imitated(),
-        pairs=PreferenceExamples(train=dpo.prepare(pairs()), held_out=dpo.prepare(held_out_pairs())) if given else None,
+        pairs=PreferenceExamples.of(pairs(), held_out_pairs()) if given else None,
+        labelled=LabelledAnswers(train=labelled(), held_out=held_out_labelled()) if single else None,
         skipped=skipped,
     )
 
@@ -206,16 +258,24 @@ def _demonstration(row: Row | ConversationRow, chat: Chat, train_on: TrainOn) ->
     return chat.conversation(row, messages=answered, train_on=train_on)
 
 
-def rows_digest(groups: Iterable[Sequence[Prompt | Imitated]], pairs: PreferenceExamples | None) -> str:
-    """SHA-256 of the tokens and the columns of rows in order, and of pairs: equal in every process for equal data."""
+def rows_digest(
+    groups: Iterable[Sequence[Prompt | Imitated]], *given: PreferenceExamples | LabelledAnswers | None
+) -> str:
+    """SHA-256 of tokens and columns of rows in order, and of given responses: equal in every process for equal data."""
     digest = hashlib.sha256()
     for rows in groups:
         digest.update(b"%d\n" % len(rows))
         for row in rows:
             digest.update(json.dumps([row.tokens, _plain(getattr(row.row, "columns", {}))]).encode() + b"\n")
-    if pairs is not None:
-        digest.update(pairs.digest().encode())
+    for each in given:
+        if each is not None:
+            digest.update(each.digest().encode())
     return digest.hexdigest()
+
+
+def _add(digest: Any, tensor: Tensor) -> None:
+    digest.update(f"{tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.contiguous().numpy().data)
 
 
 def _plain(value: object) -> Any:

@@ -94,6 +94,12 @@ class TrainingBackend(Protocol):
     def topk_logits(self, examples: Any, k: int) -> TopKLogp:
         """The k most probable tokens in each place, [B, T, k]."""
 
+    def value(self, examples: Any) -> Tensor:
+        """What the head of one number says of the state before each trainable token, [B, T]."""
+
+    def score(self, examples: Any) -> Tensor:
+        """What the head of one number says of each row, [B]."""
+
     def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
         """Accumulate the gradient; return sums over all rows."""
 

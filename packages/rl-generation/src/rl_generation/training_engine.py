@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rl_generation.errors import EngineOptionError
+from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import Sampling
 
 if TYPE_CHECKING:
@@ -79,6 +79,21 @@ class EngineConfig:
     temperature: float = 1.0
     """Divides the logits before sampling. The policy's log-probabilities are taken at the same temperature."""
 
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that together have this probability (nucleus sampling); 1 samples from all."""
+
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0 samples from all."""
+
+    min_p: float = 0.0
+    """Sample from the tokens at least this likely relative to the likeliest one; 0 samples from all."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a response as soon as its text has one. The string stays in the response."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides those of the model and its chat template."""
+
     max_batch_size: int = 256
     """Responses that a transformers engine generates in one batch. More are faster and need more memory."""
 
@@ -89,8 +104,21 @@ class EngineConfig:
         _refuse_below(self, 1, "max_new_tokens", "max_batch_size")
         if not 0.0 < self.temperature < float("inf"):
             raise EngineOptionError(f"temperature={self.temperature} must be > 0; evaluation also decodes greedily")
+        try:
+            self.sampling()
+        except ValueError as error:
+            raise EngineOptionError(str(error)) from error
         if self.backend != "vllm" and self.vllm_cfg != VllmConfig():
             raise EngineOptionError(f"vllm_cfg is given, and backend={self.backend} does not use it; set backend=vllm")
+
+    @property
+    def cuts(self) -> dict[str, float]:
+        """The settings that leave tokens out of the distribution, by name; empty where all of them can be sampled."""
+        return {
+            name: value
+            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+            if (value := getattr(self, name)) != off
+        }
 
     @property
     def ranks_per_engine(self) -> int:
@@ -114,7 +142,7 @@ class EngineConfig:
         Raises:
             EngineOptionError: an option of vLLM is impossible.
         """
-        spec = TrainingEngineSpec(model=model, max_batch_size=self.max_batch_size, **others)
+        spec = TrainingEngineSpec(model=model, max_batch_size=self.max_batch_size, reads_text=bool(self.stop), **others)
         if self.backend != "vllm":
             return spec
         from rl_generation.vllm import VllmOptions
@@ -136,7 +164,15 @@ class EngineConfig:
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How the engine samples: as in training, or greedily."""
-        return Sampling(max_new_tokens=self.max_new_tokens, temperature=0.0 if greedy else self.temperature)
+        return Sampling(
+            max_new_tokens=self.max_new_tokens,
+            temperature=0.0 if greedy else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +208,9 @@ class TrainingEngineSpec:
 
     max_batch_size: int = 256
     """Of the transformers engine: responses generated at once."""
+
+    reads_text: bool = False
+    """Whether responses end at strings, for which a transformers engine needs the model's tokenizer."""
 
     device: str = "cpu"
     """`cpu` or `cuda`."""
@@ -212,7 +251,12 @@ class TrainingEngineSpec:
 
 
 def make_training_engine(
-    spec: TrainingEngineSpec, *, ready: Callable[[], None], model: Any = None, own_process: bool | None = None
+    spec: TrainingEngineSpec,
+    *,
+    ready: Callable[[], None],
+    model: Any = None,
+    tokenizer: Any = None,
+    own_process: bool | None = None,
 ) -> Any:
     """Make the engine: a `TransformersEngine`, a `VllmEngine` or a `VllmAsyncEngine`.
 
@@ -220,6 +264,8 @@ def make_training_engine(
         spec: What it is made of.
         ready: Called before each generation; raises while the weights must not be used.
         model: Of the transformers engine: an `nn.Module` to take over, with its weights. None makes one of zeros.
+        tokenizer: Of the transformers engine, where `spec.reads_text`; None loads the model's. vLLM reads the one in
+            the model's folder.
         own_process: Of a synchronous vLLM engine: whether it gets a process of its own; None gives it one if it has
             several ranks. vLLM would take over the default process group of a trainer in the same process.
 
@@ -237,6 +283,7 @@ def make_training_engine(
             max_batch_size=spec.max_batch_size,
             seed=spec.seed,
             ready=ready,
+            tokenizer=_tokenizer_of(spec) if spec.reads_text and tokenizer is None else tokenizer,
         )
     from rl_generation.vllm import VllmAsyncEngine, VllmEngine
 
@@ -253,6 +300,16 @@ def _refuse_below(config: object, least: int, *names: str) -> None:
     for name in names:
         if (value := getattr(config, name)) is not None and value < least:
             raise EngineOptionError(f"{name}={value} must be >= {least}")
+
+
+def _tokenizer_of(spec: TrainingEngineSpec) -> Any:
+    from transformers import AutoTokenizer
+
+    auto: Any = AutoTokenizer
+    try:
+        return auto.from_pretrained(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"stop strings need the tokenizer of {spec.model}, which cannot be loaded: {error}") from error
 
 
 def _zeros(spec: TrainingEngineSpec) -> Any:

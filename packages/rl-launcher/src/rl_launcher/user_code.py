@@ -249,18 +249,21 @@ def named_code(recipe: Recipe) -> dict[str, str]:
     found = {"data.source": recipe.data.source, "policy.model_name": recipe.policy.model_name}
     if recipe.distill is not None:
         found["distill.teacher.model_name"] = recipe.distill.teacher.model_name
+    if recipe.reward_model is not None and recipe.reward_model.data is not None:
+        found["reward_model.data.source"] = recipe.reward_model.data.source
     if (env := recipe.env) is not None:
         found |= {f"env.rewards.{name}": text for name, text in env.rewards.items()}
         found |= {"env.reward": env.reward or "", "env.environment": env.environment or ""}
-    if recipe.grpo is not None:
-        found |= {f"grpo.objective.{key}": text for key, text in recipe.grpo.objective.named_code().items()}
+    for name, stage in (("grpo", recipe.grpo), ("ppo", recipe.ppo)):
+        if stage is not None:
+            found |= {f"{name}.objective.{key}": text for key, text in stage.objective.named_code().items()}
     return {key: text for key, text in found.items() if is_import_string(text)}
 
 
 def code_digests(recipe: Recipe) -> dict[str, str]:
     """A digest of the file that each of `named_code` was imported from; not of what that file imports."""
     digests = {  # rl-algorithms imports the pieces of an objective, on every rank, and keeps what it imported
-        key: source_digest(text) if key.startswith("grpo.objective.") else imported_digest(text)
+        key: source_digest(text) if key.startswith(("grpo.objective.", "ppo.objective.")) else imported_digest(text)
         for key, text in named_code(recipe).items()
     }
     return {key: digest for key, digest in digests.items() if digest is not None}

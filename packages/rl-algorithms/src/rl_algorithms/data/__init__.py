@@ -14,6 +14,7 @@ from rl_algorithms.data.adapters import VERL_COLUMNS, from_nemo_gym
 from rl_algorithms.data.datasets import (
     ConversationData,
     Dataset,
+    LabelledData,
     MixedSource,
     PreferenceData,
     held_out_demonstrations,
@@ -35,6 +36,7 @@ __all__ = [
     "ConversationRow",
     "DataError",
     "Dataset",
+    "LabelledData",
     "LabelledRow",
     "Mixed",
     "MixedSource",

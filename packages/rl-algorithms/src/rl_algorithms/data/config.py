@@ -28,8 +28,8 @@ class DataConfig:
     `datasets`, a data set id on the Hub, or a function
     `package.module:name` or `file.py:name` that returns a `rl_algorithms.data.Dataset`. Rows have a `prompt` and
     optionally an `answer` and other columns. If sft is the only stage, rows may be conversations: `messages`,
-    `conversations`, or `prompt` and `completion`. With `dpo.pairs=data` rows are pairs: `prompt`, `chosen`,
-    `rejected`."""
+    `conversations`, or `prompt` and `completion`. For orpo, reward_model and `dpo.pairs=data` rows are pairs: `prompt`,
+    `chosen`, `rejected`; for kto they are `prompt`, `completion` and `label`, true or false."""
 
     split: str | None = None
     """Split of a data set, such as `train` or `train[:1000]`; required if it has several."""

@@ -4,6 +4,7 @@
     Dataset            prompts to learn from, prompts to hold out, responses to imitate
     ConversationData   the same, of whole conversations
     PreferenceData     the same, of pairs of responses
+    LabelledData       the same, of single responses that are each good or bad
 
 No prompt is both trained on and held out, whatever its form; a data set that violates this is refused by the row.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from rl_algorithms.choices import check_choice, check_fields
+from rl_algorithms.contracts import Message
 from rl_algorithms.data.mixing import Mixture
 from rl_algorithms.data.reading import PromptTemplate, SkippedRows, read_rows, stream_rows
 from rl_algorithms.data.sources import Source
@@ -24,6 +26,7 @@ __all__ = [
     "ConversationData",
     "Dataset",
     "Form",
+    "LabelledData",
     "MixedSource",
     "PreferenceData",
     "RowSource",
@@ -39,7 +42,7 @@ RowT = TypeVar("RowT", Row, ConversationRow, PreferenceRow, LabelledRow)
 RowSource: TypeAlias = str | Path | Source | Iterable[Mapping[str, object]]
 """Whatever `read_rows` reads."""
 
-Form: TypeAlias = Literal["prompts", "conversations", "preferences"]
+Form: TypeAlias = Literal["prompts", "conversations", "preferences", "labelled"]
 
 HELD_OUT_SHARE = 0.1
 MOST_REPEATED = 50
@@ -108,6 +111,20 @@ class PreferenceData(Dataset):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledData(Dataset):
+    """Single responses, each good or bad. `train` and `held_out` hold each prompt once; demonstrations are good."""
+
+    labelled: Sequence[LabelledRow]
+    """Responses to learn from."""
+
+    held_out_labelled: Sequence[LabelledRow]
+    """Responses to prompts that no stage trains on."""
+
+    held_out_demonstrations: Sequence[ConversationRow]
+    """The good responses of `held_out_labelled`, which the imitation loss is measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSource:
     """A further set to learn from, and how often."""
 
@@ -158,12 +175,13 @@ def load_dataset(
 
     Args:
         source: a path, the id of a data set on the Hugging Face hub, a `Source`, or rows; see `read_rows`.
-        form: `"prompts"` gives a `Dataset`, `"conversations"` a `ConversationData`, `"preferences"` a `PreferenceData`.
+        form: `"prompts"` gives a `Dataset`, `"conversations"` a `ConversationData`, `"preferences"` a `PreferenceData`,
+            `"labelled"` a `LabelledData`.
         columns: our name -> their column, for `source` and `held_out` alike.
         held_out: rows to hold out, of the same form. None cuts `held_out_share` of the distinct prompts from `source`.
         held_out_share: share of the distinct prompts, 0.1 by default.
         seed: which prompts are held out.
-        imitate_chosen: with `"preferences"`, the chosen responses become demonstrations for SFT.
+        imitate_chosen: with `"preferences"` or `"labelled"`, chosen or good responses become demonstrations for SFT.
         skipped: None: the first bad row is an error. A report: bad rows of `source` are left out and counted in it. A
             bad held-out row is always an error, so that what is measured does not change silently.
         prompts: what every prompt is put into.
@@ -207,14 +225,24 @@ def load_dataset(
             demonstrations=conversations,
             held_out_demonstrations=held_out_conversations,
         )
+    if form == "labelled":
+        labelled, held_out_labelled = read(LabelledRow)
+        return LabelledData(
+            train=_prompts_of_responses(labelled),
+            held_out=_prompts_of_responses(held_out_labelled),
+            demonstrations=_good_responses(labelled) if imitate_chosen else [],
+            labelled=labelled,
+            held_out_labelled=held_out_labelled,
+            held_out_demonstrations=_good_responses(held_out_labelled) if imitate_chosen else [],
+        )
     pairs, held_out_pairs = read(PreferenceRow)
     return PreferenceData(
-        train=_prompts_of_pairs(pairs),
-        held_out=_prompts_of_pairs(held_out_pairs),
-        demonstrations=[_chosen_response(row) for row in pairs] if imitate_chosen else [],
+        train=_prompts_of_responses(pairs),
+        held_out=_prompts_of_responses(held_out_pairs),
+        demonstrations=_good_responses(pairs) if imitate_chosen else [],
         pairs=pairs,
         held_out_pairs=held_out_pairs,
-        held_out_demonstrations=[_chosen_response(row) for row in held_out_pairs] if imitate_chosen else [],
+        held_out_demonstrations=_good_responses(held_out_pairs) if imitate_chosen else [],
     )
 
 
@@ -281,7 +309,7 @@ def are_conversations(source: RowSource, *, columns: Mapping[str, str] | None = 
 
 def held_out_demonstrations(dataset: Dataset) -> Sequence[Row | ConversationRow]:
     """What the imitation loss is measured on: held-out responses, if there are any; rows of weight 0 are left out."""
-    if isinstance(dataset, ConversationData | PreferenceData):
+    if isinstance(dataset, ConversationData | PreferenceData | LabelledData):
         return [row for row in dataset.held_out_demonstrations if row.weight]
     return [row for row in dataset.held_out if row.answer is not None]
 
@@ -324,21 +352,32 @@ def _prompts_of_conversations(rows: Sequence[ConversationRow]) -> list[Row]:
     return prompts
 
 
-def _prompts_of_pairs(rows: Sequence[PreferenceRow]) -> list[Row]:
-    """Each prompt once, from its first pair; the chosen response becomes the `answer` unless a column has that name."""
+def _prompts_of_responses(rows: Sequence[PreferenceRow] | Sequence[LabelledRow]) -> list[Row]:
+    """Each prompt once, from its first row; its good response becomes the `answer` unless a column has that name."""
     first = {row.question: row for row in reversed(rows)}
-    return [
-        Row(
-            messages=row.messages,
-            columns={"answer": row.chosen[-1]["content"], **row.columns},
-            where=row.where,
-            tools=row.tools,
-        )
-        for row in rows
-        if first[row.question] is row
-    ]
+    prompts = []
+    for row in rows:
+        if first[row.question] is not row:
+            continue
+        good = _good_response(row)
+        columns = {**({} if good is None else {"answer": good[-1]["content"]}), **row.columns}
+        prompts.append(Row(messages=row.messages, columns=columns, where=row.where, tools=row.tools))
+    return prompts
 
 
-def _chosen_response(row: PreferenceRow) -> ConversationRow:
-    prompt = tuple({**message, "train": False} for message in row.messages)
-    return ConversationRow(messages=(*prompt, *row.chosen), columns=row.columns, where=row.where, tools=row.tools)
+def _good_responses(rows: Sequence[PreferenceRow] | Sequence[LabelledRow]) -> list[ConversationRow]:
+    conversations = []
+    for row in rows:
+        prompt = tuple({**message, "train": False} for message in row.messages)
+        if (good := _good_response(row)) is not None:
+            conversations.append(
+                ConversationRow(messages=(*prompt, *good), columns=row.columns, where=row.where, tools=row.tools)
+            )
+    return conversations
+
+
+def _good_response(row: PreferenceRow | LabelledRow) -> tuple[Message, ...] | None:
+    """The chosen response of a pair, a response whose label is good; None of a bad one."""
+    if isinstance(row, PreferenceRow):
+        return row.chosen
+    return row.completion if row.label else None

@@ -81,7 +81,11 @@ class OptimizerConfig:
     cosine (arXiv:1608.03983), or stable and then down in a straight line (arXiv:2404.06395)."""
 
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0 to `lr`."""
+    """Steps over which the learning rate rises linearly to `lr`."""
+
+    warmup_start_ratio: float = 0.0
+    """The learning rate of the first warm-up step as a share of `lr`, as torch's `LinearLR` has it; 0 begins with the
+    first part of the rise, `1 / warmup_steps`, since a step at a rate of 0 learns nothing."""
 
     decay_steps: int | None = None
     """Steps at the end over which a `wsd` schedule goes down; about a tenth of all is common. None elsewhere."""
@@ -113,6 +117,12 @@ class OptimizerConfig:
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if not 0.0 <= self.final_lr_ratio <= 1.0:
             raise ValueError(f"final_lr_ratio={self.final_lr_ratio} must be between 0 and 1")
+        if not 0.0 <= self.warmup_start_ratio <= 1.0:
+            raise ValueError(f"warmup_start_ratio={self.warmup_start_ratio} must be between 0 and 1")
+        if self.warmup_start_ratio and not self.warmup_steps:
+            raise ValueError(
+                f"warmup_start_ratio={self.warmup_start_ratio} is of a warm-up, and warmup_steps=0; leave it out"
+            )
         self._refuse_a_schedule_that_does_not_do_what_it_says()
         self._refuse_choices_of_another_optimizer()
 

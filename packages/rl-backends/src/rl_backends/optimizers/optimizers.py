@@ -71,9 +71,13 @@ def learning_rate_factor(index: int, config: OptimizerConfig, *, num_steps: int)
     >>> config = OptimizerConfig(lr=1.0, schedule="wsd", decay_steps=2, final_lr_ratio=0.0)
     >>> [learning_rate_factor(index, config, num_steps=5) for index in range(5)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
+    >>> config = OptimizerConfig(lr=1.0, warmup_steps=4, warmup_start_ratio=0.2)
+    >>> [round(learning_rate_factor(index, config, num_steps=6), 2) for index in range(6)]
+    [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]
     """
     if index < config.warmup_steps:
-        return (index + 1) / config.warmup_steps
+        start = config.warmup_start_ratio
+        return start + (1.0 - start) * index / config.warmup_steps if start else (index + 1) / config.warmup_steps
     progress = min(1.0, (index - config.warmup_steps) / max(1, num_steps - config.warmup_steps - 1))
     match config.schedule:
         case "constant":

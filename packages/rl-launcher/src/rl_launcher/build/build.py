@@ -6,12 +6,17 @@ makes the parts in this process; `rl_launcher.ray.build` makes them on Ray.
 
 import copy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from rl_backends import BackendSelection
+from rl_backends.backend import Backend
 from rl_backends.loading import pad_token_id
 from rl_generation.seeding import CallSeeds
+from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source
-from rl_launcher.build.inputs import closing, read_inputs, tokenize
+from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
 from rl_launcher.build.models import load_policy, load_teacher, named_by_key
 from rl_launcher.build.parts import Parts, RunEngine
 from rl_launcher.schema import Recipe
@@ -41,6 +46,8 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     # The models and their tokens.
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed, objects=objects)
     tokenized = tokenize(recipe, inputs, model=model, tokenizer=tokenizer)
+    reward_pairs = tokenize_reward_pairs(recipe, inputs, tokenized, model=model)
+    validation = tokenize_validation(recipe, inputs, tokenized, model=model)
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
     engine_model = copy.deepcopy(model)  # the policy takes `model` over, and the engine has weights of its own
     with named_by_key(recipe.policy):
@@ -54,8 +61,9 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
         dtypes=dtypes_of(policy.shards()),
     )
-    made = make_in_process(spec, model=engine_model)
+    made = make_in_process(spec, model=engine_model, tokenizer=tokenizer)
     refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
+    companions = Companions(load=partial(_load_companion, inputs.selection))
     adapts = inputs.selection.adapters is not None  # then shards are merged copies, refreshed before each refit
     return Parts(
         policy=policy,
@@ -64,8 +72,15 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         weight_sync=CountedRefit(refit, refresh=policy.shards if adapts else None),
         environment=inputs.environment,
         teacher=teacher,
+        companions=companions,
         data=tokenized,
+        reward_pairs=reward_pairs,
+        validation=validation,
         tokenizer=tokenizer,
         placement="everything is in this process",
-        close=closing(inputs.environment, made, teacher, policy),
+        close=closing(inputs.environment, made, teacher, companions, policy),
     )
+
+
+def _load_companion(selection: BackendSelection, folder: Path, **options: Any) -> Backend:
+    return selection.without_adapters().from_pretrained(str(folder), head="sequence_classification", **options)

@@ -86,12 +86,15 @@ def weight_source(policy: Backend) -> StateDictSource:
     return StateDictSource.from_shards(policy.shards(), buffers=policy.skeleton_buffers())
 
 
-def make_engine(spec: TrainingEngineSpec, *, model: Any = None, own_process: bool | None = None) -> MadeEngine:
+def make_engine(
+    spec: TrainingEngineSpec, *, model: Any = None, tokenizer: Any = None, own_process: bool | None = None
+) -> MadeEngine:
     """Make the engine and its sink. Without `model` it refuses to generate before its first refit.
 
     Args:
         spec: what it is made of.
         model: for the transformers engine, a model with weights to take over.
+        tokenizer: see `make_training_engine`.
         own_process: see `make_training_engine`.
 
     Raises:
@@ -104,7 +107,7 @@ def make_engine(spec: TrainingEngineSpec, *, model: Any = None, own_process: boo
         if spec.vllm is None and model is None and sink.version is None:
             raise ModelError("the engine has no weights yet: no refit has been committed")
 
-    engine = make_training_engine(spec, ready=ready, model=model, own_process=own_process)
+    engine = make_training_engine(spec, ready=ready, model=model, tokenizer=tokenizer, own_process=own_process)
     if spec.vllm is None:
         sink = ModuleSink(engine.model, on_commit=engine.commit_version)
     elif spec.asynchronous:
@@ -115,23 +118,25 @@ def make_engine(spec: TrainingEngineSpec, *, model: Any = None, own_process: boo
     return MadeEngine(engine=engine, sink=sink, close=engine.close)
 
 
-def make_in_process(spec: TrainingEngineSpec, *, model: Any) -> MadeEngine:
+def make_in_process(spec: TrainingEngineSpec, *, model: Any, tokenizer: Any) -> MadeEngine:
     """Make the engine for a policy of this process; vLLM gets a process of its own beside it.
 
     Args:
         spec: what it is made of.
         model: taken over with its weights by the transformers engine. vLLM makes its own, from files that are saved
             here where a function made the model.
+        tokenizer: of the model, for stop strings.
 
     Raises:
         ValueError: what the engine refuses.
     """
     if spec.vllm is None:
-        return make_engine(spec, model=model)
+        return make_engine(spec, model=model, tokenizer=tokenizer)
     with ExitStack() as cleanup:
         if is_import_string(spec.model):
             folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rl-launcher-model-"))
             model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
             spec = spec.with_model(folder)
         made = make_engine(spec, own_process=True)
         cleanup.callback(made.close)

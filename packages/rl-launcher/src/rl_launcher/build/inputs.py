@@ -4,29 +4,38 @@
 tokenizing themselves are `rl_algorithms.data` and `rl_algorithms.tokenized_data`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_algorithms.chat import Chat
-from rl_algorithms.data import Dataset, SkippedRows, Source
+from rl_algorithms.chat import Chat, Prompt
+from rl_algorithms.data import (
+    DataError,
+    Dataset,
+    LabelledData,
+    PreferenceData,
+    Row,
+    SkippedRows,
+    Source,
+    read_rows,
+)
 from rl_algorithms.data import held_out_demonstrations as held_out_responses
 from rl_algorithms.data.config import read_configured
 from rl_algorithms.data.datasets import check_rows
 from rl_algorithms.environments.counted_environment import Judge
-from rl_algorithms.tokenized_data import TokenizedData
+from rl_algorithms.tokenized_data import PreferenceExamples, TokenizedData
 from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
 from rl_backends.loading import stop_token_ids
 from rl_launcher.build.environments import NoEnvironment, load_environment
 from rl_launcher.build.models import lora_key
 from rl_launcher.errors import Refusal
-from rl_launcher.schema import HEADLINES, HOW_TO_JUDGE, DataConfig, Recipe
+from rl_launcher.schema import HOW_TO_JUDGE, DataConfig, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string
 
 
@@ -45,6 +54,15 @@ class Inputs:
 
     skipped: SkippedRows
     """Which rows were left out."""
+
+    reward_data: PreferenceData | None = None
+    """The pairs of `reward_model.data`; None where there is no such section."""
+
+    reward_skipped: SkippedRows | None = None
+    """Which of them were left out."""
+
+    validation: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    """The rows of `evaluation.sets`, by name."""
 
 
 def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
@@ -73,7 +91,16 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
     environment = load_environment(recipe.env, objects)
     dataset, skipped = load_dataset(recipe, objects)
     environment.check(dataset.columns)
-    return Inputs(selection=selection, environment=environment, dataset=dataset, skipped=skipped)
+    reward_data, reward_skipped = load_reward_data(recipe)
+    return Inputs(
+        selection=selection,
+        environment=environment,
+        dataset=dataset,
+        skipped=skipped,
+        reward_data=reward_data,
+        reward_skipped=reward_skipped,
+        validation=load_validation(recipe, dataset, environment),
+    )
 
 
 def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> TokenizedData:
@@ -87,11 +114,11 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
         Chat(
             tokenizer,
             prompt_format=recipe.data.prompt_format,
-            stop_token_ids=stop_token_ids(model, tokenizer),
+            stop_token_ids=_stop_token_ids(recipe, model, tokenizer),
             template_options=recipe.data.chat_template_kwargs,
         ),
         context_length=getattr(model.config, "max_position_embeddings", None),
-        max_new_tokens=recipe.policy.generation.max_new_tokens,
+        max_new_tokens=max(recipe.policy.generation.max_new_tokens, recipe.evaluation.max_new_tokens or 0),
         sample=[*recipe.stages] != ["sft"],
         score=not isinstance(inputs.environment, NoEnvironment),
         imitate=None if recipe.sft is None else recipe.sft.train_on,
@@ -99,6 +126,40 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
         skipped=inputs.skipped,
         skip_bad_rows=recipe.data.on_bad_row == "skip",
     )
+
+
+def _stop_token_ids(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the model's, and those of the recipe."""
+    others = recipe.policy.generation.stop_token_ids
+    if unknown := [token for token in others if not 0 <= token < len(tokenizer)]:
+        raise Refusal(
+            f"policy.generation.stop_token_ids has {unknown[0]}, and the tokenizer of policy.model_name="
+            f"{recipe.policy.model_name} has the tokens 0 to {len(tokenizer) - 1}"
+        )
+    return tuple(dict.fromkeys((*stop_token_ids(model, tokenizer), *others)))
+
+
+def tokenize_reward_pairs(
+    recipe: Recipe, inputs: Inputs, tokenized: TokenizedData, *, model: Any
+) -> PreferenceExamples | None:
+    """Tokenize what the stage `reward_model` learns from: `reward_model.data`, or else the pairs of `data`.
+
+    Raises:
+        DataError: as `tokenize`.
+    """
+    stage = recipe.reward_model
+    if stage is None or stage.data is None:
+        return None if stage is None else tokenized.pairs
+    assert inputs.reward_data is not None  # read_inputs has read it
+    return tokenize_dataset(
+        inputs.reward_data,
+        tokenized.chat,
+        context_length=getattr(model.config, "max_position_embeddings", None),
+        max_new_tokens=0,
+        score=False,
+        skipped=inputs.reward_skipped,
+        skip_bad_rows=stage.data.on_bad_row == "skip",
+    ).pairs
 
 
 def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset, SkippedRows]:
@@ -129,24 +190,18 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
     if isinstance(given, Dataset):
         dataset = given
     elif given is None and is_import_string(config.source):
-        if recipe.dpo is not None and recipe.dpo.pairs == "data":
-            raise Refusal(
-                f"dpo.pairs=data reads columns chosen and rejected, and data.source={config.source} is a function, "
-                f"which returns prompts; name a file or a data set, or set dpo.pairs=sampled"
-            )
         if held_out is not None:
             raise Refusal(f"data.source={config.source} is a function, which holds out its own rows; omit held_out")
-        dataset = _made_by_function(config)
+        dataset = _made_by_function(config, form=recipe.form, stage=recipe.headline if recipe.stages else "")
     else:
-        pairs = recipe.dpo is not None and recipe.dpo.pairs == "data"
         try:
             dataset = read_configured(
                 config,
                 rows=None if given is None else check_rows("data", given),
                 held_out=held_out,
-                form="preferences" if pairs else None,
+                form=recipe.form,
                 imitates=recipe.sft is not None,
-                sampled_by=None if pairs else next((name for name in HEADLINES if name in recipe.stages), None),
+                sampled_by=recipe.sampled_by,
                 seed=recipe.seed,
                 skipped=skipped,
             )
@@ -161,20 +216,103 @@ def load_dataset(recipe: Recipe, objects: Objects = NO_OBJECTS) -> tuple[Dataset
     return dataset, skipped
 
 
-def _made_by_function(config: DataConfig) -> Dataset:
+def load_validation(recipe: Recipe, dataset: Dataset, environment: Judge) -> dict[str, list[Row]]:
+    """Read `evaluation.sets`.
+
+    Raises:
+        DataError: a set cannot be read, a row is bad, or its prompt is also trained on.
+        Refusal: nothing scores responses; or a package is missing that reads the format.
+    """
+    found: dict[str, list[Row]] = {}
+    if recipe.evaluation.sets and recipe.env is None and not recipe.is_judged_by_model:
+        names = ", ".join(recipe.evaluation.sets)
+        raise Refusal(
+            f"evaluation.sets names {names}, whose responses need a reward, and env is missing; {HOW_TO_JUDGE}"
+        )
+    trained_on = {row.question for row in dataset.train} if recipe.evaluation.sets else set()
+    for name, config in recipe.evaluation.sets.items():
+        try:
+            rows = read_rows(
+                config.rows,
+                kind=Row,
+                columns=config.columns,
+                name=f"evaluation.sets.{name}",
+                prompts=recipe.data.prompts,
+            )
+        except ImportError as error:
+            raise Refusal(f"evaluation.sets.{name}.source={error}") from error
+        for row in rows:
+            if row.question in trained_on:
+                raise DataError(
+                    f"{row.where}: the prompt {row.prompt!r:.200} of evaluation.sets.{name} is also trained on; its "
+                    f"accuracy would measure memory. Remove it from one of the two"
+                )
+        if recipe.env is not None:
+            environment.check({column for row in rows for column in row.columns})
+        found[name] = rows
+    return found
+
+
+def tokenize_validation(
+    recipe: Recipe, inputs: Inputs, tokenized: TokenizedData, *, model: Any
+) -> dict[str, list[Prompt]]:
+    """Tokenize the rows of `evaluation.sets`.
+
+    Raises:
+        DataError: a prompt leaves no room for a response.
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    length = recipe.evaluation.max_new_tokens or recipe.policy.generation.max_new_tokens
+    found = {name: [tokenized.chat.prompt(row) for row in rows] for name, rows in inputs.validation.items()}
+    for name, prompts in found.items():
+        for prompt in prompts:
+            if context is not None and len(prompt.tokens) + length > context:
+                raise DataError(
+                    f"{prompt.row.where}: the prompt has {len(prompt.tokens)} tokens, and with a response of {length} "
+                    f"(evaluation.max_new_tokens) it does not fit into the model's context of {context}; leave it out "
+                    f"of evaluation.sets.{name}, or lower evaluation.max_new_tokens"
+                )
+    return found
+
+
+def load_reward_data(recipe: Recipe) -> tuple[PreferenceData | None, SkippedRows | None]:
+    """Read the pairs of `reward_model.data`; also return which of its rows were left out. None without the section.
+
+    Raises:
+        DataError: the data cannot be read, or one of the rows is bad; the message names file, line and field.
+        Refusal: a function returns something else than pairs, or a package is missing that reads the format.
+    """
+    config = None if recipe.reward_model is None else recipe.reward_model.data
+    if config is None:
+        return None, None
+    skipped = SkippedRows()
+    if is_import_string(config.source):
+        dataset = _made_by_function(config, form="preferences", stage="reward_model", key="reward_model.data")
+    else:
+        try:
+            dataset = read_configured(config, form="preferences", seed=recipe.seed, skipped=skipped)
+        except ImportError as error:
+            raise Refusal(f"reward_model.data.source={error}") from error
+    assert isinstance(dataset, PreferenceData)
+    return dataset, skipped
+
+
+def _made_by_function(config: DataConfig, *, form: str | None = None, stage: str = "", key: str = "data") -> Dataset:
     defaults = DataConfig(source=config.source)
     of_rows = ("held_out_share", "held_out", "held_out_split", "mix", "mix_splits", "mix_weights", "system_prompt")
     for name in (*of_rows, "prompt_template", "columns", "on_bad_row", "split", "name", "revision"):
         if (value := getattr(config, name)) != getattr(defaults, name):
             raise Refusal(
-                f"data.{name}={value} is for rows that are read from a file or a data set, and data.source="
-                f"{config.source} is a function, which reads, checks and holds out its own; leave data.{name} out"
+                f"{key}.{name}={value} is for rows that are read from a file or a data set, and {key}.source="
+                f"{config.source} is a function, which reads, checks and holds out its own; leave {key}.{name} out"
             )
-    dataset = call(config.source, wanted="a function that returns a Dataset (data.source)")
-    if not isinstance(dataset, Dataset):
+    kind = {"preferences": PreferenceData, "labelled": LabelledData}.get(form or "", Dataset)
+    dataset = call(config.source, wanted=f"a function that returns a {kind.__name__} ({key}.source)")
+    if not isinstance(dataset, kind):
+        needed = f", which {stage} learns from" if kind is not Dataset else ""
         raise Refusal(
-            f"data.source={config.source} returned {type(dataset).__name__}, and must return a "
-            f"rl_algorithms.data.Dataset"
+            f"{key}.source={config.source} returned {type(dataset).__name__}, and must return a "
+            f"rl_algorithms.data.{kind.__name__}{needed}"
         )
     return dataset
 

@@ -166,10 +166,10 @@ def named_by_key(policy: PolicyConfig) -> Iterator[None]:
 
 def copies_reference(recipe: Recipe) -> bool:
     """Whether a frozen copy of the weights is kept beside those that train."""
-    stage = recipe.grpo or recipe.dpo
+    stage = recipe.grpo or recipe.ppo or recipe.dpo
     if stage is None or not stage.keeps_reference:
         return False
-    is_first = len(recipe.stages) == 1
+    is_first = next(iter(recipe.stages)) in {"grpo", "ppo", "dpo"}
     return not is_base(select_backend(recipe.policy).adapters, steps_before=0 if is_first else 1)
 
 

@@ -4,20 +4,22 @@ The loops of `rl_algorithms` need less than this (`rl_algorithms.contracts`); wh
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_algorithms.background_collection import GatedEngine, GatedRequestEngine
+from rl_algorithms.chat import Prompt
 from rl_algorithms.contracts import Teacher
 from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.replay import ReplayBuffer
-from rl_algorithms.tokenized_data import TokenizedData
+from rl_algorithms.tokenized_data import PreferenceExamples, TokenizedData
 from rl_backends import BackendSelection
 from rl_backends.backend import TrainingBackend
 from rl_generation import Rollout, Sampling
 from rl_generation.seeding import SeededEngine
+from rl_launcher.build.companions import Companions
 from rl_observe import SpanLog
 from rl_observe.health import EventQueue
 from rl_refit.counted import CountedWeightSync
@@ -82,8 +84,14 @@ class Parts:
     environment: Judge
     teacher: Teacher | None
     """The teacher to distil from; None without such a stage."""
+    companions: Companions
+    """The reward model and the critic, once their stages have begun."""
     data: TokenizedData
-    """Prompts, demonstrations or pairs, and what is held out of them."""
+    """Prompts, demonstrations, pairs or labelled responses, and what is held out of them."""
+    reward_pairs: PreferenceExamples | None
+    """What the reward model learns from; None without such a stage."""
+    validation: Mapping[str, list[Prompt]]
+    """The prompts of `evaluation.sets`, by name."""
     tokenizer: Any
     placement: str
     """Which process holds what, in words."""
@@ -95,3 +103,19 @@ class Parts:
     """What the parts count, as engines that died, for the log."""
     reached: Callable[[str, int], None] = lambda _, __: None
     """Called when a step of a stage is done, and with 0 at its start: for profilers in other processes."""
+
+    @property
+    def judge(self) -> Judge:
+        """What scores the responses that are learned from: the recipe's reward model, or else `environment`."""
+        return self.companions.judge or self.environment
+
+    @property
+    def reward_errors(self) -> int:
+        """Responses that could not be scored so far."""
+        judge = self.companions.judge
+        return self.environment.errors + (0 if judge is None else judge.errors)
+
+    @property
+    def versions(self) -> list[int]:
+        """Optimizer steps that the weights of the policy have seen, and those of each model trained beside it."""
+        return [self.policy.version, *(model.version for model in self.companions.trained.values())]

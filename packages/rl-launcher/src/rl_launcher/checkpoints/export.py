@@ -7,14 +7,13 @@ another model is therefore refused by the name of what does not fit.
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rl_backends import DTensorConfig, select_backend
-from rl_backends.backend import TrainingBackend
 from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.checkpoints.manifest import read_manifest
+from rl_launcher.build.companions import write_model
 from rl_launcher.build.models import load_policy
 from rl_launcher.checkpoints.folders import (
     POLICY,
@@ -90,16 +89,6 @@ def _convert(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
     policy = selection.make(model.to(widest))
     try:
         policy.load_checkpoint(checkpoint, optimizer=False)
-        fill_folder(folder, policy=policy, tokenizer=tokenizer)
+        write_model(folder, model=policy, tokenizer=tokenizer)
     finally:
         policy.close()
-
-
-def fill_folder(folder: Path, *, policy: TrainingBackend, tokenizer: Any) -> None:
-    """Write model and tokenizer to an existing, empty folder."""
-    weights = folder / "weights"  # the policy refuses a folder that exists
-    policy.save_pretrained(weights)
-    for path in weights.iterdir():
-        path.rename(folder / path.name)
-    weights.rmdir()
-    tokenizer.save_pretrained(folder)

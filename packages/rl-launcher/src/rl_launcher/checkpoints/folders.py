@@ -1,12 +1,13 @@
 """The folders of checkpoints on disk: their layout, and digests that prove them complete.
 
     checkpoints/step_00000040/   policy/ (weights, optimizer, schedule: the backend's own format, for any mesh)
+                                 reward_model/ or critic/ likewise, in a stage that trains one
                                  progress.json   progress.safetensors   complete.json
     checkpoints/stage_start/     policy/ with the weights that a stage started with, while that stage needs them
     checkpoints/in_step_.../     like the first, from a run that failed within a batch: cannot be resumed from
 
-`complete.json` is written last. It has the size and digest of every other file, except that of `policy/` it only has
-those of the backend's own marker, which in turn has those of the weights.
+`complete.json` is written last. It has the size and digest of every other file, except that of `policy/` and of other
+models it only has those of the backend's own marker, which in turn has those of the weights.
 """
 
 import re
@@ -21,6 +22,8 @@ from rl_observe import RunDirectory
 
 POLICY, MARKER, STAGE_START = "policy", "complete.json", "stage_start"
 FORMAT = ("rl-launcher checkpoint", 1)
+MODEL_MARKER = "checkpoint.json"
+"""The marker that a backend writes into its own folder."""
 _NAME = re.compile(r"step_\d{8,}")
 _REMEDY = "restore it from a copy, or delete that folder to resume from an earlier checkpoint"
 
@@ -88,9 +91,9 @@ def unfinished_of(run: RunDirectory) -> list[Path]:
 def mark_complete(folder: Path, about: dict[str, Any]) -> None:
     """Write the marker of a folder whose other files are written."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    # The backend's marker has the digests of its other files, which are too large to be read twice.
-    policy = folder / POLICY
-    files = [path for path in files if policy not in path.parents or path == policy / "checkpoint.json"]
+    # A backend's marker has the digests of its other files, which are too large to be read twice.
+    models = {path.parent for path in files if path.name == MODEL_MARKER}
+    files = [path for path in files if path.name == MODEL_MARKER or not models & {*path.parents}]
     write_marker(folder / MARKER, about, format=FORMAT, files=files)
 
 

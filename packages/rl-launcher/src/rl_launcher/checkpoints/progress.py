@@ -28,7 +28,12 @@ class Progress:
     total: int = 0
     """Steps over all stages so far; the name of a checkpoint."""
     version: int = 0
-    """Optimizer steps that the weights have seen: fewer than `total` if a batch had nothing to train on."""
+    """Optimizer steps that the policy's weights have seen: fewer than its share of `total` if a batch had nothing to
+    train on."""
+    versions: list[int] = field(default_factory=lambda: [0])
+    """The same of every model that the current stage trains, the policy's first."""
+    reward_model_steps: int = 0
+    """Those of `total` that trained the reward model."""
     order: dict[str, int] | None = None
     """The stage's position in the order of prompts, if it does not follow from `step`."""
     calls: int = 0
@@ -69,12 +74,16 @@ class Progress:
         """The content of `progress.json`."""
         return {name: getattr(self, name) for name in NUMBER_FIELDS}
 
-    @property
-    def weights(self) -> Path:
-        """The backend's folder in the checkpoint that this was loaded from; a new run has none."""
+    def weights(self, model: str = POLICY) -> Path:
+        """The folder of a model in the checkpoint that this was loaded from; a new run has none."""
         if self.folder is None:
             raise ValueError("a new run has no checkpoint to load weights from")
-        return self.folder / POLICY
+        return self.folder / model
+
+    @property
+    def skipped(self) -> int:
+        """Steps of the policy that were left out because their batch had nothing to train on."""
+        return self.total - self.reward_model_steps - self.version
 
     def steps_of(self, stage: str) -> int:
         """Return the steps of `stage` that are already done: 0 if the run did not stop within it."""
@@ -82,16 +91,19 @@ class Progress:
 
     def reach(self, stage: str, step: int, *, parts: Parts, order: Mapping[str, int] | None = None) -> None:
         """Record that `step` of `stage` is done."""
-        self.total += step - self.steps_of(stage)
-        self.stage, self.step, self.version = stage, step, parts.policy.version
+        taken = step - self.steps_of(stage)
+        self.total += taken
+        if stage == "reward_model":
+            self.reward_model_steps += taken
+        self.stage, self.step, self.version, self.versions = stage, step, parts.policy.version, parts.versions
         self.order = None if order is None else dict(order)
         self.calls = parts.engine.seeds.calls
-        self.reward_errors, self.refits = parts.environment.errors, parts.weight_sync.count
+        self.reward_errors, self.refits = parts.reward_errors, parts.weight_sync.count
 
     def restore(self, parts: Parts) -> None:
         """Set the weights and counters of a new process to those that the run has reached."""
         if self.folder is not None:
-            parts.policy.load_checkpoint(self.weights, optimizer=False)
+            parts.policy.load_checkpoint(self.weights(), optimizer=False)
         parts.policy.version, parts.engine.seeds.calls = self.version, self.calls
         parts.environment.errors, parts.weight_sync.count = self.reward_errors, self.refits
 
@@ -124,4 +136,5 @@ NUMBER_FIELDS = tuple(
 def data_digest(parts: Parts) -> str:
     """Return a digest of all prompts, demonstrations and pairs in order, with the columns that a reward may read."""
     rows = (parts.data.prompts, parts.data.held_out, parts.data.demonstrations, parts.data.held_out_demonstrations)
-    return rows_digest(rows, parts.data.pairs)
+    rows = (*rows, *parts.validation.values())
+    return rows_digest(rows, parts.data.pairs, parts.data.labelled, parts.reward_pairs)

@@ -58,7 +58,7 @@ class CheckpointManager:
         started: float,
         counted_until: float | None = None,
     ) -> None:
-        self._run, self._config, self._parts, self.progress = run, config, parts, progress
+        self.run, self._config, self._parts, self.progress = run, config, parts, progress
         self._earlier_s, self._started = progress.wall_s, started
         self._counted_until = started if counted_until is None else counted_until
         self._last_save = self._last_step = time.perf_counter()
@@ -84,11 +84,11 @@ class CheckpointManager:
             OSError: it cannot be written; earlier checkpoints stay complete. The policy's errors are passed on.
         """
         self.count_time()
-        folder = root_of(self._run) / folder_name(self.progress.total)
+        folder = root_of(self.run) / folder_name(self.progress.total)
         if not folder.exists():
-            _write(self.progress, self._parts, self._run, folder=folder)
+            _write(self.progress, self._parts, self.run, folder=folder)
         saved = read_checkpoint(folder)
-        for old in set(found := list_checkpoints(self._run)) - set(to_keep(found, self._config)):
+        for old in set(found := list_checkpoints(self.run)) - set(to_keep(found, self._config)):
             _remove(old)
         self._last_save = self._last_step = time.perf_counter()
         return saved
@@ -99,10 +99,14 @@ class CheckpointManager:
             self._parts.policy.save_checkpoint(unfinished / POLICY)
             mark_complete(unfinished, {})
 
+    def start_folder(self, name: str) -> Path:
+        """The folder in which a model beside the policy is given the policy's weights; it is removed again."""
+        return root_of(self.run) / f"start_{name}"
+
     @property
     def stage_start(self) -> Path:
         """The folder that `save_stage_start` wrote the weights to."""
-        return root_of(self._run) / STAGE_START / POLICY
+        return root_of(self.run) / STAGE_START / POLICY
 
     def count_time(self) -> float:
         """Return the seconds that the run has taken over all processes, and note them for the next checkpoint."""
@@ -112,11 +116,11 @@ class CheckpointManager:
     def finish(self) -> None:
         """Clean up after a run that completed: the stage's first weights, unfinished folders, unwanted checkpoints."""
         shutil.rmtree(self.stage_start.parent, ignore_errors=True)
-        for path in unfinished_of(self._run):
+        for path in unfinished_of(self.run):
             shutil.rmtree(path, ignore_errors=True)
         # Without a save period, checkpoints are only written when a run stops early.
         if self._config.save_period <= 0 and self._config.save_period_s is None:
-            shutil.rmtree(root_of(self._run), ignore_errors=True)
+            shutil.rmtree(root_of(self.run), ignore_errors=True)
 
 
 def _remove(checkpoint: Checkpoint) -> None:
@@ -193,6 +197,8 @@ def _write(progress: Progress, parts: Parts, run: RunDirectory, *, folder: Path)
     state, tensors = pack(progress.keep_state() if progress.keep_state else None, prefix="state")
     with atomic_folder(folder) as unfinished:
         parts.policy.save_checkpoint(unfinished / POLICY)
+        for name, model in parts.companions.trained.items():
+            model.save_checkpoint(unfinished / name)
         kept = {f"kept/{name}": value.contiguous() for name, value in progress.tensors.items()}
         save_file({**kept, **tensors}, unfinished / TENSORS)
         (unfinished / NUMBERS).write_text(json.dumps({**progress.numbers, "state": state}), encoding="utf-8")

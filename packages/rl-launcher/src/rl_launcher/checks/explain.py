@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_algorithms import dpo
-from rl_algorithms.data import ConversationData, PreferenceData
+from rl_algorithms import dpo, kto, orpo, ppo, reward_model
+from rl_algorithms.data import ConversationData, LabelledData, PreferenceData
 from rl_backends import BackendSelection, MegatronConfig, select_backend
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
 from rl_launcher.build.inputs import load_dataset
@@ -66,10 +66,18 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Explai
         "Engine": predicted.engine,
         "Refit": predicted.refit,
     }
+    if recipe.reward_model is not None:
+        sections["Reward model"] = reward_model.explain(recipe.reward_model)
     if recipe.grpo is not None:
         sections["Objective"] = recipe.grpo.objective.explain()
+    if recipe.ppo is not None:
+        sections["Objective"] = ppo.explain(recipe.ppo)
     if recipe.dpo is not None:
         sections["Objective"] = dpo.explain(recipe.dpo)
+    if recipe.kto is not None:
+        sections["Objective"] = kto.explain(recipe.kto)
+    if recipe.orpo is not None:
+        sections["Objective"] = orpo.explain(recipe.orpo)
     if recipe.distill is not None:
         sections["Objective"] = recipe.distill.explain()
     figures = {
@@ -105,9 +113,14 @@ def _data(recipe: Recipe, objects: Objects) -> str:
     elif isinstance(dataset, PreferenceData):
         lines = [f"{len(dataset.pairs)} pairs to train on, {len(dataset.held_out_pairs)} held out"]
         lines[0] += f", {len(dataset.demonstrations)} chosen responses for sft" * (recipe.sft is not None)
+    elif isinstance(dataset, LabelledData):
+        lines = [f"{len(dataset.labelled)} responses to train on, {len(dataset.held_out_labelled)} held out"]
     elif recipe.sft is not None:
         lines[0] += f", {len(dataset.demonstrations)} demonstrations"
     if recipe.env is None:
-        measured = "loss" if recipe.dpo is None else "margin"
-        lines.append(f"no reward (env is null): the held-out rows measure the {measured} only")
+        judge = "the reward model scores them" if recipe.is_judged_by_model else None
+        measured = "loss" if recipe.form is None else "margin"
+        lines.append(f"no reward (env is null): {judge or f'the held-out rows measure the {measured} only'}")
+    if recipe.reward_model is not None and recipe.reward_model.data is not None:
+        lines.append(f"reward_model learns from the pairs of {recipe.reward_model.data.source}")
     return "\n".join([*lines, *[str(skipped)] * bool(skipped.count)])

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rl_backends import MegatronConfig, ModelError, explain, open_model, select_backend
-from rl_backends.least_memory import device_bytes, host_bytes
+from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading.source import local_folder
 from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
@@ -59,6 +59,10 @@ def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJE
         return Prediction(policy=why, engine=unknown, refit=unknown, figures={"unknown": str(error)})
     adapters = adapters_of(policy, without_weights(skeleton))
     text, peak = _policy(recipe, skeleton, adapters, ranks=len(placement.ranks))
+    if beside := _companion_bytes(recipe, skeleton, ranks=len(placement.ranks)):
+        names = " and ".join(beside)
+        text += f"\n\nbeside it on each rank: {names}, {_size(sum(beside.values()))} at least"
+        peak = None if peak is None else peak + sum(beside.values())
     engine, engine_bytes = _engine(recipe, skeleton)
     on_gpu = placement.device == "cuda"
     device = device_bytes() if on_gpu else host_bytes()
@@ -99,7 +103,7 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     if adapters is None or peak is None:
         return text, peak
     lines = [adapters.explain()]
-    stage = recipe.grpo or recipe.dpo
+    stage = recipe.grpo or recipe.ppo or recipe.dpo
     if stage is not None and stage.keeps_reference and not copies_reference(recipe):
         lines.append("the reference is the policy with its adapters off, and takes no memory of its own")
     if hint := learning_rate_hint(recipe):
@@ -107,6 +111,26 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     # The weights that are merged for the engines are no part of the traced step.
     merged = adapters.merged_bytes * config.data_parallel_replicate_size // ranks
     return "\n".join([*lines, "", text]), peak + merged
+
+
+def _companion_bytes(recipe: Recipe, skeleton: nn.Module, *, ranks: int) -> dict[str, int]:
+    """The least bytes that each model beside the policy holds on a rank while the last stage runs, by its name."""
+    stages = recipe.stages.values()
+    needed = least_memory(
+        select_backend(recipe.policy).config,
+        parameters=sum(weight.numel() for weight in skeleton.parameters()),
+        optimizers={stage.optimizer.name for stage in stages},
+        ranks=ranks,
+        adapters=None,
+    )
+    found: dict[str, int] = {}
+    if recipe.ppo is not None:
+        found["the critic with its gradients and optimizer"] = needed.trainer_bytes // ranks
+    if recipe.is_judged_by_model:
+        found["the reward model's weights"] = needed.weight_bytes // ranks
+    elif recipe.reward_model is not None:
+        found["the reward model with its gradients and optimizer"] = needed.trainer_bytes // ranks
+    return found
 
 
 def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, int | None]:
@@ -146,7 +170,7 @@ def _refit(recipe: Recipe, skeleton: nn.Module, placement: Placement) -> str:
         route = "from rank to rank, nothing gathered"
     else:
         route = "over shared memory or CUDA IPC"
-    by_batches = recipe.grpo is not None or recipe.distill is not None
+    by_batches = any(stage is not None for stage in (recipe.grpo, recipe.ppo, recipe.distill))
     when = "after every batch" if by_batches else "at the end of a stage and before each evaluation"
     to = f"{engines} engine{'s' * (engines > 1)}"
     return (

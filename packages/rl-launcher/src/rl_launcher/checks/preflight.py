@@ -31,8 +31,12 @@ from rl_observe.glossary import METRICS, metric_of
 GIB = 2**30
 FLOAT32_BYTES = 4
 DATA_SUFFIXES = {".jsonl", ".json", ".parquet"}
-LOGGED_BY = {"held_out_loss": "sft", "held_out_margin": "dpo", "held_out_pair_accuracy": "dpo"}
-"""The only stage that logs each of these metrics."""
+LOGGED_BY = {
+    "held_out_loss": ("sft",),
+    "held_out_margin": ("dpo", "kto"),
+    "held_out_pair_accuracy": ("dpo", "orpo", "reward_model"),
+}
+"""The only stages that log each of these metrics."""
 
 
 def check(recipe: Recipe, *, new_run: bool) -> None:
@@ -114,12 +118,19 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
         file = Path(text.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and not file.is_file():
             raise Refusal(f"{key}={text}: there is no file {file}{_where_to_look(file)}")
-    source = recipe.data.source
-    if not is_import_string(source):
-        path = Path(source).expanduser()
-        is_path = path.suffix in DATA_SUFFIXES or source.startswith((".", "/", "~"))
-        if is_path and not path.exists():
-            raise Refusal(f"data.source={source}: there is no such file{_where_to_look(path)}")
+    sources = {"data.source": recipe.data.source}
+    if recipe.reward_model is not None and recipe.reward_model.data is not None:
+        sources["reward_model.data.source"] = recipe.reward_model.data.source
+    sources |= {f"data.mix.{name}": source for name, source in recipe.data.mix.items()}
+    sources |= {f"evaluation.sets.{name}.source": each.source for name, each in recipe.evaluation.sets.items()}
+    if recipe.data.held_out is not None:
+        sources["data.held_out"] = recipe.data.held_out
+    for key, source in sources.items():
+        if not is_import_string(source):
+            path = Path(source).expanduser()
+            is_path = path.suffix in DATA_SUFFIXES or source.startswith((".", "/", "~"))
+            if is_path and not path.exists():
+                raise Refusal(f"{key}={source}: there is no such file{_where_to_look(path)}")
     models = {"policy.model_name": recipe.policy.model_name}
     if recipe.distill is not None:
         models["distill.teacher.model_name"] = recipe.distill.teacher.model_name
@@ -154,8 +165,10 @@ def _check_metric(recipe: Recipe) -> None:
     if metric_of(name) is None:
         like = nearest(name, list(METRICS))
         raise Refusal(f"{what} no run logs that{f'; did you mean {like[0]}?' if like else ''}")
-    if (stage := LOGGED_BY.get(name)) is not None and stage not in recipe.stages:
-        raise Refusal(f"{what} only {stage} logs that, which is not in this recipe; choose another")
+    if (stages := LOGGED_BY.get(name)) is not None and not {*stages} & {*recipe.stages}:
+        *others, last = stages
+        who = f"{', '.join(others)} and {last} log" if others else f"{last} logs"
+        raise Refusal(f"{what} only {who} that, which is not in this recipe; choose another")
 
 
 def taken(run_dir: str) -> str | None:
@@ -211,8 +224,9 @@ class MemoryNeeds(NamedTuple):
     """The least bytes that a run holds, summed over all its GPUs or processes."""
 
     trainer_bytes: int
+    """The policy with gradients and optimizer state, and the critic or reward model that trains beside it."""
     frozen_bytes: int
-    """The reference model, if there is a separate one."""
+    """The reference model, if there is a separate one, and the reward model that scores responses."""
     engine_bytes: int
 
 
@@ -260,8 +274,10 @@ def least_needed(recipe: Recipe, *, model: KnownModel, placement: Placement) -> 
     generation = recipe.policy.generation
     half = generation.backend == "vllm" and generation.vllm_cfg.precision in {"bfloat16", "float16", "half"}
     return MemoryNeeds(
-        trainer_bytes=trainer.trainer_bytes,
-        frozen_bytes=trainer.weight_bytes if copies_reference(recipe) else 0,
+        # A critic, or a reward model while it learns, is another model that is trained; a reward model that scores is
+        # not trained any more.
+        trainer_bytes=trainer.trainer_bytes * (2 if recipe.ppo or recipe.reward_model else 1),
+        frozen_bytes=trainer.weight_bytes * (copies_reference(recipe) + recipe.is_judged_by_model),
         engine_bytes=model.parameters * (2 if half else trainer.element_bytes) * len(placement.engines),
     )
 

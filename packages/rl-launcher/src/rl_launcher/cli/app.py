@@ -64,6 +64,8 @@ _add(
     keys=recipe_commands.keys,
     schema=recipe_commands.schema,
     import_nemo_rl=recipe_commands.import_nemo_rl,
+    import_verl=recipe_commands.import_verl,
+    import_trl=recipe_commands.import_trl,
 )
 _add(app, "Machines", doctor=cluster_commands.doctor)
 app.add_typer(render, name="render", rich_help_panel="Machines")

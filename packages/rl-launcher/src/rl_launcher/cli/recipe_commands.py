@@ -1,14 +1,17 @@
-"""`recipes`, `keys`, `schema` and `import-nemo-rl`: recipes to start from and the keys of a recipe."""
+"""`recipes`, `keys`, `schema` and `import-...`: recipes to start from, or of others, and the keys of a recipe."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rl_launcher.cli.arguments import Out, complete_keys
 from rl_launcher.cli.console import or_refuse, show, warn, write
 from rl_launcher.recipe_files.shipped import about, copy_recipe, shipped_recipe, shipped_recipes
+
+if TYPE_CHECKING:
+    from rl_launcher.import_nemo_rl import Translation
 
 
 def complete_names(incomplete: str) -> list[str]:
@@ -86,7 +89,45 @@ def import_nemo_rl(
     """
     from rl_launcher.import_nemo_rl import translate
 
-    translation = or_refuse(lambda: translate(file))
+    _write_translation(or_refuse(lambda: translate(file)), out, verbose=verbose)
+
+
+def import_verl(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A script of verl's examples.", show_default=False)],
+    *,
+    out: Out = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the keys that have no effect here.")] = False,
+) -> None:
+    """Translate a shell script that runs verl's main_ppo; overrides that could not be translated are listed.
+
+    Nothing of the script is run. Exit codes are those of `import-nemo-rl`.
+    """
+    from rl_launcher.import_verl import translate
+
+    _write_translation(or_refuse(lambda: translate(file)), out, verbose=verbose)
+
+
+def import_trl(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A YAML of TRL, or a text with a command.", show_default=False)
+    ],
+    *,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", help="Of a YAML: grpo, rloo, sft, dpo, kto, orpo or reward.")
+    ] = None,
+    out: Out = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the keys that have no effect here.")] = False,
+) -> None:
+    """Translate a configuration of TRL, or the arguments of `trl grpo` in a script; what could not be is listed.
+
+    Exit codes are those of `import-nemo-rl`.
+    """
+    from rl_launcher.import_trl import translate
+
+    _write_translation(or_refuse(lambda: translate(file, algorithm=algorithm)), out, verbose=verbose)
+
+
+def _write_translation(translation: "Translation", out: Path | None, *, verbose: bool) -> None:
     write(translation.yaml, out)
     warn(translation.report(verbose=verbose))
     if translation.problems:

@@ -19,8 +19,18 @@ def steps_per_generation(source: Source, section: str) -> int:
 
 def _rounds(source: Source, section: str, steps: int) -> dict[str, Any]:
     """Return the keys that both loops share: number of steps, prompts and rollouts."""
-    ours = source.copy(section)
-    return {**ours, "max_num_steps": ours["max_num_steps"] * steps, "steps_per_generation": steps}  # theirs are batches
+    ours = length(source.copy(section), steps=steps)
+    return {**ours, "steps_per_generation": steps}
+
+
+def length(ours: dict[str, Any], *, steps: int = 1) -> dict[str, Any]:
+    """Return the keys of a stage with our number of steps: theirs counts batches, and -1 leaves the end to epochs."""
+    number = ours.pop("max_num_steps", -1)
+    if number is not None and number > 0:
+        ours["max_num_steps"] = number * steps
+    if (epochs := ours.get("max_num_epochs")) is not None and epochs <= 0:
+        del ours["max_num_epochs"]
+    return ours
 
 
 def grpo(source: Source) -> dict[str, Any]:
@@ -28,9 +38,7 @@ def grpo(source: Source) -> dict[str, Any]:
     steps = steps_per_generation(source, "grpo")
     objective = {**source.copy("loss_fn"), "advantage": _advantage(source)}
     weight = objective["kl"]["weight"]
-    for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
-        kind: Kind = "untranslated" if weight and source.peek(f"loss_fn.{name}") is not None else "dropped"
-        source.note(kind, f"loss_fn.{name}", "the KL is not clamped here" if weight else "its weight is 0")
+    _kl_clamps(source, weight)
     batches = source.take("grpo.dynamic_sampling_max_gen_batches", 10)
     objective["selection"] = source.copy("grpo.selection", "grpo")
     if objective["selection"]["groups_without_signal"] == "drop":
@@ -54,6 +62,17 @@ def grpo(source: Source) -> dict[str, Any]:
         **ours,
         "async_grpo": {"max_staleness": staleness, "weights": ("between_calls", "in_flight")[bool(in_flight)]},
     }
+
+
+def _kl_clamps(source: Source, weight: float) -> None:
+    """Note once that the KL is not clamped, where it counts."""
+    clamps = {name: source.peek(f"loss_fn.{name}") for name in ("kl_input_clamp_value", "kl_output_clamp_value")}
+    given = {name: value for name, value in clamps.items() if value is not None}
+    for name in clamps:
+        is_first = name == next(iter(given), None)
+        kind: Kind = "untranslated" if weight and is_first else "dropped"
+        reason = "the KL of a token is not clamped here" if weight else "its weight is 0"
+        source.note(kind, f"loss_fn.{name}", reason, value=given.get(name))
 
 
 def _advantage(source: Source) -> dict[str, Any]:
@@ -110,11 +129,30 @@ def distillation(source: Source) -> dict[str, Any]:
     return ours
 
 
+def ppo(source: Source) -> dict[str, Any]:
+    """Return our `ppo`, without its optimizers."""
+    epochs = source.take("ppo.ppo_epochs", 1)
+    steps = steps_per_generation(source, "ppo") * epochs
+    objective = source.copy("loss_fn")
+    weight = objective["kl"]["weight"]
+    _kl_clamps(source, weight)
+    objective["selection"] = source.copy("ppo.selection", "ppo")
+    if source.take("ppo.reward_shaping.enabled"):
+        objective["overlong"] = source.copy("grpo.reward_shaping", "ppo.reward_shaping")
+    value = {**source.copy("ppo.adv_estimator"), **source.copy("value_loss_fn")}
+    return {**_rounds(source, "ppo", steps), "num_epochs": epochs, "objective": objective, "value": value}
+
+
+def reward_model(source: Source) -> dict[str, Any]:
+    """Return our `reward_model`."""
+    return {**length(source.copy("rm")), "batch_size": source.take("policy.train_global_batch_size")}
+
+
 def sft(source: Source) -> dict[str, Any]:
     """Return our `sft`."""
-    return {**source.copy("sft"), "batch_size": source.take("policy.train_global_batch_size")}
+    return {**length(source.copy("sft")), "batch_size": source.take("policy.train_global_batch_size")}
 
 
 def dpo(source: Source) -> dict[str, Any]:
     """Return our `dpo` on given pairs."""
-    return {"pairs": "data", **source.copy("dpo"), "batch_size": source.take("policy.train_global_batch_size")}
+    return {"pairs": "data", **length(source.copy("dpo")), "batch_size": source.take("policy.train_global_batch_size")}

@@ -1,82 +1,175 @@
 """Their data, environments, cluster, checkpoints and loggers as our sections."""
 
+import re
+from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from rl_launcher.import_nemo_rl.read import Source, key_map
 
 MATH = "rl_algorithms.environments.math:math_match"
+GSM8K = "rl_algorithms.environments.matching:normalised_match"
+"""Of answers that end in `#### 72`."""
 REWARD = "reward.py:score"
 ONLY_EVALUATES = "scores held-out responses only; nothing is trained by it"
 ROWS, PAIRS = "rows.jsonl", "pairs.jsonl"
-OF_DATA = ("dataset_name", "data_path", "input_key", "output_key", "split", "split_validation_size", "seed")
+OF_DATA = ("dataset_name", "data_path", "input_key", "output_key", "split", "split_validation_size", "seed", "subset")
+MADE_IN_THEIR_CODE = ("NemoGymDataset",)
+"""Data sets whose files have rows that only their code reads."""
 PAIR_KEYS = {"prompt": "prompt_key", "chosen": "chosen_key", "rejected": "rejected_key"}
 
 
-def data(source: Source, algorithm: str) -> dict[str, Any]:
-    """Return `data`; dpo reads pairs of responses, everything else prompts."""
-    train = source.peek("data.train")
-    if isinstance(train, list):
-        source.untranslated("data.train", f"a recipe reads one data set; join these {len(train)} into one file")
-        train = {}
+def data(source: Source, algorithm: str, *, folder: Path) -> dict[str, Any]:
+    """Return `data`; algorithms that compare read pairs of responses, everything else prompts.
+
+    Args:
+        source: their file.
+        algorithm: of the stage.
+        folder: of their file; prompt files are looked up in the folders above it.
+    """
+    prefers, given = algorithm in {"dpo", "rm"}, source.peek("data.train")
+    several = given if isinstance(given, list) else [given]
     written = source.peek("data") or {}  # older files have these directly below `data`
     old = {name: written[name] for name in ("dataset_name", "data_path", "input_key", "output_key") if name in written}
     if "train_data_path" in written:
         old["data_path"] = source.take("data.train_data_path")
-    train = {**(source.peek("data.default") or {}), **(train or {}), **old}
-    ours = dict(_source_of(source, train, prefers=algorithm == "dpo"))
+    sets = [{**(source.peek("data.default") or {}), **(each or {}), **old} for each in several]
+    train = sets[0]
+    ours = dict(_source_of(source, train, prefers=prefers))
+    if len(sets) > 1:
+        _mix(source, sets[1:], ours, prefers=prefers)
     share = train.get("split_validation_size") or 0
-    if 0 < share < 1:
+    if 0 < share < 1 and not _validation_sets(source):
         ours["held_out_share"] = share
-    elif share:
+    elif share and not _validation_sets(source):
         source.note("fill_in", "data.held_out_share", f"theirs holds out {share} rows, ours a share of them", value=0.1)
     for key in (*OF_DATA, *PAIR_KEYS.values()):
         for section in ("data.train", "data.default", "data"):
             source.take(f"{section}.{key}")
-    _prompts(source, train)
+    if isinstance(given, list):
+        source.take("data.train")
+    ours |= _prompts(source, train, folder=folder)
+    if (options := source.take("policy.tokenizer.chat_template_kwargs")) is not None and options:
+        ours["chat_template_kwargs"] = options
     return ours
+
+
+def _mix(source: Source, others: list[dict[str, Any]], ours: dict[str, Any], *, prefers: bool) -> None:
+    """Add further training sets, which share the columns of the first."""
+    for number, each in enumerate(others, start=2):
+        found = _known_set(each, prefers=prefers)
+        name = f"set{number}"
+        if found is None or found.get("columns", {}) != ours.get("columns", {}) or "name" in found:
+            what = each.get("dataset_name") or each.get("data_path")
+            reason = (
+                f"{what} has other columns, or is made in their code; add it to data.mix in the columns of data.source"
+            )
+            source.note("untranslated", "data.train", reason, value=what)
+            continue
+        ours.setdefault("mix", {})[name] = found["source"]
+        if "split" in found:
+            ours.setdefault("mix_splits", {})[name] = found["split"]
+
+
+def _validation_sets(source: Source) -> list[dict[str, Any]]:
+    given = source.peek("data.validation")
+    several = given if isinstance(given, list) else [] if given is None else [given]
+    return [{**(source.peek("data.default") or {}), **each} for each in several if isinstance(each, dict)]
+
+
+def validation(source: Source, algorithm: str) -> dict[str, Any]:
+    """Return `evaluation.sets`, or for pairs `data.held_out`: what theirs measures on instead of a part of the data."""
+    sets, names = _validation_sets(source), set[str]()
+    source.take("data.validation")
+    ours: dict[str, Any] = {}
+    for each in sets:
+        found = _known_set(each, prefers=algorithm in {"dpo", "rm"})
+        if found is None:
+            reason = "what it is made of is in their code; name its rows in evaluation.sets, or in data.held_out"
+            source.note("untranslated", "data.validation", reason, value=each.get("dataset_name") or each)
+        elif algorithm in {"sft", "dpo", "rm"}:
+            ours["held_out"] = found["source"]
+            ours |= {"held_out_split": found["split"]} if "split" in found else {}
+        else:
+            name = re.sub(r"\W", "_", str(each.get("dataset_name") or Path(str(each["data_path"])).stem)).lower()
+            name = name if name not in names and name.isidentifier() else f"set{len(names) + 1}"
+            names.add(name)
+            if (repeat := each.get("repeat", 1)) > 1:
+                found = {**found, "samples_per_prompt": repeat}
+            ours[name] = found
+    return ours
+
+
+def _known_set(each: dict[str, Any], *, prefers: bool) -> dict[str, Any] | None:
+    """Where the rows of a set are and what their columns are called; None if only their code knows."""
+    name, path = each.get("dataset_name"), each.get("data_path")
+    split = {"split": str(each["split"])} if each.get("split") else {}
+    if prefers and path and name == "PreferenceDataset":
+        return None
+    if path and name not in MADE_IN_THEIR_CODE:
+        names = {"prompt": each.get("input_key", "input"), "answer": each.get("output_key", "output")}
+        if prefers:
+            names = {ours: str(each[key]) for ours, key in PAIR_KEYS.items() if each.get(key, ours) != ours}
+        return {"source": str(path), "columns": names, **split}
+    table: dict[str, Any] = key_map()["preferences" if prefers else "datasets"]
+    return None if name not in table else {**table[str(name)], **split}
 
 
 def _source_of(source: Source, train: dict[str, Any], *, prefers: bool) -> dict[str, Any]:
     """Return where the rows are and what their columns are called."""
+    if (found := _known_set(train, prefers=prefers)) is not None:
+        return found
     name, path = train.get("dataset_name"), train.get("data_path")
     unknown = f"what {name} is made of is in their code"
     if prefers and path and name == "PreferenceDataset":
         unknown = f"{path} ranks responses within a row, ours has prompt, chosen and rejected"
-    elif path:
-        names = {"prompt": train.get("input_key", "input"), "answer": train.get("output_key", "output")}
-        if prefers:
-            names = {name: str(train[key]) for name, key in PAIR_KEYS.items() if train.get(key, name) != name}
-        ours: dict[str, Any] = {"source": str(path), "columns": names}
-        return ours | ({"split": str(train["split"])} if train.get("split") else {})
-    elif name in key_map()["datasets"] and not prefers:
-        known: dict[str, Any] = key_map()["datasets"][str(name)]
-        return known
     rows = PAIRS if prefers else ROWS
     source.note("fill_in", "data.source", unknown, value=rows)
     return {"source": rows}
 
 
-def _prompts(source: Source, train: dict[str, Any]) -> None:
-    for key in ("prompt_file", "system_prompt_file"):
-        if train.get(key):
-            reason = "prompts are used as they are: write the text into them"
-            source.note("untranslated", f"data.{key}", reason, value=train[key])
+def _prompts(source: Source, train: dict[str, Any], *, folder: Path) -> dict[str, Any]:
+    """Return the templates that theirs keeps in files, if the files are there; they name them from their repository."""
+    ours: dict[str, Any] = {}
+    for key, name in (("prompt_file", "prompt_template"), ("system_prompt_file", "system_prompt")):
         for section in ("data.train", "data.default", "data"):
             source.take(f"{section}.{key}")
+        if not (written := train.get(key)):
+            continue
+        above = (folder.resolve(), *folder.resolve().parents)
+        file = next((path for parent in above if (path := parent / str(written)).is_file()), None)
+        if file is None:
+            reason = f"there is no such file above {folder}: write its text into data.{name}"
+            source.note("untranslated", f"data.{key}", reason, value=written)
+            continue
+        text = file.read_text(encoding="utf-8")
+        if name == "system_prompt":
+            ours[name] = text
+            continue
+        try:
+            ours[name] = "".join(
+                before.replace("{", "{{").replace("}", "}}") + ("" if field is None else "{prompt}")
+                for before, field, _, _ in Formatter().parse(text)
+            )
+        except ValueError as error:
+            reason = f"{error}: write its text into data.{name}"
+            source.note("untranslated", f"data.{key}", reason, value=written)
+    return ours
 
 
 def environment(source: Source, algorithm: str) -> dict[str, Any]:
     """Return `env`; nothing for an algorithm without rewards, unless their environment is a known one."""
-    theirs = source.peek("env") or {}
+    theirs, train = source.peek("env") or {}, source.peek("data.train")
+    gsm8k = isinstance(train, dict) and train.get("dataset_name") == "gsm8k"
     if set(theirs) == {"math"} and theirs["math"].get("math_verify_impl", "hf_math_verify") == "hf_math_verify":
         source.take("env.math.math_verify_impl")
-        return {"env": {"reward": MATH}}
+        return {"env": {"reward": GSM8K if gsm8k else MATH}}
     for name in theirs:
         reason = "environments are Python: name a function in env.reward, or a class in env.environment"
         source.untranslated(f"env.{name}", reason)
-    if algorithm in {"sft", "dpo"}:
+    if algorithm in {"sft", "dpo", "rm"}:
         return {}
-    what = "the function that scores a response" if algorithm == "grpo" else ONLY_EVALUATES
+    what = "the function that scores a response" if algorithm in {"grpo", "ppo"} else ONLY_EVALUATES
     source.note("fill_in", "env.reward", what, value=REWARD)
     return {"env": {"reward": REWARD}}
 
@@ -116,7 +209,7 @@ def checkpointing(source: Source, *, steps: int) -> dict[str, Any]:
             ours |= {"keep_top_k": best, "metric_name": "held_out_loss", "higher_is_better": False}
         elif metric in {"val:accuracy", "val_reward", None}:
             ours["keep_top_k"] = best
-            if source.peek("dpo") is not None:
+            if source.peek("dpo") is not None or source.peek("rm") is not None:
                 ours["metric_name"] = "held_out_pair_accuracy"
         else:
             reason = "our log has other names: set checkpointing.metric_name, and checkpointing.keep_top_k"

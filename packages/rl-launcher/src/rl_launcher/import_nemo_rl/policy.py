@@ -1,11 +1,14 @@
 """Their `policy` section as ours: model, training backend, optimizer, generation."""
 
+import re
 from typing import Any
 
 from rl_launcher.import_nemo_rl.read import Source
 
 ADAMW = {"AdamW", "FusedAdam", "Adam"}
 ATTENTION = {"sdpa": "sdpa", "flex": "flex", "flex_attention": "flex"}
+MIXTURE = re.compile(r"(?i)moe|mixtral|-a\d+b|deepseek-v[23]|moonlight|gpt-oss|glm-4\.5|kimi|maverick|scout|nano|super")
+"""Names of models that may have experts."""
 FLASH = {"flash_attention_2", "flash_attention_3"}
 FOR_EVALUATION = 256
 """Length limit of a response, in tokens, if theirs does not generate."""
@@ -16,8 +19,6 @@ def model(source: Source) -> dict[str, Any]:
     name = source.take("policy.model_name")
     if source.take("policy.tokenizer.name", name) != name:
         source.untranslated("policy.tokenizer.name", "the tokenizer is the model's own; save both into one folder")
-    if source.peek("policy.tokenizer.chat_template_kwargs"):  # false has an effect, too
-        source.untranslated("policy.tokenizer.chat_template_kwargs", "save the template with the tokenizer")
     ours: dict[str, Any] = {"model_name": str(name), "padded_vocabulary": True}
     source.take("policy.dtensor_cfg.enabled")
     if not source.take("policy.megatron_cfg.enabled", default=False):
@@ -26,6 +27,10 @@ def model(source: Source) -> dict[str, Any]:
     megatron["enabled"] = True
     if source.take("policy.megatron_cfg.activation_checkpointing"):
         megatron["recompute_granularity"] = source.take("policy.megatron_cfg.recompute_granularity", "full")
+    experts = source.peek("policy.megatron_cfg.expert_model_parallel_size", 1)
+    if experts in (1, None) and not MIXTURE.search(str(name)):
+        for key in ("freeze_moe_router", "moe_router_load_balancing_type", "moe_router_bias_update_rate"):
+            source.note("dropped", f"policy.megatron_cfg.{key}", "the model has no experts")
     if source.take("policy.megatron_cfg.optimizer.use_distributed_optimizer"):
         megatron["use_distributed_optimizer"] = True
     return {**ours, "dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}
@@ -111,6 +116,7 @@ def optimizer(source: Source, *, steps: int) -> dict[str, Any]:
         ours["max_grad_norm"] = clip or None
     if "warmup_steps" in ours and ours["warmup_steps"] >= steps:
         reason = f"a warm-up of {ours.pop('warmup_steps')} steps does not end within {steps}; left out"
+        ours.pop("warmup_start_ratio", None)
         source.note("untranslated", "policy.scheduler", reason)
     return ours
 
@@ -136,8 +142,11 @@ def _torch_schedule(source: Source, entry: dict[str, Any], ours: dict[str, Any])
     decay_steps = arguments.get("T_max" if kind == "CosineAnnealingLR" else "total_iters")
     if kind == "LinearLR" and first < last:
         ours["warmup_steps"] = arguments.get("total_iters", 5)
-        reason = f"warm-up begins at 0 and not at {first:g} of the learning rate"
-        source.note("untranslated", "policy.scheduler", reason, value=f"start_factor={first:g}")
+        if last == 1.0:
+            ours["warmup_start_ratio"] = first
+        else:
+            reason = f"warm-up begins at 0 and ends at the learning rate, and not at {last:g} of it"
+            source.note("untranslated", "policy.scheduler", reason, value=f"start_factor={first:g}")
     elif kind == "LinearLR":
         ours |= {"schedule": "linear", "final_lr_ratio": last / first if first else 1.0}
     elif kind == "CosineAnnealingLR":
@@ -157,6 +166,9 @@ def _megatron_optimizer(source: Source) -> dict[str, Any]:
     ours["betas"] = [source.take(f"{prefix}.optimizer.adam_beta{i}", usual) for i, usual in ((1, 0.9), (2, 0.999))]
     if warmup := source.take(f"{prefix}.scheduler.lr_warmup_iters"):
         ours["warmup_steps"] = warmup
+        start = source.take(f"{prefix}.scheduler.lr_warmup_init", 0.0)
+        if start and 0.0 < start <= ours["lr"]:
+            ours["warmup_start_ratio"] = start / ours["lr"]
     match source.take(f"{prefix}.scheduler.lr_decay_style", "constant"):
         case "constant":
             ours["schedule"] = "constant"
@@ -195,11 +207,36 @@ def generation(source: Source) -> dict[str, Any]:
         if length is None:
             length, reason = FOR_EVALUATION, "theirs has neither it nor policy.max_total_sequence_length"
         source.note("fill_in", f"{section}.max_new_tokens", reason, value=length)
-    ours |= {"max_new_tokens": length, "temperature": source.take(f"{section}.temperature", 1.0)}
-    if source.take(f"{section}.val_temperature", ours["temperature"]) != ours["temperature"]:
-        reason = "evaluation samples at the temperature of training, and decodes greedily"
-        source.untranslated(f"{section}.val_temperature", reason)
+    ours |= {"max_new_tokens": length, **source.copy(section), **_cuts(source, "")}
+    if isinstance(ours.get("stop"), str):
+        ours["stop"] = [ours["stop"]]
     _separate(source, ours)
+    return ours
+
+
+def _cuts(source: Source, prefix: str) -> dict[str, Any]:
+    """Return `top_p` and `top_k`, if they leave any token out."""
+    given = {name: source.take(f"policy.generation.{prefix}{name}") for name in ("top_p", "top_k")}
+    return {name: value for name, value in given.items() if value not in (None, -1, 0, 1.0 if name == "top_p" else 0)}
+
+
+def evaluation_sampling(source: Source) -> dict[str, Any]:
+    """Return the keys of `evaluation` that say how held-out prompts are sampled, where it differs from training."""
+    section = "policy.generation"
+    ours: dict[str, Any] = {}
+    usual = source.peek(f"{section}.temperature", 1.0)
+    temperature = source.take(f"{section}.val_temperature", usual)
+    if temperature == 0:
+        source.note("dropped", f"{section}.val_temperature", "held-out prompts are decoded greedily, too")
+    elif temperature is not None and temperature != usual:
+        ours["temperature"] = temperature
+    of_training, off = _cuts(source, ""), {"top_p": 1.0, "top_k": 0}
+    of_evaluation = _cuts(source, "val_")
+    for name in ("top_p", "top_k"):
+        if source.peek(f"{section}.val_{name}") is not None:
+            value = of_evaluation.get(name, off[name])
+            if value != of_training.get(name, off[name]):
+                ours[name] = value
     return ours
 
 

@@ -15,7 +15,11 @@ from rl_launcher.import_nemo_rl import data_and_cluster, policy
 from rl_launcher.import_nemo_rl.read import Kind, NemoRLError, Note, Source, interpolate, key_map, read
 from rl_launcher.recipe_files.yaml_source import dump
 
-ALGORITHMS = ("grpo", "sft", "dpo", "distillation")
+ALGORITHMS = ("grpo", "ppo", "sft", "dpo", "rm", "distillation")
+STAGES = {"distillation": "distill", "rm": "reward_model"}
+"""Ours of another name."""
+MOST_STEPS = 10**9
+"""The steps of a stage that is measured in epochs alone, for what is compared with them."""
 HEADINGS: dict[Kind, str] = {
     "fill_in": "to fill in, or to check",
     "untranslated": "not translated: the run differs from theirs in",
@@ -40,6 +44,12 @@ class Translation:
     problems: tuple[str, ...]
     """What our schema refuses; empty if the recipe is valid."""
 
+    framework: str = "NeMo-RL"
+    """Whose recipe it was."""
+
+    command: str = "import-nemo-rl"
+    """The command that translates it."""
+
     def of(self, kind: Kind) -> tuple[Note, ...]:
         """Return the notes of one kind."""
         return tuple(note for note in self.notes if note.kind == kind)
@@ -47,7 +57,7 @@ class Translation:
     @property
     def yaml(self) -> str:
         """The recipe as a file, with what has to be done about it in comments at the top."""
-        lines = [f"# Translated from {self.source.name} of NeMo-RL by `rl-launcher import-nemo-rl`."]
+        lines = [f"# Translated from {self.source.name} of {self.framework} by `rl-launcher {self.command}`."]
         for kind in ("fill_in", "untranslated"):
             if notes := self.of(kind):
                 lines += ["#", f"# {HEADINGS[kind].capitalize()}:", *(f"#   {note}" for note in notes)]
@@ -71,9 +81,6 @@ def translate(file: str | Path) -> Translation:
     Raises:
         NemoRLError: it cannot be read, or is for an algorithm or for images, which a recipe does not support.
     """
-    from rl_launcher.recipe_files import RecipeError, load_recipe
-    from rl_launcher.schema import Recipe
-
     path = Path(file)
     resolved, failures = interpolate(read(path))
     source = Source(resolved)
@@ -81,12 +88,19 @@ def translate(file: str | Path) -> Translation:
         source.note("untranslated", key, f"it could not be resolved: {reason}")
     recipe = _recipe(source, path)
     _account_for_the_rest(source)
-    problems: tuple[str, ...] = ()
+    return Translation(source=path, recipe=recipe, notes=tuple(source.notes), problems=problems_of(recipe))
+
+
+def problems_of(recipe: dict[str, Any]) -> tuple[str, ...]:
+    """What our schema refuses of a translated recipe."""
+    from rl_launcher.recipe_files import RecipeError, load_recipe
+    from rl_launcher.schema import Recipe
+
     try:
         load_recipe(recipe, schema=Recipe)
     except RecipeError as error:
-        problems = tuple(f"{problem.key}: {problem.message}" for problem in error.problems)
-    return Translation(source=path, recipe=recipe, notes=tuple(source.notes), problems=problems)
+        return tuple(f"{problem.key}: {problem.message}" for problem in error.problems)
+    return ()
 
 
 def _recipe(source: Source, path: Path) -> dict[str, Any]:
@@ -94,30 +108,33 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
     if source.peek("policy.model_name") is None:
         raise NemoRLError(f"{path} names no model at policy.model_name, so it is no recipe; name a file that does")
     _refuse_images(source, path)
-    steps = algorithms.steps_per_generation(source, algorithm) if algorithm in {"grpo", "distillation"} else 1
-    stage = getattr(algorithms, algorithm)(source)
-    stage["optimizer"] = policy.optimizer(source, steps=stage["max_num_steps"])
+    name = STAGES.get(algorithm, algorithm)
+    steps = algorithms.steps_per_generation(source, algorithm) if algorithm in {"grpo", "distillation", "ppo"} else 1
+    stage = getattr(algorithms, "reward_model" if algorithm == "rm" else algorithm)(source)
+    steps = stage.get("steps_per_generation", steps)
+    stage["optimizer"] = policy.optimizer(source, steps=stage.get("max_num_steps", MOST_STEPS))
+    if algorithm == "ppo":
+        reason = "theirs is in the section value; ours starts with the policy's"
+        source.note("fill_in", "ppo.critic.optimizer.lr", reason, value=stage["optimizer"]["lr"])
+        stage["critic"] = {"optimizer": dict(stage["optimizer"])}
+    sets = data_and_cluster.validation(source, algorithm)
+    held_out = sets if algorithm in {"sft", "dpo", "rm"} else {}
+    measured = {**policy.evaluation_sampling(source), **({"sets": sets} if sets and not held_out else {})}
     recipe = {
         "run_dir": str(source.take("checkpointing.checkpoint_dir") or f"runs/{path.stem}"),
         "seed": source.take(f"{algorithm}.seed", 0),
         "policy": {**policy.model(source), "generation": policy.generation(source)},
-        "data": data_and_cluster.data(source, algorithm),
+        "data": {**data_and_cluster.data(source, algorithm, folder=path.parent), **held_out},
         **data_and_cluster.environment(source, algorithm),
-        "evaluation": data_and_cluster.evaluation(source, algorithm, steps=steps),
+        "evaluation": {**data_and_cluster.evaluation(source, algorithm, steps=steps), **measured},
         "cluster": data_and_cluster.cluster(source),
         "checkpointing": data_and_cluster.checkpointing(source, steps=steps),
         "logger": data_and_cluster.logger(source),
     }
-    return {**recipe, "distill" if algorithm == "distillation" else algorithm: stage}
+    return {**recipe, name: stage}
 
 
 def _algorithm(source: Source, path: Path) -> str:
-    for other in ("ppo", "rm", "value"):
-        if isinstance(source.peek(other), dict):
-            raise NemoRLError(
-                f"{path} has a section {other}, and a recipe has no such stage: rl_algorithms.ppo and "
-                f"rl_algorithms.reward_model are for loops of your own"
-            )
     if source.peek("teachers") is not None or source.peek("token_aligner") is not None:
         raise NemoRLError(f"{path} distils between tokenizers, and a recipe's teacher has the policy's tokenizer")
     found = [name for name in ALGORITHMS if isinstance(source.peek(name), dict)]
@@ -127,15 +144,14 @@ def _algorithm(source: Source, path: Path) -> str:
 
 
 def _refuse_images(source: Source, path: Path) -> None:
-    """Refuse recipes about images or audio; note a vision-language model that is trained on text."""
+    """Refuse recipes about images or audio, and vision-language models."""
     train = source.peek("data.train")
     sections = [source.peek("data") or {}, *(train if isinstance(train, list) else [train or {}])]
     names = [*(source.peek("env") or {}), *(str(section.get("dataset_name")) for section in sections)]
     if found := [name for name in key_map()["images"] if name in names]:
         raise NemoRLError(f"{path} trains on images or audio ({', '.join(found)}), and a recipe supports text only")
-    if VISION.search(str(source.peek("policy.model_name"))):
-        reason = "a vision-language model is trained on text only here"
-        source.note("untranslated", "policy.model_name", reason)
+    if VISION.search(model := str(source.peek("policy.model_name"))):
+        raise NemoRLError(f"{path} trains {model}, a vision-language model, and a recipe supports text only")
 
 
 def _account_for_the_rest(source: Source) -> None:

@@ -7,7 +7,7 @@ their mistakes. So the run shows what reinforcement learning adds, since it repa
 import random
 from collections.abc import Iterator, Sequence
 
-from rl_algorithms.data import Dataset, Row, make_row
+from rl_algorithms.data import Dataset, LabelledData, PreferenceData, Row, load_dataset, make_row
 
 NUM_HELD_OUT, NUM_DEMONSTRATIONS, NUM_TRAIN = 1000, 4000, 8000
 CORRUPTED_SHARE = 0.6  # by chance a corruption may leave the answer right: about 56 % of the demonstrations are wrong
@@ -29,6 +29,26 @@ def dataset() -> Dataset:
     return Dataset(train=train, held_out=held_out, demonstrations=demonstrations)
 
 
+def pairs() -> PreferenceData:
+    """Return the right answer to each training question, and one with a single mistake; a tenth is held out."""
+    rows = [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in _right_and_wrong()]
+    read = load_dataset(rows, form="preferences", imitate_chosen=True)
+    assert isinstance(read, PreferenceData)
+    return read
+
+
+def labelled() -> LabelledData:
+    """Return the answers of `pairs`, each by itself and called good or bad."""
+    rows = [
+        {"prompt": prompt, "completion": answer, "label": label}
+        for prompt, right, wrong in _right_and_wrong()
+        for answer, label in ((right, True), (wrong, False))
+    ]
+    read = load_dataset(rows, form="labelled", imitate_chosen=True)
+    assert isinstance(read, LabelledData)
+    return read
+
+
 def reward(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
     """Return 1 for the right answer and 0 for any other."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
@@ -41,6 +61,15 @@ def _questions(rng: random.Random) -> Iterator[str]:
         if digits not in seen:
             seen.add(digits)
             yield digits
+
+
+def _right_and_wrong() -> Iterator[tuple[str, str, str]]:
+    corruption = random.Random(79)
+    for row in dataset().train:
+        right = str(row.columns["answer"])
+        while (wrong := _corrupted(right, corruption)) == right:
+            pass  # such as two equal digits that were swapped
+        yield str(row.columns["prompt"]), right, wrong
 
 
 def _row(digits: str, where: str, *, answer: str | None = None) -> Row:

@@ -14,8 +14,9 @@ from rl_backends.backend import TrainingBackend
 from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.loading import pad_token_id
 from rl_generation.seeding import CallSeeds
+from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import engine_spec
-from rl_launcher.build.inputs import closing, read_inputs, tokenize
+from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
 from rl_launcher.build.models import NamedModel, check_teacher, load_model
 from rl_launcher.build.parts import Parts, RunEngine
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
@@ -62,6 +63,8 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         objects=objects,
     )
     tokenized = tokenize(recipe, inputs, model=skeleton.model, tokenizer=skeleton.tokenizer)
+    reward_pairs = tokenize_reward_pairs(recipe, inputs, tokenized, model=skeleton.model)
+    validation = tokenize_validation(recipe, inputs, tokenized, model=skeleton.model)
     teacher_skeleton = None
     if recipe.distill is not None:
         named, key, folder = recipe.distill.teacher, "distill.teacher.model_name", run_dir / "initial_teacher"
@@ -119,7 +122,10 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         weight_sync=started.weight_sync,
         environment=inputs.environment,
         teacher=teacher,
+        companions=Companions(load=cast("Any", started.policy).load_companion),
         data=tokenized,
+        reward_pairs=reward_pairs,
+        validation=validation,
         tokenizer=skeleton.tokenizer,
         placement=runtime.explain(),
         close=closing(inputs.environment, started.engine, started.policy, runtime),

@@ -47,8 +47,19 @@ class Colocation:
         self._policy, self._engines, self._moves = policy, engines, moves
         self._lock = threading.RLock()
         self._may_start, self._starting = True, 0
+        self._companions: list[Any] = []
         self.phase: Phase = "training"
         engines.startup_slot = self._startup_slot
+
+    def add(self, model: Any) -> None:
+        """Move a model that trains beside the policy as the policy is moved, until it is closed."""
+        with self._lock:
+            self._companions.append(model)
+
+    def remove(self, model: Any) -> None:
+        """Leave a model alone from now on."""
+        with self._lock:
+            self._companions = [each for each in self._companions if each is not model]
 
     def make_room(self) -> None:
         """Offload the policy, so that the engines can start; the first phase is `generating`."""
@@ -73,15 +84,19 @@ class Colocation:
         self._on_every_engine("sleep")
         if self._moves:
             self._policy.onload()
+            for model in self._companions:
+                model.onload()
 
     def _generate(self) -> None:
         if self._moves:
             self._policy.offload()
+            self._offload_companions()
         self._set_may_start(may_start=True)
         self._on_every_engine("wake_up", *((("kv_cache",),) if self.phase == "refitting" else ()))
 
     def _refit(self) -> None:
         if self._moves and self.phase == "training":
+            self._offload_companions()
             self._policy.offload(parts=NOT_WEIGHTS)
             if any(engine.state == "starting" for engine in self._engines.all()):
                 # A replacement of an engine that died starts first: it needs an empty device.
@@ -94,6 +109,11 @@ class Colocation:
             self._policy.onload(parts=WEIGHTS)
         self._set_may_start(may_start=True)
         self._on_every_engine("wake_up", WEIGHTS)
+
+    def _offload_companions(self) -> None:
+        if self.phase == "training":  # in every other phase they are away
+            for model in self._companions:
+                model.offload()
 
     @contextlib.contextmanager
     def healing(self) -> Iterator[None]:
@@ -158,7 +178,7 @@ class Colocation:
 
 
 class ColocatedModel:
-    """A policy, a reference or a teacher on shared devices: its methods enter the phase of their row first.
+    """A policy, or a model beside it, on shared devices: its methods enter the phase of their row first.
 
     What the table does not name is passed through. `offload_references` keeps references in host memory between their
     calls.
@@ -173,7 +193,7 @@ class ColocatedModel:
         row = POLICY_METHODS.get(name)
         if row is None or row.phase is None:
             return attribute
-        phase, returns_model = row.phase, row.returns == "model"
+        phase, returns_model = row.phase, row.returns.endswith("model")
 
         def call(*arguments: Any, **options: Any) -> Any:
             self._colocation.enter(phase)
@@ -181,9 +201,22 @@ class ColocatedModel:
             if name == "freeze_reference" and self._offload_references and not options.get("without_adapters"):
                 options["offload"] = True
             result = attribute(*arguments, **options)
+            if name == "load_companion":
+                self._colocation.add(result)
             return ColocatedModel(result, self._colocation) if returns_model else result
 
         return call
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        rate: float = self._model.learning_rate
+        return rate
+
+    def close(self) -> None:
+        """Close the model, which is moved no more."""
+        self._colocation.remove(self._model)
+        self._model.close()
 
     @property
     def version(self) -> int:

@@ -33,6 +33,7 @@ class RayPolicy:
         self._forgotten: list[int] = []
         self._version, self._set_version = 0, False
         self._learning_rate: float | None = None
+        self._others: dict[int, tuple[int, float | None]] = {}
         self._interrupted: list[Pending] | None = None
         self._ended: RemoteError | None = None
         self._closed = False
@@ -61,7 +62,7 @@ class RayPolicy:
             call = RemoteCall(
                 method=method.name,
                 model=model,
-                result=next(self._numbers) if method.returns == "model" else None,
+                result=next(self._numbers) if method.returns.endswith("model") else None,
                 version=self._version if self._set_version else None,
                 forgotten=forgotten,
             )
@@ -69,17 +70,20 @@ class RayPolicy:
             self._set_version, self._interrupted = False, None
             del self._forgotten[: len(forgotten)]
             first = replies[0]
-            self._version, self._learning_rate = first.version, first.learning_rate
+            if model == POLICY:
+                self._version, self._learning_rate = first.version, first.learning_rate
+            else:
+                self._others[model] = first.version, first.learning_rate
         match method.returns:
             case "rank 0":
                 return first.value
             case "merged":
                 return {name: value for reply in replies for name, value in reply.value.items()}
-            case "model":
+            case "frozen model" | "trained model":
                 assert call.result is not None
-                handle = RayModel(self, call.result)
+                handle = RayModel(self, call.result, trained=method.returns == "trained model")
                 # The ranks learn of it with the next call: a finalizer may run anywhere, so it makes no call itself.
-                weakref.finalize(handle, self._forgotten.append, call.result)
+                handle.forget = weakref.finalize(handle, self._forgotten.append, call.result)
                 return handle
         return None
 
@@ -104,6 +108,10 @@ class RayPolicy:
                     actor.kill()
             raise
         return replies
+
+    def state_of(self, model: int) -> tuple[int, float | None]:
+        """Version and learning rate of a model beside the policy, as of its last call."""
+        return self._others.get(model, (0, None))
 
     @property
     def num_ranks(self) -> int:
@@ -151,17 +159,41 @@ class RayPolicy:
 
 
 class RayModel:
-    """A frozen model on the ranks: a reference or a teacher. Its memory is freed when this handle is gone."""
+    """A model on the ranks beside the policy: a reference, a teacher, a reward model or a critic.
 
-    def __init__(self, policy: RayPolicy, number: int) -> None:
-        self._policy, self.number = policy, number
+    Its memory is freed when it is closed, or when this handle is gone.
+    """
+
+    forget: Callable[[], object]
+    """Have the ranks free the model with their next call; once is enough."""
+
+    def __init__(self, policy: RayPolicy, number: int, *, trained: bool) -> None:
+        self._policy, self.number, self._trained = policy, number, trained
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method of the table that frozen models have."""
+        """A method of the table that such a model has."""
         method = POLICY_METHODS.get(name)
-        if method is None or not method.frozen_models:
-            raise AttributeError(f"a frozen model on Ray has no method {name!r}")
+        if method is None or method.of not in ({"trained", "any"} if self._trained else {"any"}):
+            kind = "trained" if self._trained else "frozen"
+            raise AttributeError(f"a {kind} model on Ray has no method {name!r}")
         return functools.partial(self._policy.call, method, self.number)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that its weights have seen."""
+        return self._policy.state_of(self.number)[0]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, after `start_training`."""
+        rate = self._policy.state_of(self.number)[1]
+        if rate is None:
+            raise RuntimeError("there is no optimizer yet; call start_training(optimizer, num_steps=...) first")
+        return rate
+
+    def close(self) -> None:
+        """Free it. A second time does nothing."""
+        self.forget()
 
 
 def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec) -> RayPolicy:

@@ -29,14 +29,15 @@ class RemoteMethod:
     sends: Literal["values", "batch", "folder"] = "values"
     """What the first argument is. A `batch` is put into Ray's object store once, and the backend of each rank reads its
     own rows of it. A `folder` is made absolute: ranks may work in another directory."""
-    returns: Literal["rank 0", "merged", "nothing", "model"] = "rank 0"
+    returns: Literal["rank 0", "merged", "nothing", "frozen model", "trained model"] = "rank 0"
     """What the driver gets: rank 0's result, the dicts of all ranks merged, None, or a handle of a model that stays on
     the ranks."""
     phase: Phase | None = "training"
     """The colocation phase that must be entered first; None for a method that needs no weights on the device, or that
     runs while `Colocation` itself changes phases."""
-    frozen_models: bool = False
-    """Whether references and teachers have the method, too."""
+    of: Literal["policy", "trained", "any"] = "policy"
+    """Who has the method: the `policy` alone; each `trained` model, which are the policy, a reward model and a critic;
+    or `any`, references and teachers included."""
     limit: Literal["call_timeout_s", "start_timeout_s"] = "call_timeout_s"
     """The key of `cluster` that limits it."""
     grace_s: float = GRACE_S
@@ -46,22 +47,27 @@ class RemoteMethod:
 POLICY_METHODS = {
     method.name: method
     for method in (
-        RemoteMethod(name=TrainingBackend.start_training.__name__, returns="nothing"),
-        RemoteMethod(name=TrainingBackend.logp.__name__, sends="batch", frozen_models=True),
-        RemoteMethod(name=TrainingBackend.topk_logits.__name__, sends="batch", frozen_models=True),
+        RemoteMethod(name=TrainingBackend.start_training.__name__, of="trained", returns="nothing"),
+        RemoteMethod(name=TrainingBackend.logp.__name__, sends="batch", of="any"),
+        RemoteMethod(name=TrainingBackend.topk_logits.__name__, sends="batch", of="any"),
+        RemoteMethod(name=TrainingBackend.value.__name__, sends="batch", of="trained"),
+        RemoteMethod(name=TrainingBackend.score.__name__, sends="batch", of="trained"),
         RemoteMethod(name=TrainingBackend.entropy.__name__, sends="batch"),
-        RemoteMethod(name=TrainingBackend.forward_backward.__name__, sends="batch"),
-        RemoteMethod(name=TrainingBackend.optim_step.__name__),
+        RemoteMethod(name=TrainingBackend.forward_backward.__name__, sends="batch", of="trained"),
+        RemoteMethod(name=TrainingBackend.optim_step.__name__, of="trained"),
         RemoteMethod(name=TrainingBackend.metrics.__name__, phase=None),
-        RemoteMethod(name=TrainingBackend.freeze_reference.__name__, returns="model"),
-        RemoteMethod(name="load_teacher", runs="worker", returns="model", limit="start_timeout_s"),
-        RemoteMethod(name=TrainingBackend.save_pretrained.__name__, sends="folder", returns="nothing"),
+        RemoteMethod(name=TrainingBackend.freeze_reference.__name__, returns="frozen model"),
+        RemoteMethod(name="load_teacher", runs="worker", returns="frozen model", limit="start_timeout_s"),
+        RemoteMethod(
+            name="load_companion", runs="worker", sends="folder", returns="trained model", limit="start_timeout_s"
+        ),
+        RemoteMethod(name=TrainingBackend.save_pretrained.__name__, of="trained", sends="folder", returns="nothing"),
         RemoteMethod(name=TrainingBackend.save_adapter.__name__, sends="folder", returns="nothing"),
-        RemoteMethod(name=TrainingBackend.save_checkpoint.__name__, sends="folder", returns="nothing"),
-        RemoteMethod(name=TrainingBackend.load_checkpoint.__name__, sends="folder"),
+        RemoteMethod(name=TrainingBackend.save_checkpoint.__name__, of="trained", sends="folder", returns="nothing"),
+        RemoteMethod(name=TrainingBackend.load_checkpoint.__name__, of="trained", sends="folder"),
         RemoteMethod(name=TrainingBackend.explain.__name__, phase=None),
-        RemoteMethod(name=TrainingBackend.offload.__name__, phase=None),
-        RemoteMethod(name=TrainingBackend.onload.__name__, phase=None),
+        RemoteMethod(name=TrainingBackend.offload.__name__, of="trained", phase=None),
+        RemoteMethod(name=TrainingBackend.onload.__name__, of="trained", phase=None),
         RemoteMethod(name="dtypes", runs="worker", returns="merged", phase=None),
         RemoteMethod(name="join_refit", runs="worker", returns="nothing", phase=None, grace_s=REFIT_GRACE_S),
         RemoteMethod(name="refit", runs="worker", phase=None, grace_s=REFIT_GRACE_S),
@@ -94,6 +100,6 @@ class Reply:
     value: Any
     """The result, from those ranks whose result is used."""
     version: int
-    """Optimizer steps that the policy's weights have seen by now."""
+    """Optimizer steps that the weights of the model have seen by now; 0 of a frozen one."""
     learning_rate: float | None
-    """Of the next step; None before `start_training`."""
+    """Of its next step; None before `start_training`."""

@@ -96,7 +96,8 @@ class TrainingWorker:
     def run(self, call: RemoteCall, *arguments: Any, **options: Any) -> Reply:
         """Carry out a method of `POLICY_METHODS`; packed batches are unpacked."""
         for number in call.forgotten:
-            self._models.pop(number, None)
+            if hasattr(gone := self._models.pop(number, None), "close"):
+                gone.close()
         if call.version is not None:
             self._policy.version = call.version
         row = POLICY_METHODS[call.method]
@@ -107,10 +108,10 @@ class TrainingWorker:
         if call.result is not None:
             self._models[call.result] = value
         wanted = row.returns == "merged" or (row.returns == "rank 0" and self._rank == 0)
-        rate = None
-        with contextlib.suppress(RuntimeError):  # there is no optimizer yet
-            rate = self._policy.learning_rate
-        return Reply(_on_host(value) if wanted else None, self._policy.version, rate)
+        model, rate = self._models[call.model], None
+        with contextlib.suppress(RuntimeError, AttributeError):  # no optimizer yet, or none ever
+            rate = model.learning_rate
+        return Reply(_on_host(value) if wanted else None, getattr(model, "version", 0), rate)
 
     def close(self) -> None:
         """Write what is still being recorded; close the refit and the backends, and leave the process group."""
@@ -135,6 +136,11 @@ class TrainingWorker:
         teacher = select_backend(self._spec.policy).without_adapters().from_pretrained(model_name, **options)
         teacher.start_training(**training)
         return teacher
+
+    def load_companion(self, folder: str, *, new_head: bool, seed: int) -> Backend:
+        """Load a reward model or critic, sharded as the policy is, without adapters; see `rl_launcher.build`."""
+        selection = select_backend(self._spec.policy).without_adapters()
+        return selection.from_pretrained(folder, head="sequence_classification", new_head=new_head, seed=seed)
 
     def reached(self, stage: str, step: int) -> None:
         """Start or end a recording of the profiler, which is done between two steps."""

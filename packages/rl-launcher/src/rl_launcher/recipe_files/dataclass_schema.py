@@ -1,6 +1,7 @@
 """What a dataclass schema says about its keys: names, types, defaults and docstrings; reference page and JSON schema.
 
-A *section* is a dataclass. A key is a section, a section or null, or plain data (scalars, lists and mappings of them).
+A *section* is a dataclass. A key is a section, a section or null, sections by names of the user's, or plain data
+(scalars, lists and mappings of them).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def check_schema(schema: type) -> None:
 
     Raises:
         TypeError: a section lacks `__pydantic_config__` with `extra: forbid` and docstrings, or has a key `defaults`,
-            or keeps sections in a list, a mapping or a union with anything but null.
+            or keeps sections in a list or a union with anything but null.
     """
     if not is_section(schema):
         raise TypeError(f"a schema is a dataclass, got {schema!r}")
@@ -51,8 +52,11 @@ def check_schema(schema: type) -> None:
         if any(config.get(name) != value for name, value in STRICT.items()):
             raise TypeError(f"{section.__qualname__} needs __pydantic_config__ = {STRICT}, got {config or 'none'}")
         for name, annotation in key_types(section).items():
-            if section_of(annotation) is None and _holds_a_section(annotation):
-                raise TypeError(f"{section.__qualname__}.{name}: a key holds one section, or a section or null")
+            below = section_of(annotation) or named_section_of(annotation)
+            if below is None and _holds_a_section(annotation):
+                raise TypeError(
+                    f"{section.__qualname__}.{name}: a key holds one section, a section or null, or dict[str, section]"
+                )
 
 
 def sections(schema: type) -> Iterator[type]:
@@ -60,7 +64,8 @@ def sections(schema: type) -> Iterator[type]:
     todo, seen = [schema], {schema}
     while todo:
         yield (section := todo.pop())
-        below = {inner for annotation in key_types(section).values() if (inner := section_of(annotation))}
+        types = key_types(section).values()
+        below = {inner for each in types if (inner := section_of(each) or named_section_of(each))}
         todo += below - seen
         seen |= below
 
@@ -96,6 +101,13 @@ def section_of(annotation: Annotation) -> type | None:
     """Return the section of a type `Section` or `Section | None`; None for any other type."""
     found = members(annotation)
     return found[0] if len(found) == 1 and is_section(found[0]) else None
+
+
+def named_section_of(annotation: Annotation) -> type | None:
+    """Return the section of a type `dict[str, Section]`; None for any other type."""
+    arguments = typing.get_args(annotation)
+    is_named = origin_of(annotation) is dict and arguments[0] is str and is_section(arguments[1])
+    return arguments[1] if is_named else None
 
 
 def item(annotation: Annotation, name: str | int) -> Annotation:
@@ -172,6 +184,8 @@ def keys(
         if below is not None and below not in (*inside, section):
             start = default if type(default) is below else MISSING
             yield from keys(below, instance=start, prefix=f"{prefix}{name}.", inside=(*inside, section))
+        if (named := named_section_of(annotation)) is not None:
+            yield from keys(named, prefix=f"{prefix}{name}.NAME.", inside=(*inside, section))
 
 
 def default_of(section: type, name: str) -> object:

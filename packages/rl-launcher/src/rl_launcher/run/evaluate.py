@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_algorithms import evaluation
+from rl_algorithms.chat import Prompt
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
+from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.evaluation import Accuracy, HeldOut, Measured, Outcome
 from rl_algorithms.rollouts import Rollouts
 from rl_generation import Sampling
@@ -20,7 +22,7 @@ from rl_launcher.build.parts import Parts
 from rl_launcher.checks import preflight
 from rl_launcher.errors import Refusal
 from rl_launcher.recipe_files import Resolved, load_recipe
-from rl_launcher.schema import HOW_TO_JUDGE, Recipe
+from rl_launcher.schema import HOW_TO_JUDGE, STAGES, Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import Sample, SampleTokens, token_sample
 
@@ -33,6 +35,8 @@ class _Unscored:
         return [EnvironmentReturn(reward=0.0, terminated=True) for _ in conversations]
 
 
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
+"""Keys of `evaluation` that replace those of `policy.generation`."""
 FIRST_CALL = 1 << 40
 """The number of an evaluation's first engine call: always the same, and far from those of training."""
 
@@ -42,37 +46,73 @@ class Evaluator:
 
     def __init__(self, parts: Parts, recipe: Recipe) -> None:
         self._parts, self._config = parts, recipe.evaluation
-        self._scored, self._seed = recipe.env is not None, recipe.seed
+        self._has_env, self._seed = recipe.env is not None, recipe.seed
         self._imitates = [*recipe.stages] == ["sft"]
-        self._sampled = recipe.policy.generation.sampling()
-        self._greedy = recipe.policy.generation.sampling(greedy=True)
+        given = {name: getattr(recipe.evaluation, name) for name in OWN_SAMPLING}
+        own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._sampled = replace(recipe.policy.generation.sampling(), **own)
+        self._greedy = replace(self._sampled, temperature=0.0)
         self._num_with_tokens = recipe.logger.num_samples_with_tokens
         self._turns = turn_limits(recipe)
         self._demonstrations = parts.data.held_out_demonstrations[: self._config.max_prompts_while_training]
 
     @property
+    def _judge(self) -> Judge | None:
+        """What scores responses: `env`, or else the reward model of this run once it is trained; None if neither."""
+        return self._parts.environment if self._has_env else self._parts.companions.judge
+
+    @property
     def size(self) -> int:
         """Held-out prompts before and after training; without an `env`, rows or pairs that are measured."""
-        if self._scored:
+        if self._judge is not None:
             return min(self._config.max_prompts, len(self._parts.data.held_out))
+        if self._parts.data.labelled is not None:
+            return min(self._config.max_prompts_while_training, len(self._parts.data.labelled.held_out))
         if self._parts.data.pairs is not None:
             return min(self._config.max_prompts_while_training, len(self._parts.data.pairs.held_out.tokens) // 2)
         return len(self._demonstrations)
 
     def outcome(self) -> Outcome:
         """All that is measured before and after training."""
-        return Outcome(answers=self.both() if self._scored else None, figures=self.loss() if self._imitates else {})
+        if self._judge is None:
+            return Outcome(answers=None, figures=self.loss() if self._imitates else {})
+        sets = {name: value for each, held in self.sets().items() for name, value in held.metrics_of(each).items()}
+        return Outcome(answers=self.both(), figures=sets)
+
+    def sets(self, *, most: int | None = None) -> dict[str, HeldOut]:
+        """The same of each of `evaluation.sets`; while training, of at most `most` of their prompts."""
+        config, found = self._config, {}
+        for name, prompts in self._parts.validation.items():
+            asked = prompts[: config.max_prompts if most is None else most]
+            each = config.sets[name].samples_per_prompt or config.samples_per_prompt
+            sampled = most is None or config.while_training == "sampled"
+            greedy = config.greedy if most is None else config.while_training == "greedy"
+            found[name] = HeldOut(
+                sampled=self._sample(self._sampled, asked, samples=each) if sampled else None,
+                greedy=self._sample(self._greedy, asked) if greedy else None,
+            )
+        return found
 
     def both(self) -> HeldOut:
-        """Sampled and greedy responses to all held-out prompts."""
-        sampled = self._sample(self._sampled, self.size, samples=self._config.samples_per_prompt)
-        return HeldOut(sampled=sampled, greedy=self._sample(self._greedy, self.size))
+        """Sampled responses to all held-out prompts, and greedy ones unless `evaluation.greedy` is false."""
+        prompts = self._parts.data.held_out[: self.size]
+        sampled = self._sample(self._sampled, prompts, samples=self._config.samples_per_prompt)
+        greedy = self._sample(self._greedy, prompts) if self._config.greedy else None
+        return HeldOut(sampled=sampled, greedy=greedy)
 
     def quick(self) -> dict[str, float]:
-        """Mean reward of greedy responses to the prompts that are used during training; empty without an `env`."""
-        if not self._scored:
+        """What `evaluation.while_training` measures, of the prompts that are used then; empty without a reward."""
+        if self._judge is None:
             return {}
-        return {"held_out_greedy": self._sample(self._greedy, self._config.max_prompts_while_training).mean}
+        most = self._config.max_prompts_while_training
+        prompts = self._parts.data.held_out[:most]
+        sets = {
+            name: value for each, held in self.sets(most=most).items() for name, value in held.metrics_of(each).items()
+        }
+        if self._config.while_training == "greedy":
+            return {"held_out_greedy": self._sample(self._greedy, prompts).mean, **sets}
+        sampled = self._sample(self._sampled, prompts, samples=self._config.samples_per_prompt)
+        return {**HeldOut(sampled=sampled, greedy=None).metrics(), **sets}
 
     def loss(self) -> dict[str, float]:
         """The policy's `held_out_loss`: -logp of a trained token of held-out demonstrations, in nats; {} without any.
@@ -89,8 +129,9 @@ class Evaluator:
         if not prompts:
             return []
         if outcome.answers is None:
-            rollouts, each = self._sample(self._sampled, len(prompts), environment=_Unscored()).rollouts, 1
+            rollouts, each = self._sample(self._sampled, prompts, environment=_Unscored()).rollouts, 1
         else:
+            assert outcome.answers.sampled is not None  # `both` samples
             rollouts, each = outcome.answers.sampled.rollouts, self._config.samples_per_prompt
         samples: list[Sample] = []
         for number, prompt in enumerate(prompts):
@@ -120,15 +161,17 @@ class Evaluator:
         )
 
     def _sample(
-        self, how: Sampling, num_prompts: int, *, samples: int = 1, environment: Environment | None = None
+        self, how: Sampling, prompts: Sequence[Prompt], *, samples: int = 1, environment: Environment | None = None
     ) -> Accuracy:
         parts, config = self._parts, self._config
+        judge = self._judge if environment is None else environment
+        assert judge is not None  # callers check
         pass_at = tuple(k for k in config.pass_at if k <= samples)
         return evaluation.evaluate(
-            parts.data.held_out[:num_prompts],
+            prompts,
             engine=parts.engine.reseeded(self._seed, first_call=FIRST_CALL),
             sampling=how,
-            environment=parts.environment if environment is None else environment,
+            environment=judge,
             chat=parts.data.chat,
             samples_per_prompt=samples,
             seed=self._seed,
@@ -139,7 +182,7 @@ class Evaluator:
 
 def turn_limits(recipe: Recipe) -> dict[str, Any]:
     """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them."""
-    stage = recipe.grpo or recipe.dpo or recipe.distill
+    stage = recipe.grpo or recipe.ppo or recipe.dpo or recipe.distill
     return {"max_turns": 1} if stage is None else {"max_turns": stage.max_turns, "max_length": stage.max_length}
 
 
@@ -178,14 +221,17 @@ def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measur
     recipe = resolved.value
     if recipe.env is None:
         raise Refusal(f"measuring scores responses to held-out prompts, and the recipe has no env; {HOW_TO_JUDGE}")
-    preflight.check(replace(recipe, sft=None, grpo=None, dpo=None, distill=None), new_run=False)
+    without: Any = dict.fromkeys(STAGES)
+    preflight.check(replace(recipe, **without), new_run=False)
     with tempfile.TemporaryDirectory(prefix="rl-launcher-evaluate-") as folder:
         # On Ray the parts write logs, which nobody reads here. Of the stages only the limits of turns are used.
-        parts = build(replace(recipe, run_dir=folder, sft=None, distill=None), objects=objects)
+        ppo = None if recipe.ppo is None else replace(recipe.ppo, critic=replace(recipe.ppo.critic, start_from=None))
+        unused: Any = dict.fromkeys(("sft", "reward_model", "distill"))
+        parts = build(replace(recipe, run_dir=folder, ppo=ppo, **unused), objects=objects)
         try:
             parts.weight_sync(version=0)
             evaluator = Evaluator(parts, recipe)
-            held_out = evaluator.both()
+            held_out, sets = evaluator.both(), evaluator.sets()
         finally:
             parts.close()
     return Measured(
@@ -193,5 +239,6 @@ def measure(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Measur
         held_out=held_out,
         num_prompts=evaluator.size,
         samples_per_prompt=recipe.evaluation.samples_per_prompt,
-        num_failed=held_out.sampled.num_failed + held_out.greedy.num_failed,
+        num_failed=held_out.num_failed,
+        sets=sets,
     )

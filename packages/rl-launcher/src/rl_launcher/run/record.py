@@ -21,6 +21,7 @@ from rl_observe import LiveView, RunDirectory, RunLog, ScoredResponse, read_metr
 from rl_observe.health import Reporter, Watch, count_events
 
 PHASE = "phase_s/"
+LEARN_FROM_PAIRS = ("dpo", "orpo", "kto", "reward_model")
 TOKENS = ("sampled_tokens", "trained_tokens")
 
 
@@ -99,7 +100,7 @@ class Recorder:
         self._refits = sync.count
         before = progress.total
         progress.reach(stage, step, parts=parts, order=order)
-        self._view.update(stage, step, logged, skipped=progress.total - progress.version)
+        self._view.update(stage, step, logged, skipped=progress.skipped)
         progress.keep_state = state
         progress.metric = logged.get(self._metric_name, progress.metric)
         self.report_events(stage, step)
@@ -181,9 +182,9 @@ def summarize(
         **pair_figures(rows, ended=after is not None),
         "held_out_size": Evaluator(parts, recipe).size,
         "batches": sum(row["stage"] == headline and int(str(row["step"])) > 0 for row in rows),
-        "steps": parts.policy.version,
+        "steps": parts.policy.version + progress.reward_model_steps,
         "tokens": sum(int(_number(row, name)) for row in rows for name in TOKENS),
-        "reward_errors": parts.environment.errors,
+        "reward_errors": parts.reward_errors,
         "rows_skipped": parts.data.skipped.count,
         "phase_share": phase_share([row for row in rows if row["stage"] == headline]),
         "wall_s": round(progress.wall_s, 2),
@@ -211,10 +212,13 @@ def phase_share(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def pair_figures(rows: list[dict[str, Any]], *, ended: bool) -> dict[str, float | None]:
-    """Margin and accuracy of held-out pairs before DPO and, if the run ended well, after it; None if not measured."""
+    """Margin and accuracy of held-out pairs before learning from pairs, and after it if the run ended well.
+
+    None if not measured.
+    """
     figures: dict[str, float | None] = {}
     for name in ("held_out_margin", "held_out_pair_accuracy"):
-        measured = [row for row in rows if row["stage"] == "dpo" and name in row]
+        measured = [row for row in rows if row["stage"] in LEARN_FROM_PAIRS and name in row]
         figures[f"{name}_before"] = next((row[name] for row in measured if row["step"] == 0), None)
         figures[f"{name}_after"] = measured[-1][name] if ended and measured else None
     return figures

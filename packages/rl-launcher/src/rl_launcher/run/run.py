@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_backends.checkpoints.folders import atomic_folder, write_text
 from rl_launcher.build.build import build
+from rl_launcher.build.companions import reward_model_folder, write_model
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints import (
     CheckpointError,
@@ -34,7 +35,6 @@ from rl_launcher.checkpoints import (
     unfinished_of,
 )
 from rl_launcher.checkpoints.disk import STATE_PER_WEIGHT, DiskSpaceError, check_space, claimed, describe_space
-from rl_launcher.checkpoints.export import fill_folder
 from rl_launcher.checkpoints.folders import root_of
 from rl_launcher.checkpoints.recipe_changes import changed_keys, check_changes
 from rl_launcher.checks import preflight
@@ -55,8 +55,8 @@ from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.gc_freeze import long_lived
 from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
-from rl_launcher.run.stages import distill, dpo, grpo, sft
-from rl_launcher.schema import Recipe
+from rl_launcher.run.stages import distill, dpo, grpo, kto, orpo, ppo, reward_model, sft
+from rl_launcher.schema import Recipe, steps_of_epochs
 from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests
 from rl_observe import (
     LiveView,
@@ -75,7 +75,16 @@ from rl_observe.health import Reporter, Watch, is_disk_full
 
 ERROR_FILE = "error.txt"
 """In the run directory: the whole traceback of what ended the run."""
-STAGES: dict[str, Callable[..., None]] = {"sft": sft.run, "grpo": grpo.run, "dpo": dpo.run, "distill": distill.run}
+STAGES: dict[str, Callable[..., None]] = {
+    "sft": sft.run,
+    "reward_model": reward_model.run,
+    "grpo": grpo.run,
+    "ppo": ppo.run,
+    "dpo": dpo.run,
+    "kto": kto.run,
+    "orpo": orpo.run,
+    "distill": distill.run,
+}
 NEVER_STEPPED = {
     "grpo": "the rewards were equal within every group of every batch",
     "dpo": "no two responses to a prompt had different rewards in any batch, so no pair was found",
@@ -213,6 +222,7 @@ class Run:
         """Make the parts, and check that they are those that the run began with."""
         parts = self._make_parts(self.recipe)
         try:
+            self.recipe = within_epochs(self.recipe, parts)
             if self.resumption is not None:
                 self.resumption.progress.check(parts)
         except BaseException:
@@ -267,7 +277,7 @@ class Run:
     def _train(self) -> dict[str, float]:
         """Go through the stages, or what is left of them; return how the result does on held-out data.
 
-        sft -> held-out before -> grpo, dpo or distill -> held-out after
+        sft -> reward_model -> held-out before -> grpo, ppo, dpo, kto, orpo or distill -> held-out after
         """
         recipe, parts, recorder, progress = self.recipe, self.parts, self.recorder, self.progress
         if self.resumption is not None:
@@ -281,10 +291,13 @@ class Run:
         evaluator, headline = Evaluator(parts, recipe), recipe.headline
         progress.restore(parts)
         self._introduce()
+        names = [*recipe.stages]
         for name, stage in recipe.stages.items():
             is_headline = name == headline
-            if not is_headline and headline == progress.stage:
+            if progress.stage in names and names.index(name) < names.index(progress.stage):
                 continue  # a resumed run is past this stage
+            if is_headline and recipe.is_judged_by_model:
+                parts.companions.judge_with(reward_model_folder(self.directory), chat=parts.data.chat)
             if is_headline and progress.before is None:
                 before = evaluator.outcome()
                 progress.before = before.metrics()
@@ -301,10 +314,10 @@ class Run:
         if after.metrics():
             recorder.message(f"held out after {headline}: {after.describe()}")
         recorder.log.write_samples(evaluator.samples(after, stage=headline, when="after"))
-        if recipe.env is not None and parts.environment.errors:
-            became = "counted as 0" if recipe.env.on_error == "zero" else "were left out of training"
-            failed = f"{parts.environment.errors} responses could not be judged"
-            recorder.message(f"{failed} and {became} (env.on_error={recipe.env.on_error})")
+        if parts.reward_errors:
+            zero = recipe.env is not None and recipe.env.on_error == "zero"
+            became = "counted as 0 (env.on_error=zero)" if zero else "left out of training"
+            recorder.message(f"{parts.reward_errors} responses could not be judged and were {became}")
         return after.metrics()
 
     def _introduce(self) -> None:
@@ -320,7 +333,7 @@ class Run:
                 f"max_new_tokens={recipe.policy.generation.max_new_tokens}, and are left out of sampling"
             )
         recorder.report_events()
-        report = parts.weight_sync(version=self.progress.version)  # proves that every weight of the engine can be fed
+        report = parts.weight_sync(version=parts.policy.version)  # proves that every weight of the engine can be fed
         adapters = parts.selection.adapters is not None  # then nearly all of the model is frozen and not in checkpoints
         check_space(
             self.directory.path,
@@ -330,14 +343,26 @@ class Run:
         )
 
     def _save_model(self) -> None:
-        """Write the adapters in PEFT's format, if there are any, then the model; each whole or not at all."""
+        """Write the adapters in PEFT's format, if there are any, then the model; each whole or not at all.
+
+        `model` is the policy, or the reward model if that is the last stage; the policy of an sft stage before it is
+        then in `policy`.
+        """
         parts, policy = self.parts, self.parts.policy
         if parts.selection.adapters is not None:
             # A folder that is there already is left from an end that was killed before it wrote the model.
             shutil.rmtree(self.directory.adapter, ignore_errors=True)
             policy.save_adapter(self.directory.adapter, base_model_name=self.recipe.policy.model_name)
-        with atomic_folder(self.directory.model) as unfinished:
-            fill_folder(unfinished, policy=policy, tokenizer=parts.tokenizer)
+        if self.recipe.headline != "reward_model":
+            with atomic_folder(self.directory.model) as unfinished:
+                write_model(unfinished, model=policy, tokenizer=parts.tokenizer)
+            return
+        if self.recipe.sft is not None:
+            with atomic_folder(self.directory.path / "policy") as unfinished:
+                write_model(unfinished, model=policy, tokenizer=parts.tokenizer)
+        with atomic_folder(self.directory.model) as unfinished:  # what the run is about
+            shutil.copytree(reward_model_folder(self.directory), unfinished, dirs_exist_ok=True)
+        shutil.rmtree(reward_model_folder(self.directory))
 
     def _plan_restart(self, error: BaseException) -> str:
         """Set `resumption` and the state "restarting" if the recipe has restarts left for `error`.
@@ -350,7 +375,7 @@ class Run:
         if not isinstance(error, RestartableError) or self.interruption.heard or taken >= most:
             return ""
         try:
-            if not error.weights_lost and progress.total and progress.version == self.parts.policy.version:
+            if not error.weights_lost and progress.total and progress.versions == self.parts.versions:
                 self.keeper.save()
             found = find_resumption(self.directory)
             found.progress.restarts = taken + 1
@@ -407,7 +432,7 @@ class Run:
         """Save a checkpoint to continue from, or else the weights; return what there is now, and how to continue."""
         progress, parts, directory = self.progress, self.parts, self.directory
         again = f"rl-launcher resume {directory.path}"
-        exact = not lost and progress.version == parts.policy.version
+        exact = not lost and progress.versions == parts.versions
         try:
             if exact and progress.total:
                 self.keeper.save()
@@ -479,6 +504,33 @@ class Run:
         (directory.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier process that this one has resumed
         self.state = "finished"
         return {**summary, "unwritten": unwritten} if unwritten else summary
+
+
+def within_epochs(recipe: Recipe, parts: Parts) -> Recipe:
+    """The recipe with `max_num_steps` of each stage lowered to what `max_num_epochs` passes over its data take.
+
+    Raises:
+        Refusal: a warm-up is then as long as the stage.
+    """
+    data, stages = parts.data, {}
+    for name, stage in recipe.stages.items():
+        if stage.max_num_epochs is None:
+            continue
+        given = parts.reward_pairs if name == "reward_model" else data.pairs
+        if name == "sft":
+            number = len(data.demonstrations)
+        elif name == "kto" and data.labelled is not None:
+            number = len(data.labelled.train)
+        elif name in {"reward_model", "dpo", "orpo"} and given is not None:
+            number = len(given.train.tokens) // 2
+        else:
+            number = len(data.prompts)
+        stages[name] = replace(stage, max_num_steps=steps_of_epochs(stage, num_items=number))
+    try:
+        limited: Recipe = replace(recipe, **stages) if stages else recipe
+    except ValueError as error:
+        raise Refusal(f"{error}; {', '.join(f'{name}.max_num_epochs' for name in stages)} set these steps") from error
+    return limited
 
 
 def _cause(error: BaseException) -> str:

@@ -12,11 +12,17 @@ from rl_launcher.schema.policy import ColocatedConfig, GenerationConfig, PolicyC
 from rl_launcher.schema.recipe import HEADLINES, HOW_TO_JUDGE, STAGES, Recipe
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
 from rl_launcher.schema.stages import (
+    CriticConfig,
     DistillStage,
     DPOStage,
     GRPOStage,
+    KTOStage,
+    ORPOStage,
+    PPOStage,
+    RewardModelStage,
     SFTStage,
     TeacherConfig,
+    steps_of_epochs,
 )
 from rl_observe import HealthConfig
 from rl_observe.config import LoggerConfig
@@ -29,6 +35,7 @@ __all__ = [
     "CheckpointingConfig",
     "ClusterConfig",
     "ColocatedConfig",
+    "CriticConfig",
     "DPOStage",
     "DataConfig",
     "DistillStage",
@@ -37,11 +44,16 @@ __all__ = [
     "GRPOStage",
     "GenerationConfig",
     "HealthConfig",
+    "KTOStage",
     "LoggerConfig",
+    "ORPOStage",
+    "PPOStage",
     "PolicyConfig",
     "Recipe",
     "ResourcesConfig",
+    "RewardModelStage",
     "SFTStage",
     "TeacherConfig",
     "VllmConfig",
+    "steps_of_epochs",
 ]

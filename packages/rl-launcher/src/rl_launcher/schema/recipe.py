@@ -3,25 +3,38 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rl_algorithms import presets
 from rl_algorithms.data.config import DataConfig
 from rl_algorithms.environments.config import EnvironmentConfig
 from rl_algorithms.evaluation import EvaluationConfig
 from rl_algorithms.objective import Objective
+from rl_backends import select_backend
 from rl_launcher.recipe_files.dataclass_schema import STRICT, to_plain
 from rl_launcher.recipe_files.nodes import Node, merge, node_of
 from rl_launcher.recipe_files.problems import Problem, RecipeError
 from rl_launcher.schema.policy import PolicyConfig
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
-from rl_launcher.schema.stages import DistillStage, DPOStage, GRPOStage, SFTStage
+from rl_launcher.schema.stages import (
+    MOST_STEPS,
+    DistillStage,
+    DPOStage,
+    GRPOStage,
+    KTOStage,
+    ORPOStage,
+    PPOStage,
+    RewardModelStage,
+    SFTStage,
+)
 from rl_observe import HealthConfig
 from rl_observe.config import LoggerConfig
 
-HEADLINES = ("grpo", "dpo", "distill")
-STAGES = ("sft", *HEADLINES)
+HEADLINES = ("grpo", "ppo", "dpo", "kto", "orpo", "distill")
+STAGES = ("sft", "reward_model", *HEADLINES)
 """All stages in the order in which they run; a run has at most one of the headlines."""
+TAKE_REWARD_MODEL = ("grpo", "ppo")
+"""The stages whose responses the reward model of an earlier stage can score."""
 
 HOW_TO_JUDGE = (
     'write env: {reward: "reward.py:score"}, a file and a function in it, or env: {environment: "file.py:name"}'
@@ -32,7 +45,7 @@ METRICS_OF_REWARDS = ("held_out_greedy", "held_out_sampled", "held_out_pass@")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run. Its stages are the sections that are present: `sft` first, then one of `grpo`, `dpo` and `distill`."""
+    """A run. Its stages are the sections that are present: `sft`, then `reward_model`, then one of the others."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
@@ -64,8 +77,9 @@ class Recipe:
     """The prompts."""
 
     env: EnvironmentConfig | None = None
-    """The reward function or environment. Null for sft and for dpo on given pairs, which have no rewards; held-out rows
-    then measure the loss."""
+    """The reward function or environment. Null for stages that have no rewards, such as sft or dpo on given pairs;
+    held-out rows then measure the loss. Beside a `reward_model` that scores the responses of training, it scores the
+    held-out ones."""
 
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """How the policy is measured on held-out prompts."""
@@ -85,11 +99,24 @@ class Recipe:
     sft: SFTStage | None = None
     """Supervised fine-tuning, before any other stage; null leaves it out."""
 
+    reward_model: RewardModelStage | None = None
+    """A reward model, trained after sft; it scores the responses of a grpo or ppo stage that follows. Null leaves it
+    out."""
+
     grpo: GRPOStage | None = None
     """Reinforcement learning with GRPO; null leaves it out."""
 
+    ppo: PPOStage | None = None
+    """Reinforcement learning with PPO and a critic; null leaves it out."""
+
     dpo: DPOStage | None = None
     """Preference learning with DPO; null leaves it out."""
+
+    kto: KTOStage | None = None
+    """Preference learning from single good and bad responses with KTO; null leaves it out."""
+
+    orpo: ORPOStage | None = None
+    """Preference learning on given pairs with ORPO; null leaves it out."""
 
     distill: DistillStage | None = None
     """On-policy distillation from a teacher; null leaves it out."""
@@ -102,16 +129,44 @@ class Recipe:
         if len(given := [name for name in HEADLINES if name in self.stages]) > 1:
             raise ValueError(f"{' and '.join(given)} are given, and a run has only one of them; set the others to null")
         for name, stage in self.stages.items():
-            if (warmup := stage.optimizer.warmup_steps) >= stage.max_num_steps:
-                raise ValueError(
-                    f"{name}.optimizer.warmup_steps={warmup} must be less than {name}.max_num_steps="
-                    f"{stage.max_num_steps}, or the learning rate never reaches its peak; set "
-                    f"{name}.optimizer.warmup_steps={max(stage.max_num_steps // 2, 0)}"
-                )
-        if self.env is None:
+            if stage.max_num_epochs is not None and not 0 < stage.max_num_epochs < float("inf"):
+                raise ValueError(f"{name}.max_num_epochs={stage.max_num_epochs} must be null or > 0")
+            optimizers = {f"{name}.optimizer": stage.optimizer}
+            if isinstance(stage, PPOStage):
+                optimizers["ppo.critic.optimizer"] = stage.critic.optimizer
+            for key, optimizer in optimizers.items():
+                if (warmup := optimizer.warmup_steps) >= stage.max_num_steps:
+                    raise ValueError(
+                        f"{key}.warmup_steps={warmup} must be less than {name}.max_num_steps={stage.max_num_steps}, or "
+                        f"the learning rate never reaches its peak; set {key}.warmup_steps="
+                        f"{max(stage.max_num_steps // 2, 0)}"
+                    )
+        _check_reward_model(self)
+        if self.env is None and not self.is_judged_by_model:
             _refuse_what_needs_rewards(self)
-        if self.grpo is not None and self.env is not None:
-            _check_grpo(self.grpo, self.env, self.policy)
+        if self.grpo is not None and (self.env is not None or self.is_judged_by_model):
+            _check_grpo(self.grpo, None if self.is_judged_by_model else self.env, self.policy)
+        if self.grpo is not None and self.grpo.max_turns > 1:
+            _check_turns("grpo", self.grpo.max_turns, self.env, judged_by_model=self.is_judged_by_model)
+        if self.ppo is not None and self.ppo.max_turns > 1:
+            _check_turns("ppo", self.ppo.max_turns, self.env, judged_by_model=self.is_judged_by_model)
+        if self.dpo is not None and self.dpo.max_turns > 1:
+            _check_turns("dpo", self.dpo.max_turns, self.env, judged_by_model=False)
+        for name, rl in (("grpo", self.grpo), ("ppo", self.ppo)):
+            if rl is not None and self.policy.generation.cuts and rl.objective.ratio.proximal == "sampler":
+                cut = ", ".join(f"{key}={value:g}" for key, value in self.policy.generation.cuts.items())
+                raise ValueError(
+                    f"policy.generation has {cut}, so that the engine reports probabilities among the tokens that are "
+                    f"left, and {name}.objective.ratio.proximal=sampler compares them with the policy's among all; "
+                    f"set {name}.objective.ratio.proximal=recomputed, or cut for evaluation alone (evaluation.top_p)"
+                )
+        greedy = self.evaluation.greedy or self.evaluation.while_training == "greedy"
+        if (best := self.checkpointing).keep_top_k and best.metric_name == "held_out_greedy" and not greedy:
+            raise ValueError(
+                f"checkpointing.keep_top_k={best.keep_top_k} keeps the best by metric_name=held_out_greedy, and "
+                f"evaluation.greedy=false with while_training=sampled never measures it; set metric_name="
+                f"held_out_sampled"
+            )
         saved = self.checkpointing
         if saved.keep_top_k and saved.metric_name == HELD_OUT_LOSS and saved.higher_is_better:
             raise ValueError(
@@ -123,6 +178,25 @@ class Recipe:
     def stages(self) -> dict[str, Any]:
         """The sections that are present, by name, in the order in which they run."""
         return {name: stage for name in STAGES if (stage := getattr(self, name)) is not None}
+
+    @property
+    def is_judged_by_model(self) -> bool:
+        """Whether the reward model of this recipe scores the responses of its last stage."""
+        return self.reward_model is not None and self.headline != "reward_model"
+
+    @property
+    def form(self) -> Literal["preferences", "labelled"] | None:
+        """What the rows of `data` are: pairs, labelled responses, or None for prompts and conversations."""
+        if self.kto is not None:
+            return "labelled"
+        given = self.orpo is not None or (self.dpo is not None and self.dpo.pairs == "data")
+        is_last = self.reward_model is not None and self.headline == "reward_model"
+        return "preferences" if given or (is_last and self.reward_model.data is None) else None  # type: ignore[union-attr]
+
+    @property
+    def sampled_by(self) -> str | None:
+        """The stage that samples responses to the prompts of `data`; None if there is none."""
+        return None if self.form else next((name for name in HEADLINES if name in self.stages), None)
 
     @property
     def headline(self) -> str:
@@ -140,18 +214,21 @@ class Recipe:
 
     @classmethod
     def adjust(cls, recipe: Node) -> tuple[Node, list[str]]:
-        """Expand `grpo.objective.preset`, and fit what a recipe inherits into a run that was made shorter.
+        """Expand the presets of objectives, and fit what a recipe inherits into a run that was made shorter.
 
         A run takes at least the optimizer steps of one batch of rollouts, and a warm-up longer than the run is
         shortened to half of it. What the user set beside the number of steps stays as it is, and is refused.
         """
-        recipe, notes = _expand_preset(recipe)
+        recipe, notes = _expand_preset(recipe, "grpo")
+        recipe, more = _expand_preset(recipe, "ppo", default="ppo")
+        notes += more
 
         def is_inherited(key: Node, beside: Node) -> bool:
             was_overridden = beside.key.override is not None and key.key.override is None
             return was_overridden or (key.key.is_shipped and not beside.key.is_shipped)
 
         for name in STAGES:
+            recipe = _steps_of_epochs_alone(recipe, name)
             steps, has_steps = recipe.find((name, "max_num_steps"))
             if not has_steps or type(steps.value) is not int or steps.value < 1:
                 continue
@@ -161,63 +238,86 @@ class Recipe:
                 notes.append(f"{given} is raised to {batch.value}, the optimizer steps of one batch of rollouts")
                 steps = replace(steps, value=batch.value)
                 recipe = recipe.with_value((name, "max_num_steps"), steps)
-            path = (name, "optimizer", "warmup_steps")
-            warmup, has_warmup = recipe.find(path)
-            is_int = has_warmup and type(warmup.value) is int
-            if is_int and warmup.value >= steps.value and is_inherited(warmup, steps):  # type: ignore[operator]
-                half = steps.value // 2  # type: ignore[operator]
-                was = f"{name}.optimizer.warmup_steps={warmup.value} ({warmup.key})"
-                notes.append(f"{was} is shortened to {half}, since {given}")
-                recipe = recipe.with_value(path, replace(steps, value=half))
+            for path in ((name, "optimizer", "warmup_steps"), (name, "critic", "optimizer", "warmup_steps")):
+                warmup, has_warmup = recipe.find(path)
+                is_int = has_warmup and type(warmup.value) is int
+                if is_int and warmup.value >= steps.value and is_inherited(warmup, steps):  # type: ignore[operator]
+                    half = steps.value // 2  # type: ignore[operator]
+                    was = f"{'.'.join(path)}={warmup.value} ({warmup.key})"
+                    notes.append(f"{was} is shortened to {half}, since {given}")
+                    recipe = recipe.with_value(path, replace(steps, value=half))
         return recipe, notes
 
 
-def _expand_preset(recipe: Node) -> tuple[Node, list[str]]:
-    """Replace `grpo.objective.preset` and its arguments by the fields of that objective; other keys win over these.
+def _steps_of_epochs_alone(recipe: Node, name: str) -> Node:
+    """Give a stage that says `max_num_epochs` alone more steps than these can be."""
+    epochs, found = recipe.find((name, "max_num_epochs"))
+    if not found or epochs.value is None or recipe.find((name, "max_num_steps"))[1]:
+        return recipe
+    each, has_each = recipe.find((name, "steps_per_generation"))
+    size = each.value if has_each and type(each.value) is int and each.value > 0 else 4 if name == "ppo" else 1
+    section, _ = recipe.find((name,))
+    steps = replace(epochs, value=MOST_STEPS // size * size)
+    return recipe.with_value((name,), replace(section, value={**dict(section.children()), "max_num_steps": steps}))
+
+
+def _expand_preset(recipe: Node, stage: str, *, default: str | None = None) -> tuple[Node, list[str]]:
+    """Replace `preset` and its arguments in a stage's `objective` by the fields of that objective; other keys win.
+
+    Args:
+        recipe: of the run.
+        stage: `grpo` or `ppo`.
+        default: the preset that an objective without one starts from; None leaves it as it is.
 
     Raises:
         RecipeError: there is no such preset, or it refuses an argument.
     """
-    path = ("grpo", "objective")
+    path = (stage, "objective")
     section, found = recipe.find(path)
     if not found or not isinstance(section.value, dict):
         return recipe, []
     children = dict(section.value)
     named = children.pop("preset", None)
-    if named is None or named.value is None:
+    is_given = named is not None and named.value is not None
+    if not is_given and default is None:
         return recipe, []
+    name = str(named.value) if named is not None and is_given else str(default)
+    where = named if named is not None and is_given else section
     try:
-        arguments = presets.preset_arguments(str(named.value))
-        given = {name: children.pop(name).plain() for name in arguments if name in children}
+        arguments = presets.preset_arguments(name)
+        given = {each: children.pop(each).plain() for each in arguments if each in children}
         surrogate, is_another = section.find(("ratio", "surrogate"))
-        made = presets.preset(str(named.value), **given)
+        made = presets.preset(name, **given)
         made = presets.with_surrogate(made, str(surrogate.value) if is_another else None)
     except (TypeError, ValueError) as error:
         problem = Problem(
-            key="grpo.objective.preset",
-            where=named.where,
+            key=f"{stage}.objective.preset",
+            where=where.where,
             message=str(error),
             hint="`rl-algorithms explain` lists the presets, and `rl-algorithms explain NAME` prints one",
         )
         raise RecipeError("the recipe", [problem]) from error
-    base = node_of(to_plain(made), named.origin)
+    base = node_of(to_plain(made), where.origin)
     expanded = merge(base, replace(section, value=children))
-    note = f"grpo.objective starts from the preset {named.value} ({named.where})"
+    note = f"{stage}.objective starts from the preset {name} ({where.where})"
     if children:
-        note += f", and {', '.join(f'grpo.objective.{name}' for name in children)} change it"
-    return recipe.with_value(path, expanded), [note]
+        note += f", and {', '.join(f'{stage}.objective.{each}' for each in children)} change it"
+    return recipe.with_value(path, expanded), [note] if is_given else []
 
 
 def _refuse_what_needs_rewards(recipe: Recipe) -> None:
-    needs = {"grpo": "learns from rewards", "distill": "logs the rewards of its rollouts"}
+    needs = dict.fromkeys(TAKE_REWARD_MODEL, "learns from rewards")
+    needs["distill"] = "logs the rewards of its rollouts"
     if recipe.dpo is not None and recipe.dpo.pairs != "data":
         needs["dpo"] = "pairs its own responses by their rewards (dpo.pairs=data takes given pairs)"
     for name in recipe.stages:
         if name in needs:
-            raise ValueError(f"{name} {needs[name]}, and env is missing; {HOW_TO_JUDGE}")
+            trained = ", or add a stage reward_model" if name in TAKE_REWARD_MODEL else ""
+            raise ValueError(f"{name} {needs[name]}, and env is missing; {HOW_TO_JUDGE}{trained}")
     saved = recipe.checkpointing
     if saved.keep_top_k and (saved.metric_name == "reward" or saved.metric_name.startswith(METRICS_OF_REWARDS)):
-        other = "held_out_pair_accuracy" if recipe.dpo is not None else f"{HELD_OUT_LOSS} with higher_is_better=false"
+        pairs = recipe.form == "preferences"
+        other = "held_out_pair_accuracy" if pairs else f"{HELD_OUT_LOSS} with higher_is_better=false"
         raise ValueError(
             f"checkpointing.keep_top_k={saved.keep_top_k} keeps the best by metric_name={saved.metric_name}, and "
             f"without env no response gets a reward; set metric_name={other}, or keep_top_k=0"
@@ -231,10 +331,63 @@ def _refuse_what_needs_rewards(recipe: Recipe) -> None:
             )
 
 
-def _check_grpo(stage: GRPOStage, env: EnvironmentConfig, policy: PolicyConfig) -> None:
+def _check_reward_model(recipe: Recipe) -> None:
+    stage = recipe.reward_model
+    if recipe.ppo is not None and recipe.ppo.critic.start_from == "reward_model" and stage is None:
+        raise ValueError(
+            "ppo.critic.start_from=reward_model, and this recipe has no stage reward_model; add one, or set "
+            "ppo.critic.start_from=policy"
+        )
+    owned = [name for name in ("reward_model", "ppo") if name in recipe.stages]
+    if owned and select_backend(recipe.policy).adapters is not None:
+        raise ValueError(
+            f"{' and '.join(owned)} train all weights of a model beside the policy, and lora_cfg is for policies that "
+            f"cannot be trained whole; leave policy's lora_cfg out"
+        )
+    if stage is None:
+        return
+    if recipe.headline == "reward_model":
+        if stage.data is not None:
+            raise ValueError(
+                "reward_model.data is for a recipe that goes on with grpo or ppo, whose prompts are in data; here "
+                "reward_model is the last stage: move its keys to data"
+            )
+        if recipe.env is not None:
+            raise ValueError(
+                "env scores responses, and a recipe that ends with reward_model samples none; set env=null, or go on "
+                "with grpo or ppo"
+            )
+        return
+    if recipe.headline not in TAKE_REWARD_MODEL:
+        raise ValueError(
+            f"reward_model scores responses for {' or '.join(TAKE_REWARD_MODEL)}, and {recipe.headline} has no use for "
+            f"it; set {recipe.headline}=null or reward_model=null"
+        )
+    if stage.data is None:
+        raise ValueError(
+            f"reward_model.data is missing: data has the prompts of {recipe.headline}, and a reward model learns from "
+            f"pairs; write reward_model: {{data: {{source: pairs.jsonl}}}}"
+        )
+    if recipe.grpo is not None and recipe.grpo.async_grpo is not None:
+        raise ValueError(
+            "grpo.async_grpo samples and scores while the policy trains, and the reward model is on the ranks that "
+            "train; set grpo.async_grpo=null, or score with env and leave reward_model out"
+        )
+
+
+def _check_turns(name: str, max_turns: int, env: EnvironmentConfig | None, *, judged_by_model: bool) -> None:
+    if judged_by_model or env is None or env.environment is None:
+        judge = "the reward model" if judged_by_model else "a reward function"
+        raise ValueError(
+            f"{name}.max_turns={max_turns} needs an environment that replies to a response, and {judge} ends every "
+            f"conversation; name one by env.environment{' and leave reward_model out' * judged_by_model}"
+        )
+
+
+def _check_grpo(stage: GRPOStage, env: EnvironmentConfig | None, policy: PolicyConfig) -> None:
     advantage, generation = stage.objective.advantage, policy.generation
     if advantage.normalize_each_reward:
-        compared = [name for name in env.rewards if env.weights.get(name, 1.0)]
+        compared = [name for name in env.rewards if env.weights.get(name, 1.0)] if env else []
         if not compared:
             raise ValueError(
                 "grpo.objective.advantage.normalize_each_reward=true compares rewards by name, and env names none; "
@@ -245,11 +398,6 @@ def _check_grpo(stage: GRPOStage, env: EnvironmentConfig, policy: PolicyConfig) 
                 f"grpo.objective.advantage.reward_weights names {', '.join(unknown)}, and the rewards that count "
                 f"are {', '.join(compared)}"
             )
-    if stage.max_turns > 1 and env.environment is None:
-        raise ValueError(
-            f"grpo.max_turns={stage.max_turns} needs an environment that replies to a response, and a reward function "
-            f"ends every conversation; name one by env.environment"
-        )
     takes_weights_in_flight = generation.backend == "vllm" and generation.vllm_cfg.async_engine
     if stage.async_grpo is not None and stage.async_grpo.weights == "in_flight" and not takes_weights_in_flight:
         raise ValueError(

@@ -1,17 +1,25 @@
-"""The stages `sft`, `grpo`, `dpo` and `distill`: the loop's own configuration from rl-algorithms, and its optimizer."""
+"""The stages of a recipe: for each the loop's own configuration from rl-algorithms, and its optimizer."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from rl_algorithms.async_grpo import AsyncGRPOConfig
 from rl_algorithms.chat import TrainOn
+from rl_algorithms.data.config import DataConfig
 from rl_algorithms.distill import DistillConfig
 from rl_algorithms.dpo import DPOConfig
 from rl_algorithms.grpo import GRPOConfig
+from rl_algorithms.kto import KTOConfig
+from rl_algorithms.orpo import ORPOConfig
+from rl_algorithms.ppo import PPOConfig
+from rl_algorithms.reward_model import RewardModelConfig
 from rl_algorithms.sft import SFTConfig
 from rl_algorithms.staleness import AsyncConfig
 from rl_backends import OptimizerConfig
 from rl_launcher.recipe_files.dataclass_schema import STRICT
+
+MOST_STEPS = 10**9
+"""`max_num_steps` of a stage that is measured in epochs alone."""
 
 SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_prompt", "max_turns", "max_length"})
 """Keys of DPO that have no effect on given pairs."""
@@ -20,6 +28,10 @@ SAMPLING = frozenset({"num_prompts", "num_generations_per_prompt", "pairs_per_pr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTStage(SFTConfig):
     """Supervised fine-tuning on the answers of the data, before any other stage."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
@@ -33,6 +45,10 @@ class SFTStage(SFTConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOStage(GRPOConfig):
     """Reinforcement learning with GRPO."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
@@ -65,8 +81,97 @@ class GRPOStage(GRPOConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelStage(RewardModelConfig):
+    """A reward model, trained from the policy as it is by then; before grpo or ppo it scores their responses."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
+
+    optimizer: OptimizerConfig
+    """The optimizer of the reward model."""
+
+    data: DataConfig | None = None
+    """The pairs, `prompt`, `chosen` and `rejected`, in a recipe that goes on with grpo or ppo; null reads them from
+    the section `data`, which then has no prompts to sample responses to."""
+
+    def __post_init__(self) -> None:
+        RewardModelConfig.__post_init__(self)
+        if self.objective != "bradley-terry":
+            raise ValueError(
+                f"objective={self.objective} learns from scored responses, and a recipe's data are pairs; set "
+                f"objective=bradley-terry, or call rl_algorithms.reward_model.train in a program of your own"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """The critic: a model of its own, which says what each state is worth."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    optimizer: OptimizerConfig
+    """The critic's optimizer. Its learning rate is usually several times the policy's."""
+
+    start_from: Literal["policy", "reward_model"] | None = None
+    """Whose weights it starts with: those of the `policy`, with a head drawn at random, or those of the `reward_model`
+    of this recipe, head included. Null takes the reward model if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPOStage(PPOConfig):
+    """Reinforcement learning with PPO: a critic of its own is the baseline of every token."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
+
+    optimizer: OptimizerConfig
+    """The policy's optimizer, whose state starts fresh in this stage."""
+
+    critic: CriticConfig
+    """The model that predicts rewards; what is made of its values is in `value`."""
+
+    def __post_init__(self) -> None:
+        PPOConfig.__post_init__(self)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether steps compare with the policy as it was when the stage began."""
+        return self.objective.kl.weight > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KTOStage(KTOConfig):
+    """Preference learning from single responses that are each good or bad: `prompt`, `completion` and `label`."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
+
+    optimizer: OptimizerConfig
+    """The optimizer, whose state starts fresh in this stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ORPOStage(ORPOConfig):
+    """Preference learning on given pairs without a reference: imitation and an odds ratio in one loss."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
+
+    optimizer: OptimizerConfig
+    """The optimizer, whose state starts fresh in this stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DPOStage(DPOConfig):
     """Preference learning on pairs of responses: given, or the policy's own, sampled once or before each step."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""
@@ -85,11 +190,30 @@ class DPOStage(DPOConfig):
                 f"batch_size={self.batch_size} is of pairs that are there before the first step, and pairs=online "
                 f"steps on all that are found among num_prompts={self.num_prompts}; leave batch_size out"
             )
+        if self.pairs != "data" and self.max_num_epochs is not None:
+            raise ValueError(
+                f"max_num_epochs={self.max_num_epochs:g} counts passes over given pairs, and pairs={self.pairs} makes "
+                f"its own; set max_num_steps instead, or pairs=data"
+            )
 
     @property
     def keeps_reference(self) -> bool:
         """Whether steps compare with the policy as it was when the stage began; other pairs were compared before."""
         return self.pairs == "online" and not self.reference_free
+
+
+def steps_of_epochs(stage: Any, *, num_items: int) -> int:
+    """The steps that a stage takes: `max_num_steps`, or fewer where `max_num_epochs` passes end before.
+
+    Args:
+        stage: with rows or prompts per batch, and one or several steps on each.
+        num_items: rows, pairs or prompts in its data.
+    """
+    if stage.max_num_epochs is None:
+        return int(stage.max_num_steps)
+    size = stage.num_prompts if hasattr(stage, "steps_per_generation") else stage.batch_size
+    batches = max(1, int(stage.max_num_epochs * num_items / size + 1e-9))  # a product such as 0.1 * 30 may be 2.999...
+    return min(int(stage.max_num_steps), batches * int(getattr(stage, "steps_per_generation", 1)))
 
 
 def _refuse_what_only_sampling_has(stage: DPOStage) -> None:
@@ -120,6 +244,10 @@ class TeacherConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillStage(DistillConfig):
     """On-policy distillation: the policy learns the teacher's distribution on its own rollouts."""
+
+    max_num_epochs: float | None = None
+    """Passes over the data that end the stage, if `max_num_steps` does not end it earlier; null is no limit. With it,
+    `max_num_steps` may be left out."""
 
     optimizer: OptimizerConfig
     """The optimizer, whose state starts fresh in this stage."""

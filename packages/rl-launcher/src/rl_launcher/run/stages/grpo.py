@@ -39,7 +39,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
     shared: dict[str, Any] = {
         "policy": recording.observed(policy),
         "weight_sync": parts.weight_sync,
-        "environment": parts.environment,
+        "environment": parts.judge,
         "prompts": prompts,
         "chat": parts.data.chat,
         "sampling": generation.sampling(),

@@ -61,7 +61,7 @@ def start_stage(
                 policy.load_checkpoint(keeper.stage_start, optimizer=False)
             reference = _freeze(policy, of_base=of_base)
         # Even if only the weights are needed: the random generators must be where they were.
-        policy.load_checkpoint(progress.weights)
+        policy.load_checkpoint(progress.weights())
     return StageStart(taken=taken, reference=reference, state=progress.state, tensors=progress.tensors)
 
 

@@ -1,0 +1,515 @@
+"""Translate verl's example scripts into recipes: the hydra overrides of a command that runs `verl.trainer.main_ppo`.
+
+    script -> variables and arrays of the shell -> key=value overrides -> rules, section by section -> our recipe
+
+Every override is translated, or noted with a reason. What a script leaves out has verl's default, where ours differs.
+verl itself is not imported, and nothing of the script is run.
+"""
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_launcher.errors import Refusal
+from rl_launcher.import_nemo_rl.read import Source
+from rl_launcher.import_nemo_rl.translate import MOST_STEPS, VISION, Translation, problems_of
+
+TRAINER = re.compile(r"(^|\.|/)main_ppo(\.py)?$")
+"""The program whose overrides are translated."""
+OTHER_TRAINERS = re.compile(r"(sft_trainer|main_generation|main_eval|fully_async_main|one_step_off|sft_trainer_ray)")
+OURS = {"math": "rl_algorithms.environments.math:math_match", "verl": "reward.py:score"}
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "grpo": {"baseline": "group_mean", "scale": "group_std"},
+    "rloo": {"baseline": "leave_one_out", "scale": "none"},
+    "reinforce_plus_plus": {"baseline": "none", "scale": "none", "whiten": "tokens"},
+    "reinforce_plus_plus_baseline": {"baseline": "group_mean", "scale": "none", "whiten": "tokens"},
+}
+"""What an advantage is compared with and divided by, by verl's name."""
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+AGGREGATIONS = {
+    "token-mean": "token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+}
+
+
+class VerlError(Refusal):
+    """A script that cannot be read, or that no recipe of ours corresponds to."""
+
+
+def translate(file: str | Path) -> Translation:
+    """Translate one script.
+
+    Raises:
+        VerlError: it cannot be read, or runs another trainer, or trains on images.
+    """
+    path = Path(file)
+    source = Source(read(path))
+    recipe = _recipe(source, path)
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    without_effect = {pattern: each["reason"] for each in table for pattern in each["keys"]}
+    for key, value in [*source.left()]:
+        reason = next((why for pattern, why in without_effect.items() if re.match(rf"(?:{pattern})(\.|$)", key)), None)
+        is_off = value in (None, False, 0, "", "null", [], {})
+        if reason is not None or is_off:
+            source.note("dropped", key, reason or "it is off in the script", value=value)
+        else:
+            source.note("untranslated", key, "no rule of the translation knows this key", value=value)
+    return Translation(
+        source=path,
+        recipe=recipe,
+        notes=tuple(source.notes),
+        problems=problems_of(recipe),
+        framework="verl",
+        command="import-verl",
+    )
+
+
+# -- The shell -----------------------------------------------------------------------------------------------------
+
+ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+|local\s+)?([A-Za-z_]\w*)=(.*)$")
+ARRAY = re.compile(r"^([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*$", re.MULTILINE | re.DOTALL)
+VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
+ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the overrides of a script as nested data; variables that the script does not set become `${env:NAME}`.
+
+    Raises:
+        VerlError: it cannot be read, or no command in it runs `main_ppo`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise VerlError(f"{path} cannot be read: {error}") from error
+    text = re.sub(r"\\[ \t]*\n", " ", text)
+    arrays: dict[str, str] = {}
+    for name, inside in ARRAY.findall(text):
+        arrays[name] = arrays.get(name, "") + "\n" + inside
+    variables: dict[str, str] = {}
+    words: list[str] = []
+    for line in ARRAY.sub("", text).splitlines():
+        found = ASSIGNMENT.match(line.strip())
+        if found and not found[2].startswith("("):
+            value = _words(found[2], variables)
+            variables[found[1]] = value[0] if value else ""
+        elif any(TRAINER.search(word) for word in line.split()) or "main_ppo" in line:
+            words = _words(_with_arrays(line, arrays), variables)
+    if not words:
+        other = OTHER_TRAINERS.search(text)
+        what = f"runs {other[0]}" if other else "runs no verl.trainer.main_ppo"
+        raise VerlError(f"{path} {what}, and the overrides of main_ppo are what is translated")
+    data: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if word.startswith("--config-name"):
+            data["config_name"] = word.partition("=")[2].removesuffix(".yaml")
+        elif equals and re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
+            # Hidden until now, so that a default that holds one is no nested expression.
+            _put(data, key.split("."), _value(value.replace("\0", "${").replace("\1", "}")))
+    return data
+
+
+def _with_arrays(line: str, arrays: dict[str, str]) -> str:
+    for _ in range(5):  # an array may hold another
+        line, before = re.sub(r'"?\$\{(\w+)\[[@*]\]\}"?', lambda found: arrays.get(found[1], ""), line), line
+        if line == before:
+            break
+    return line.replace("\n", " ") if "#" not in line else " ".join(re.sub(r"#.*", "", line).split("\n"))
+
+
+def _words(text: str, variables: dict[str, str]) -> list[str]:
+    """Split a line as the shell would, with variables in their places."""
+    text = _expanded(text, variables)
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # a quote that ends on another line
+        return text.split()
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    def of(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3], found[2]
+        if name in variables:
+            return variables[name]
+        if default is not None:
+            return default.strip("'\"")
+        return f"\0env:{name}\1"
+
+    for _ in range(10):
+        text, before = VARIABLE.sub(of, text), text
+        if text == before:
+            break
+    return ARITHMETIC.sub(lambda found: _calculated(found[1], variables), text)
+
+
+def _calculated(text: str, variables: dict[str, str]) -> str:
+    """The value of `$((a * 2))`; the text itself where a variable is not known."""
+
+    def value(node: ast.AST) -> int:
+        match node:
+            case ast.Expression(body=body):
+                return value(body)
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name):
+                return int(variables[name])
+            case ast.BinOp(left=left, op=op, right=right):
+                return int(OPERATORS[type(op)](value(left), value(right)))
+        raise KeyError(ast.dump(node))
+
+    try:
+        return str(value(ast.parse(text.strip(), mode="eval")))
+    except (KeyError, SyntaxError, ValueError, ZeroDivisionError):
+        return text
+
+
+def _value(text: str) -> Any:
+    """A value as hydra reads it: YAML, in which `1e-6` is a number."""
+    try:
+        found = yaml.safe_load(text) if text else None
+    except yaml.YAMLError:
+        return text
+    if isinstance(found, str):
+        try:
+            return float(found) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", found) else found
+        except ValueError:
+            return found
+    return found
+
+
+def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        inner = data.get(name)
+        data = data.setdefault(name, {}) if isinstance(inner, dict) or inner is None else data
+    data[path[-1]] = value
+
+
+# -- The rules -----------------------------------------------------------------------------------------------------
+
+
+def _recipe(source: Source, path: Path) -> dict[str, Any]:
+    name = str(source.take(f"{MODEL}.path") or source.take("model.path") or "")
+    if not name:
+        raise VerlError(f"{path} names no model at {MODEL}.path, so it is no recipe")
+    if VISION.search(name) or source.peek("data.image_key") is not None:
+        raise VerlError(f"{path} trains {name}, a model of images or sound, and a recipe supports text only")
+    estimator = str(source.take("algorithm.adv_estimator", "gae"))
+    stage_name = "ppo" if estimator == "gae" else "grpo"
+    prompts = _number(source, "data.train_batch_size", 1024)
+    steps = _steps(source, prompts, stage_name)
+    stage = {
+        "num_prompts": prompts,
+        "num_generations_per_prompt": _number(source, f"{ROLLOUT}.n", 1),
+        "steps_per_generation": steps,
+        "objective": _objective(source, estimator),
+    }
+    if total := source.take("trainer.total_training_steps"):
+        stage["max_num_steps"] = total * steps
+    epochs = source.take("trainer.total_epochs", 30)
+    stage["max_num_epochs"] = epochs
+    most = stage.get("max_num_steps", MOST_STEPS)
+    stage["optimizer"] = _optimizer(source, f"{ACTOR}.optim", clip=source.take(f"{ACTOR}.grad_clip", 1.0), steps=most)
+    if stage_name == "ppo":
+        stage["num_epochs"] = source.take(f"{ACTOR}.ppo_epochs", 1)
+        source.take("critic.ppo_epochs")
+        stage["value"] = {
+            "gamma": source.take("algorithm.gamma", 1.0),
+            "lam": source.take("algorithm.lam", 1.0),
+            "clip": source.take("critic.cliprange_value", 0.5),
+        }
+        critic = _optimizer(source, "critic.optim", clip=source.take("critic.grad_clip", 1.0), steps=most, lr=1e-5)
+        stage["critic"] = {"optimizer": critic}
+        if source.peek("critic.model.path", name) != name:
+            source.note("untranslated", "critic.model.path", "the critic starts with the policy's weights here")
+    _reward_shaping(source, stage["objective"])
+    every, save = source.take("trainer.test_freq", -1), source.take("trainer.save_freq", -1)
+    project = source.take("trainer.project_name", "verl")
+    experiment = source.take("trainer.experiment_name", path.stem)
+    loggers = source.take("trainer.logger") or []
+    recipe: dict[str, Any] = {
+        "run_dir": str(source.take("trainer.default_local_dir") or f"runs/{experiment}"),
+        "policy": {**_policy(source, name), "generation": _generation(source)},
+        "data": _data(source),
+        "env": _environment(source),
+        "evaluation": {"every": max(every if isinstance(every, int) else 0, 0) * steps, **_evaluation(source)},
+        "cluster": {
+            "runtime": "ray",
+            "gpus_per_node": _number(source, "trainer.n_gpus_per_node", 8),
+            "num_nodes": _number(source, "trainer.nnodes", 1),
+        },
+        "checkpointing": {"save_period": max(save if isinstance(save, int) else 0, 0) * steps},
+        "logger": {"tensorboard_enabled": "tensorboard" in loggers},
+    }
+    if "wandb" in loggers:
+        recipe["logger"] |= {"wandb_enabled": True, "wandb": {"project": str(project), "name": str(experiment)}}
+    if (seed := source.take("data.seed")) is not None:
+        recipe["seed"] = seed
+    return {**recipe, stage_name: stage}
+
+
+def _number(source: Source, key: str, default: int) -> int:
+    value = source.take(key, default)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    source.note("fill_in", key, f"theirs is {value}, which the shell decides", value=default)
+    return default
+
+
+def _steps(source: Source, prompts: int, stage: str) -> int:
+    """Optimizer steps on one batch of rollouts."""
+    batch = _number(source, f"{ACTOR}.ppo_mini_batch_size", 256)
+    epochs = source.peek(f"{ACTOR}.ppo_epochs", 1)
+    if prompts % batch:
+        source.note("untranslated", f"{ACTOR}.ppo_mini_batch_size", f"{prompts} prompts are no multiple of it")
+        return 1
+    if stage == "grpo" and epochs != 1:
+        source.untranslated(f"{ACTOR}.ppo_epochs", "each rollout is trained on once here")
+        epochs = 1
+    return int(prompts // batch * epochs)
+
+
+def _objective(source: Source, estimator: str) -> dict[str, Any]:
+    clip = source.take(f"{ACTOR}.clip_ratio", 0.2)
+    # They recompute the old log-probabilities before the first step of each batch.
+    ratio: dict[str, Any] = {
+        "clip_low": source.take(f"{ACTOR}.clip_ratio_low", clip),
+        "clip_high": source.take(f"{ACTOR}.clip_ratio_high", clip),
+        "dual_clip": source.take(f"{ACTOR}.clip_ratio_c", 3.0),
+        "proximal": "recomputed",
+    }
+    match source.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla"):
+        case "vanilla":
+            pass
+        case "gspo":
+            ratio["level"] = "sequence"
+        case "cispo":
+            ratio["surrogate"] = "cispo"
+            del ratio["dual_clip"]
+        case mode:
+            source.untranslated(f"{ACTOR}.policy_loss.loss_mode", f"the clipped surrogate is used instead of {mode}")
+    aggregation = source.take(f"{ACTOR}.loss_agg_mode", "token-mean")
+    if aggregation not in AGGREGATIONS:
+        source.untranslated(f"{ACTOR}.loss_agg_mode", "token-mean is used instead")
+    objective: dict[str, Any] = {"ratio": ratio, "aggregation": AGGREGATIONS.get(aggregation, "token-mean")}
+    if entropy := source.take(f"{ACTOR}.entropy_coeff", 0):
+        objective["entropy_weight"] = entropy
+    in_loss, in_reward = source.take(f"{ACTOR}.use_kl_loss"), source.take("algorithm.use_kl_in_reward")
+    kinds = {"loss": f"{ACTOR}.kl_loss", "reward": "algorithm.kl"}
+    weight, kind = source.take(f"{ACTOR}.kl_loss_coef", 0.001), source.take(f"{ACTOR}.kl_loss_type", "low_var_kl")
+    of_reward = source.take("algorithm.kl_ctrl.kl_coef", 0.001), source.take("algorithm.kl_penalty", "kl")
+    if in_loss or in_reward:
+        place = "loss" if in_loss else "reward"
+        weight, kind = (weight, kind) if in_loss else of_reward
+        if kind not in KL_ESTIMATORS:
+            source.note("untranslated", f"{kinds[place]}_type", "k3 is used instead", value=kind)
+        objective["kl"] = {"weight": weight, "estimator": KL_ESTIMATORS.get(str(kind), "k3"), "place": place}
+        if in_loss and in_reward:
+            source.untranslated("algorithm.use_kl_in_reward", "the KL has one place, and is in the loss here")
+    if estimator == "gae":
+        return objective
+    advantage = dict(ESTIMATORS.get(estimator, ESTIMATORS["grpo"]))
+    if estimator not in ESTIMATORS:
+        source.note("untranslated", "algorithm.adv_estimator", "that of grpo is used instead", value=estimator)
+    if source.take("algorithm.norm_adv_by_std_in_grpo", default=True) is False and estimator == "grpo":
+        advantage["scale"] = "none"
+    objective["advantage"] = advantage
+    if source.take("algorithm.filter_groups.enable"):
+        objective["selection"] = {"groups_without_signal": "drop"}
+        if (most := source.take("algorithm.filter_groups.max_num_gen_batches")) and most > 0:
+            objective["selection"]["max_generation_batches"] = most
+        source.take("algorithm.filter_groups.metric")
+    return objective
+
+
+def _optimizer(source: Source, section: str, *, clip: Any, steps: int, lr: float = 1e-6) -> dict[str, Any]:
+    ours: dict[str, Any] = {
+        "lr": source.take(f"{section}.lr", lr),
+        "weight_decay": source.take(f"{section}.weight_decay", 0.01),
+        "schedule": "constant",
+        "max_grad_norm": clip,
+    }
+    if betas := source.take(f"{section}.betas"):
+        ours["betas"] = betas
+    warmup, share = source.take(f"{section}.lr_warmup_steps", -1), source.take(f"{section}.lr_warmup_steps_ratio", 0.0)
+    if isinstance(warmup, int) and warmup > 0:
+        if warmup < steps:
+            ours["warmup_steps"] = warmup
+        else:
+            source.note("untranslated", f"{section}.lr_warmup_steps", f"it does not end within {steps} steps")
+    elif share:
+        if steps < MOST_STEPS:
+            ours["warmup_steps"] = int(share * steps)
+        else:
+            source.untranslated(f"{section}.lr_warmup_steps_ratio", "a stage of epochs needs warmup_steps as a number")
+    style = source.take(f"{section}.lr_scheduler_type", source.take(f"{section}.warmup_style", "constant"))
+    source.take(f"{section}.warmup_style")
+    ratio = source.take(f"{section}.min_lr_ratio", 0.0)
+    if style == "cosine":
+        ours |= {"schedule": "cosine", "final_lr_ratio": ratio or 0.0}
+    elif style not in (None, "constant"):
+        source.note("untranslated", f"{section}.lr_scheduler_type", "ours is constant", value=style)
+    return ours
+
+
+def _policy(source: Source, name: str) -> dict[str, Any]:
+    ours: dict[str, Any] = {"model_name": name, "padded_vocabulary": True}
+    if source.take(f"{MODEL}.trust_remote_code"):
+        ours["trust_remote_code"] = True
+    megatron = "megatron" in str(source.take("config_name", "")) or source.peek(f"{ACTOR}.strategy") == "megatron"
+    backend: dict[str, Any] = {"device": "cuda", "precision": "bfloat16"}
+    rows = source.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu", source.take(f"{ACTOR}.ppo_micro_batch_size"))
+    backend["micro_batch_size"] = rows if isinstance(rows, int) else 1
+    tokens = source.take(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
+    if source.take(f"{ACTOR}.use_dynamic_bsz"):
+        backend |= {"micro_batch_size": 1024, "micro_batch_tokens": tokens if isinstance(tokens, int) else 16384}
+    packed = source.take(f"{MODEL}.use_remove_padding", default=True)
+    recompute = source.take(f"{MODEL}.enable_gradient_checkpointing", default=True)
+    if megatron:
+        for key in ("tensor", "pipeline", "context"):
+            size = source.take(f"{ACTOR}.megatron.{key}_{'' if key == 'context' else 'model_'}parallel_size")
+            if isinstance(size, int):
+                backend[f"{key}_{'' if key == 'context' else 'model_'}parallel_size"] = size
+        experts = source.take(f"{ACTOR}.megatron.expert_model_parallel_size")
+        if isinstance(experts, int):
+            backend["expert_model_parallel_size"] = experts
+        kind = source.take(f"{ACTOR}.megatron.override_transformer_config.recompute_granularity")
+        if kind or recompute:
+            backend["recompute_granularity"] = kind or "full"
+        return {**ours, "dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True, **backend}}
+    if packed:
+        backend["sequence_packing"] = True
+    if recompute:
+        backend["activation_checkpointing"] = "full"
+    context = source.take(f"{ACTOR}.ulysses_sequence_parallel_size", 1)
+    if isinstance(context, int) and context > 1:
+        backend["context_parallel_size"] = context
+    rank = source.take(f"{MODEL}.lora_rank", 0)
+    alpha, targets = source.take(f"{MODEL}.lora_alpha", 16), source.take(f"{MODEL}.target_modules")
+    if isinstance(rank, int) and rank > 0:
+        backend["lora_cfg"] = {"rank": rank, "alpha": alpha}
+        if isinstance(targets, list):
+            backend["lora_cfg"]["target_modules"] = targets
+    return {**ours, "dtensor_cfg": backend}
+
+
+def _generation(source: Source) -> dict[str, Any]:
+    engine = source.take(f"{ROLLOUT}.name", "vllm")
+    if engine not in {"vllm", "hf"}:
+        source.note("untranslated", f"{ROLLOUT}.name", "vllm is used instead", value=engine)
+    prompt = source.peek("data.max_prompt_length", 512)
+    response = _number(source, "data.max_response_length", 512)
+    ours: dict[str, Any] = {
+        "backend": "transformers" if engine == "hf" else "vllm",
+        "max_new_tokens": response,
+        "temperature": source.take(f"{ROLLOUT}.temperature", 1.0),
+        **_cuts(source, ROLLOUT),
+    }
+    names = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "enable_prefix_caching")
+    given = {name: source.take(f"{ROLLOUT}.{name}") for name in names}
+    vllm = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    vllm["tensor_parallel_size"] = _number(source, f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    length = source.take(f"{ROLLOUT}.max_model_len")
+    vllm["max_model_len"] = (
+        length if isinstance(length, int) else prompt + response if isinstance(prompt, int) else None
+    )
+    return ours if engine == "hf" else {**ours, "vllm_cfg": vllm}
+
+
+def _cuts(source: Source, section: str) -> dict[str, Any]:
+    given = {name: source.take(f"{section}.{name}") for name in ("top_p", "top_k")}
+    return {name: value for name, value in given.items() if value not in (None, -1, 0, 1, 1.0)}
+
+
+def _evaluation(source: Source) -> dict[str, Any]:
+    """How theirs samples held-out prompts: greedily, unless `do_sample`."""
+    section = f"{ROLLOUT}.val_kwargs"
+    samples, temperature = source.take(f"{section}.n", 1), source.take(f"{section}.temperature", 0)
+    cuts = _cuts(source, section)
+    ours: dict[str, Any] = {}
+    if source.take(f"{section}.do_sample") and temperature:
+        ours |= {"temperature": temperature, "while_training": "sampled", "greedy": False, **cuts}
+    if isinstance(samples, int) and samples > 1:
+        ours |= {"samples_per_prompt": samples, "pass_at": [1, samples]}
+    return ours | _sets(source)
+
+
+def _sets(source: Source) -> dict[str, Any]:
+    files = source.peek("data.val_files")
+    files = files if isinstance(files, list) else [files] if files else []
+    columns = {"prompt": str(source.peek("data.prompt_key", "prompt")), "answer": "reward_model.ground_truth"}
+    return (
+        {
+            "sets": {
+                f"set{number}": {"source": str(file), "columns": columns}
+                for number, file in enumerate(files[1:], start=2)
+            }
+        }
+        if len(files) > 1
+        else {}
+    )
+
+
+def _data(source: Source) -> dict[str, Any]:
+    train, held_out = source.take("data.train_files"), source.take("data.val_files")
+    train = train if isinstance(train, list) else [train]
+    held_out = held_out if isinstance(held_out, list) else [held_out] if held_out else []
+    ours: dict[str, Any] = {
+        "source": str(train[0] or "~/data/rlhf/gsm8k/train.parquet"),
+        "columns": {"prompt": str(source.take("data.prompt_key", "prompt")), "answer": "reward_model.ground_truth"},
+    }
+    if len(train) > 1:
+        ours["mix"] = {f"set{number}": str(file) for number, file in enumerate(train[1:], start=2)}
+    if held_out:
+        ours["held_out"] = str(held_out[0])
+    if source.take("data.filter_overlong_prompts"):
+        ours["on_bad_row"] = "skip"
+    if source.take("data.shuffle", default=True) is False:
+        source.untranslated("data.shuffle", "rows are always shuffled, with the seed")
+    if options := source.take("data.apply_chat_template_kwargs"):
+        ours["chat_template_kwargs"] = options
+    return ours
+
+
+def _environment(source: Source) -> dict[str, Any]:
+    """Return `env`: the function that the script names, or one to fill in where verl chooses it by the data."""
+    for section in ("custom_reward_function", "reward.custom_reward_function"):
+        file, function = source.take(f"{section}.path"), source.take(f"{section}.name", "compute_score")
+        if file:
+            return {"reward": f"{file}:{function}"}
+    files = str(source.peek("data.train_files"))
+    if source.peek("reward_model.enable") or source.peek("reward.reward_model.enable"):
+        reason = "theirs scores with a reward model of a folder; a recipe trains its own, or names a function"
+        source.note("fill_in", "env.reward", reason, value=OURS["verl"])
+        return {"reward": OURS["verl"]}
+    known = any(name in files.lower() for name in ("gsm8k", "math", "aime", "dapo"))
+    reason = "theirs chooses the reward by the column data_source" + "; this one compares boxed answers" * known
+    reward = OURS["math" if known else "verl"]
+    source.note("fill_in", "env.reward", reason, value=reward)
+    return {"reward": reward}
+
+
+def _reward_shaping(source: Source, objective: dict[str, Any]) -> None:
+    for section in ("reward_model", "reward.reward_model"):
+        overlong = f"{section}.reward_kwargs.overlong_buffer_cfg"
+        limit = source.take(f"{section}.reward_kwargs.max_resp_len") or source.peek("data.max_response_length")
+        source.take(f"{section}.reward_manager")
+        length, factor = source.take(f"{overlong}.len", 0), source.take(f"{overlong}.penalty_factor", 1.0)
+        source.take(f"{overlong}.log")
+        if source.take(f"{overlong}.enable") and isinstance(limit, int) and isinstance(length, int) and length:
+            objective["overlong"] = {"max_length": limit, "buffer": length, "penalty": factor}
