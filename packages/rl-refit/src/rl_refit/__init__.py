@@ -34,9 +34,10 @@ from rl_refit.topology import Topology
 from rl_refit.transports.base import Transport
 
 if TYPE_CHECKING:
+    from refit_simulator import simulate
+
     from rl_refit.delta.forecast import explain_delta
     from rl_refit.delta.transport import DeltaFiles
-    from rl_refit.simulator import simulate
     from rl_refit.tracing import trace, trace_writes
     from rl_refit.transports.broadcast import Broadcast
     from rl_refit.transports.cuda_ipc import CudaIpc
@@ -56,7 +57,6 @@ _HOMES = {
     "complete_versions": "transports.offline",
     "explain_delta": "delta.forecast",
     "read_version": "transports.offline",
-    "simulate": "simulator",
     "trace": "tracing",
     "trace_writes": "tracing",
     "write_version": "transports.offline",
@@ -115,6 +115,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "simulate":  # a tool of the repository, in docs/tools; not in the wheel
+        return import_module("refit_simulator").simulate
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"rl_refit.{_HOMES[name]}"), name)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rl_refit.simulator.costs import Costs
-from rl_refit.simulator.floor import Floor, floor_of
-from rl_refit.simulator.hardware import Hardware
-from rl_refit.simulator.schemes import Scheme
-from rl_refit.simulator.traffic import Traffic, traffic_of
-from rl_refit.simulator.workload import Workload
+from refit_simulator.costs import Costs
+from refit_simulator.floor import Floor, floor_of
+from refit_simulator.hardware import Hardware
+from refit_simulator.schemes import Scheme
+from refit_simulator.traffic import Traffic, traffic_of
+from refit_simulator.workload import Workload
 
 __all__ = ["Options", "Simulation", "predict"]
 
@@ -105,13 +105,13 @@ class Simulation:
 
     def explain(self) -> str:
         """The prediction as text: terms, bound, busiest ranks, crossovers, memory."""
-        from rl_refit.simulator.report import as_text
+        from refit_simulator.report import as_text
 
         return as_text(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure of `explain`, in seconds and bytes."""
-        from rl_refit.simulator.report import as_dict
+        from refit_simulator.report import as_dict
 
         return as_dict(self)
 

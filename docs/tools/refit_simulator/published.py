@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from rl_refit.simulator.workload import Wire
+from refit_simulator.workload import Wire
 
 __all__ = ["NOT_PREDICTED", "ROWS", "PublishedRow"]
 

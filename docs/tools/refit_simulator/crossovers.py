@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_refit.simulator.predict import Simulation
+from refit_simulator.predict import Simulation
 
 __all__ = ["DELTA_CHANGED", "Crossovers", "crossovers_of"]
 

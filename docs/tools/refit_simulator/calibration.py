@@ -11,14 +11,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_refit.simulator.costs import CALIBRATED, Costs
-from rl_refit.simulator.hardware import HARDWARE
-from rl_refit.simulator.models import MODELS
-from rl_refit.simulator.parallelism import Parallelism
-from rl_refit.simulator.predict import Options, Simulation, predict
-from rl_refit.simulator.published import ROWS, PublishedRow
-from rl_refit.simulator.schemes import SCHEMES
-from rl_refit.simulator.workload import Workload
+from refit_simulator.costs import CALIBRATED, Costs
+from refit_simulator.hardware import HARDWARE
+from refit_simulator.models import MODELS
+from refit_simulator.parallelism import Parallelism
+from refit_simulator.predict import Options, Simulation, predict
+from refit_simulator.published import ROWS, PublishedRow
+from refit_simulator.schemes import SCHEMES
+from refit_simulator.workload import Workload
 
 __all__ = ["Comparison", "Errors", "compare", "compare_row", "errors_of"]
 

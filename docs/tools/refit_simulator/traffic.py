@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from refit_simulator.workload import Workload
 from rl_refit.plan import RefitPlan, plan_refit
-from rl_refit.simulator.workload import Workload
 
 __all__ = ["Traffic", "traffic_of"]
 

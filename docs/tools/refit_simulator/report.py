@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rl_refit.simulator.calibration import Comparison, Errors, errors_of
-from rl_refit.simulator.costs import CALIBRATED
-from rl_refit.simulator.crossovers import crossovers_of
-from rl_refit.simulator.predict import Simulation
-from rl_refit.simulator.published import NOT_PREDICTED
+from refit_simulator.calibration import Comparison, Errors, errors_of
+from refit_simulator.costs import CALIBRATED
+from refit_simulator.crossovers import crossovers_of
+from refit_simulator.predict import Simulation
+from refit_simulator.published import NOT_PREDICTED
 
 __all__ = ["as_dict", "as_text", "calibration_as_dict", "calibration_as_text"]
 

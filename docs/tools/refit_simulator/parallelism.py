@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from refit_simulator.models import ModelTensor, SimulatedModel
 from rl_refit.layout import Layout
-from rl_refit.simulator.models import ModelTensor, SimulatedModel
 
 __all__ = ["AXES", "Parallelism"]
 

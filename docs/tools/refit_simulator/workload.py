@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
+from refit_simulator.models import ModelTensor, SimulatedModel
+from refit_simulator.parallelism import Parallelism
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.simulator.models import ModelTensor, SimulatedModel
-from rl_refit.simulator.parallelism import Parallelism
 from rl_refit.topology import Topology
 
 __all__ = ["Stack", "Wire", "Workload"]

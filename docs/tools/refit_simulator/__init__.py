@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from rl_refit.simulator.costs import CALIBRATED, Costs
-from rl_refit.simulator.hardware import HARDWARE, Hardware
-from rl_refit.simulator.models import MODELS, SimulatedModel
-from rl_refit.simulator.parallelism import Parallelism
-from rl_refit.simulator.predict import Options, Simulation, predict
-from rl_refit.simulator.schemes import SCHEMES
-from rl_refit.simulator.workload import Wire, Workload
+from refit_simulator.costs import CALIBRATED, Costs
+from refit_simulator.hardware import HARDWARE, Hardware
+from refit_simulator.models import MODELS, SimulatedModel
+from refit_simulator.parallelism import Parallelism
+from refit_simulator.predict import Options, Simulation, predict
+from refit_simulator.schemes import SCHEMES
+from refit_simulator.workload import Wire, Workload
 
 __all__ = [
     "CALIBRATED",

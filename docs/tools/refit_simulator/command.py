@@ -10,8 +10,8 @@ import dataclasses
 import json
 from typing import get_args
 
-from rl_refit.simulator import CALIBRATED, HARDWARE, MODELS, SCHEMES, Costs, Options, Simulation, simulate
-from rl_refit.simulator.workload import Wire
+from refit_simulator import CALIBRATED, HARDWARE, MODELS, SCHEMES, Costs, Options, Simulation, simulate
+from refit_simulator.workload import Wire
 
 __all__ = ["add_arguments", "run"]
 
@@ -102,8 +102,8 @@ def _simulate(arguments: argparse.Namespace) -> Simulation:
 
 
 def _print_calibration(*, as_json: bool) -> int:
-    from rl_refit.simulator.calibration import compare
-    from rl_refit.simulator.report import calibration_as_dict, calibration_as_text
+    from refit_simulator.calibration import compare
+    from refit_simulator.report import calibration_as_dict, calibration_as_text
 
     comparisons = compare()
     print(calibration_as_text(comparisons))

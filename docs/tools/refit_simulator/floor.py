@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from refit_simulator.workload import Stack, Workload
 from rl_refit.layout import Layout, Region
-from rl_refit.simulator.workload import Stack, Workload
 
 __all__ = ["Floor", "NodeFloor", "floor_of"]
 
