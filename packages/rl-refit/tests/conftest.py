@@ -1,4 +1,4 @@
-"""Hypothesis without a clock: no timing decides a test. And the simulator, a tool of the repository, can be imported."""
+"""Hypothesis without a clock: no timing decides a test. And the path of the simulator, a tool of the repository."""
 
 import sys
 from pathlib import Path

@@ -13,13 +13,12 @@ from rl_refit.errors import DeadlineError, RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Stream
 from rl_refit.transports.base import Channel, Transport, Watch
-from rl_refit.transports.broadcast import Broadcast
 from rl_refit.transports.groups import Address, backend_for
 from rl_refit.transports.point_to_point import PointToPoint
 from rl_refit.transports.seating import Seating, hop_of, take_seats
 from rl_refit.transports.wire import check_header, slots_of, write_header
 
-TRANSPORTS = ("point_to_point", "broadcast")
+TRANSPORTS = ("point_to_point",)
 NCCL_PROCESSES = 2
 
 
@@ -84,9 +83,8 @@ def test_an_engine_gets_the_bits_of_a_sharded_policy_and_each_rank_only_its_own(
         colocated=colocated,
     )
     digests = {name: {process[name][0] for process in found} for name in TRANSPORTS}
-    assert digests["point_to_point"] == digests["broadcast"]
-    assert len(digests["broadcast"]) == 1
-    assert None not in digests["broadcast"]
+    assert len(digests["point_to_point"]) == 1
+    assert None not in digests["point_to_point"]
     assert {process["point_to_point"][1] for process in found} == {"point-to-point over gloo"}
 
 
@@ -174,7 +172,7 @@ def test_slots_hold_a_header_and_a_bucket_and_none_are_made_for_nothing():
     assert slots_of(8, 0, torch.device("cpu")) == ()
 
 
-@pytest.mark.parametrize("kind", [Broadcast, PointToPoint])
+@pytest.mark.parametrize("kind", [PointToPoint])
 def test_both_are_transports_that_refuse_a_transfer_when_closed(kind):
     transport = kind()
     assert isinstance(transport, Transport)

@@ -81,14 +81,7 @@ def test_a_region_of_which_the_sink_has_a_part_only_has_no_digest():
         sink.digest([Region("w", (0,), (4,))])
 
 
-def test_shadow_does_not_heal_a_poison():
-    sink = ModuleSink(square(2.0), mode="shadow")
-    sink.poison("the disk burnt")
-    Refit(ModuleSource(square(1.0)), sink)(version=1)
-    assert sink.poisoned
-
-
-@pytest.mark.parametrize("mode", ["staged", "swap", "shadow"])
+@pytest.mark.parametrize("mode", ["staged", "swap"])
 def test_the_bank_follows_the_dtype_of_the_module(mode):
     engine = square(2.0)
     sink = ModuleSink(engine, mode=mode)

@@ -23,7 +23,6 @@ from rl_refit import (
     StateDictSource,
 )
 from rl_refit.errors import AbortedError, PeerError
-from rl_refit.transports.broadcast import Broadcast
 from rl_refit.transports.point_to_point import PointToPoint
 from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
 
@@ -165,7 +164,7 @@ def test_parties_that_could_not_open_their_transport_agree_anew(tmp_path):
         assert same_weights(world.policy, world.engines[0])
 
 
-@pytest.mark.parametrize("transport", [SharedMemory, SharedMemoryRing, PointToPoint, Broadcast])
+@pytest.mark.parametrize("transport", [SharedMemory, SharedMemoryRing, PointToPoint])
 def test_processes_that_are_both_sides_refit_each_other(tmp_path, transport):
     policy, engines = model(1), [model(2), model(3)]
     store, directory = HashStore(), {"directory": str(tmp_path)} if transport.__name__.startswith("Shared") else {}
@@ -189,7 +188,7 @@ def test_processes_that_are_both_sides_refit_each_other(tmp_path, transport):
     together(*(refit.close for refit in refits))
 
 
-@pytest.mark.parametrize("transport", [SharedMemory, SharedMemoryRing, PointToPoint, Broadcast])
+@pytest.mark.parametrize("transport", [SharedMemory, SharedMemoryRing, PointToPoint])
 def test_a_process_that_is_both_sides_refits_itself(tmp_path, transport):
     policy, engine = model(1), model(2)
     directory = {"directory": str(tmp_path)} if transport.__name__.startswith("Shared") else {}

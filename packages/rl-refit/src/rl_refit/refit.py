@@ -554,21 +554,18 @@ class Party:
         if sink is not None:
             sink.commit(version)
             began = time.monotonic()
-            if not getattr(sink, "verifies_only", False):
-                try:
-                    for source_rank, (regions, sent) in verified.items():
-                        resident = sink.digest(regions)
-                        missing = [name for name in sent.tensors if name not in resident.tensors]
-                        unreadable |= dict.fromkeys(missing)
-                        readable = Digest({name: value for name, value in sent.tensors.items() if name not in missing})
-                        if resident != readable:
-                            where = "in the engine after the commit"
-                            _refuse_difference(readable, resident, where=where, source_rank=source_rank)
-                except BaseException as error:
-                    _poison(
-                        sink, f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}"
-                    )
-                    raise
+            try:
+                for source_rank, (regions, sent) in verified.items():
+                    resident = sink.digest(regions)
+                    missing = [name for name in sent.tensors if name not in resident.tensors]
+                    unreadable |= dict.fromkeys(missing)
+                    readable = Digest({name: value for name, value in sent.tensors.items() if name not in missing})
+                    if resident != readable:
+                        where = "in the engine after the commit"
+                        _refuse_difference(readable, resident, where=where, source_rank=source_rank)
+            except BaseException as error:
+                _poison(sink, f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}")
+                raise
             watch.seconds["confirm"] = time.monotonic() - began
             if self.control is not None and (sample.stride != 1 or unreadable):
                 self._require_held(self.control, sink)

@@ -1,11 +1,10 @@
-"""An `nn.Module` as the sink of weights, in one of four modes.
+"""An `nn.Module` as the sink of weights, in one of three modes.
 
 What the modes do with new weights until all of them have arrived:
 
     staged      a copy of their own (or the transport's memory, where that stays); commit copies it into the module
     swap        a second set of tensors; commit gives the module these and keeps the old ones for the next refit
     in_place    the module's own memory at once; a refit that fails after its first byte leaves the sink poisoned
-    shadow      a copy that is verified and forgotten; the module never changes
 
 With "staged" the module's tensors keep their identity and their addresses, so that ties, captured graphs and whoever
 else refers to them see the new values. "swap" keeps the identity of parameters and buffers, and changes addresses.
@@ -31,7 +30,7 @@ from rl_refit.writable import check_writable
 
 __all__ = ["CommitMode", "CommittedVersion", "ModuleSink"]
 
-CommitMode = Literal["staged", "swap", "in_place", "shadow"]
+CommitMode = Literal["staged", "swap", "in_place"]
 
 
 @dataclass(slots=True)
@@ -59,12 +58,12 @@ class _Transaction:
 class ModuleSink:
     """Every parameter and every buffer of `module`, persistent or not. A `WeightSink`.
 
-    "staged", "swap" and "shadow" cost one more copy of the weights, from the first piece that does not stay. One thread
+    "staged" and "swap" cost one more copy of the weights, from the first piece that does not stay. One thread
     at a time, and none may run the module while `commit` works, or during all of a refit "in_place".
 
     Args:
         module: The engine's own model, which nothing else trains.
-        mode: When the module gets the new weights: "staged", "swap", "in_place", "shadow".
+        mode: When the module gets the new weights: "staged", "swap", "in_place".
         on_commit: Called with the version at the end of every commit, when the module has the new weights: to tell an
             engine its version, or to drop its caches. If it raises, the sink is poisoned.
         rename: From a name in the module to its Hugging Face name. Nothing is stripped without it.
@@ -96,8 +95,6 @@ class ModuleSink:
         if mode == "swap" and bindings is not None:
             raise ValueError("mode='swap' exchanges whole tensors, which bindings look into; use mode='staged'")
         self._mode = mode
-        self.verifies_only = mode == "shadow"
-        """Whether a commit leaves the module as it is."""
         self._bound = bindings is not None
         self._on_commit = on_commit
         self._bank: dict[str, list[Holding]] = {}
@@ -267,9 +264,6 @@ class ModuleSink:
         if any(transaction.missing.values()):
             _refuse_incomplete(transaction.missing)
         self._version.require_newer(version)
-        if self._mode == "shadow":
-            self._open = None
-            return
         try:
             with torch.no_grad():
                 if self._mode == "swap":

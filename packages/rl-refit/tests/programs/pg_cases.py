@@ -30,10 +30,9 @@ from rl_refit.source import ModuleSource
 from rl_refit.topology import Topology
 from rl_refit.transaction.liveness import Heartbeat
 from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
-from rl_refit.transports.broadcast import Broadcast
 from rl_refit.transports.point_to_point import PointToPoint
 
-TRANSPORTS = {"broadcast": Broadcast, "point_to_point": PointToPoint}
+TRANSPORTS = {"point_to_point": PointToPoint}
 NEEDS = {"modules": ["torch._dynamo"]}  # which fully_shard imports
 PATIENCE_S = 60.0  # what must succeed may take as long as this, however busy the machine is
 DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
@@ -145,12 +144,7 @@ def _random_world(seed, place, store, transport_name, group):
     transport = TRANSPORTS[transport_name](group=group)
     schedule = make_schedule(plan, routing=transport.routing, bucket_bytes=bucket_bytes)
     watch = Watch(deadline_s=PATIENCE_S)
-    try:
-        transport.open(_channel(schedule, (source_rank, sink_rank), store, slots=slots), watch)
-    except RefitError as error:
-        if group is None or "every rank of a group takes part in a broadcast" not in str(error):
-            raise
-        return False
+    transport.open(_channel(schedule, (source_rank, sink_rank), store, slots=slots), watch)
     for refit in (1, 2):
         _transfer(transport, schedule, (source_rank, sink_rank), (source, sink), refit=refit, watch=watch)
     _assert_least(transport, plan, sink_rank, slots=slots, bucket_bytes=bucket_bytes)
@@ -180,14 +174,10 @@ def _assert_least(transport, plan, sink_rank, *, slots, bucket_bytes):
     assert transport.extra_bytes <= 2 * slots * (bucket_bytes + 512)
     if sink_rank is None:
         assert traffic.copied == 0
-        assert traffic.received == 0 or transport._group is not None  # in one group all receive all broadcasts
-    elif isinstance(transport, PointToPoint):
+        assert traffic.received == 0
+    else:
         assert traffic.received + traffic.copied == plan.lower_bound(sink_rank)
         assert traffic.relayed <= plan.bytes_relayed(sink_rank)  # nothing is handed back to where it came from
-    else:
-        streams = make_schedule(plan, routing="multicast", bucket_bytes=bucket_bytes).streams
-        everything = sum(piece.nbytes for stream in streams for bucket in stream.buckets for piece in bucket)
-        assert traffic.received + traffic.copied == everything >= plan.lower_bound(sink_rank)
 
 
 def _channel(schedule, ranks, store, *, slots=2):
@@ -366,11 +356,6 @@ class Meddler:
 
     def recv(self, tensors, rank, tag):
         return self._backend.recv(tensors, rank, tag)
-
-    def broadcast(self, tensor, rank):
-        if self._fault == "drop" and next(self._calls) == self._at:
-            return Done()
-        return self._backend.broadcast(tensor, rank)
 
     def send(self, tensors, rank, tag):
         call = next(self._calls)

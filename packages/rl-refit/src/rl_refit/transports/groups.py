@@ -74,10 +74,6 @@ class Group:
         """Begin to receive into `message`; gloo takes shorter messages, and ends the process at a longer one."""
         return self._work(self.backend.recv([message], self.ranks[process], tag))
 
-    def broadcast(self, message: Tensor, process: int) -> Work:
-        """Begin to broadcast from `process`."""
-        return self._work(self.backend.broadcast(message, self.ranks[process]))
-
     def lost(self) -> list[str]:
         """The parties whose connections are known to be broken; gloo alone can tell."""
         return [name for name, rank in self._others() if self.waits and self._is_broken(rank)]

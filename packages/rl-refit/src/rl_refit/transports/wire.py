@@ -56,7 +56,7 @@ class Traffic:
     """From other processes."""
 
     sent: int = 0
-    """To other processes, as a source; a broadcast is counted once."""
+    """To other processes, as a source."""
 
     relayed: int = 0
     """To other processes, as a sink that hands on what it received."""
@@ -125,7 +125,7 @@ class Wire:
         Args:
             begin: Called at once.
             group: Over which it goes.
-            line: "send", "relay", "receive" or "broadcast".
+            line: "send", "relay" or "receive".
             numbers: Of its bucket.
             peer: The party at the other end.
             shared: Whether all of the group take part.
