@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-TRANSPORTS = ("point_to_point",)
+TRANSPORTS = ("messages", "ring", "hosts")
 PARTIES = ("source 0", "sink 0", "sink 1")
 
 
@@ -77,7 +77,7 @@ def test_who_gives_up_is_not_taken_for_dead_and_the_transport_says_that_it_is_br
 
 @pytest.mark.parametrize(("fault", "expected", "got"), [("drop", 4, 5), ("duplicate", 5, 4), ("delay", 4, 5)], ids=str)
 def test_a_bucket_that_is_dropped_duplicated_or_overtaken_is_noticed(world, fault, expected, got):
-    found = world.run("bare", processes=2, transport="point_to_point", fault=fault, at=4)
+    found = world.run("bare", processes=2, transport="messages", fault=fault, at=4)
     kind, message, peer, bucket = found[1][1][0]
     assert (kind, peer, bucket) == ("RefitError", "source 0", expected)
     assert f"expected refit 1, stream 0, bucket {expected}" in message

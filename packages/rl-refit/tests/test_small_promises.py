@@ -17,7 +17,7 @@ from rl_refit.layout import Region
 from rl_refit.transaction.bounded_store import BoundedStore, Line
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.base import Watch
-from rl_refit.transports.shared_memory import SharedMemoryRing
+from rl_refit.transports.stream import SlotStream
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import HANG_S, World, all_well, controls, rendezvous, same_weights, together
@@ -160,7 +160,7 @@ def test_a_refit_learns_from_what_its_digests_cost():
 
 
 def test_parties_of_other_settings_are_named_with_both_values(tmp_path):
-    store, transport = HashStore(), SharedMemoryRing
+    store, transport = HashStore(), SlotStream
     refits = [
         Refit(
             ModuleSource(square(1.0)) if rank == "source_rank" else None,

@@ -37,15 +37,10 @@ if TYPE_CHECKING:
     from refit_simulator import simulate
 
     from rl_refit.tracing import trace, trace_writes
-    from rl_refit.transports.cuda_ipc import CudaIpc
-    from rl_refit.transports.point_to_point import PointToPoint
-    from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+    from rl_refit.transports.stream import SlotStream
 
 _HOMES = {
-    "CudaIpc": "transports.cuda_ipc",
-    "PointToPoint": "transports.point_to_point",
-    "SharedMemory": "transports.shared_memory",
-    "SharedMemoryRing": "transports.shared_memory",
+    "SlotStream": "transports.stream",
     "trace": "tracing",
     "trace_writes": "tracing",
 }
@@ -56,7 +51,6 @@ __all__ = [
     "CountedRefit",
     "Coverage",
     "CoverageError",
-    "CudaIpc",
     "DeadlineError",
     "Digest",
     "DigestError",
@@ -66,7 +60,6 @@ __all__ = [
     "ModuleSource",
     "NamedShard",
     "PeerError",
-    "PointToPoint",
     "PoisonedError",
     "Refit",
     "RefitConfig",
@@ -77,8 +70,7 @@ __all__ = [
     "Rendezvous",
     "Route",
     "ShardBox",
-    "SharedMemory",
-    "SharedMemoryRing",
+    "SlotStream",
     "StateDictSource",
     "TensorMeta",
     "Topology",

@@ -56,7 +56,7 @@ class Refit:
     Args:
         source: Where fresh weights come from: this process's rank of it.
         sink: Where they go: this process's rank of it.
-        transport: The way of the bytes between processes; left out in one process.
+        transport: The way of the bytes between processes; a `SlotStream` unless it is given. None in one process.
         rendezvous: Who takes part; left out in one process.
         bucket_bytes: See `RefitConfig`, as for the arguments that follow.
         buckets: Slots of the ring.
@@ -82,6 +82,10 @@ class Refit:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
         check_sides(Sides(source, sink), transport, rendezvous)
         self._sides = Sides(source, sink)
+        if transport is None and rendezvous is not None:
+            from rl_refit.transports.stream import SlotStream
+
+            transport = SlotStream()
         self._transport: Transport = transport or InProcess()
         self._rendezvous = rendezvous
         self._control = None if rendezvous is None else Control(rendezvous)
@@ -197,7 +201,7 @@ class Refit:
             plan = party.agreement.plan
             return RefitReport(
                 version=version,
-                transport=self._transport.name,
+                transport=self._transport.medium,
                 tensors=sum(meta.travels for meta in plan.sink.tensors),
                 bytes=sum(route.nbytes * len(route.sink_ranks) for route in plan.routes),
                 buckets=party.schedule.num_buckets,
@@ -274,7 +278,6 @@ class Refit:
                 agreement = agree(self._control, self._sides, settings=settings, watch=watch)
             schedule = make_schedule(
                 agreement.plan,
-                routing=self._transport.routing,
                 bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None,
             )
             meeting = self._rendezvous

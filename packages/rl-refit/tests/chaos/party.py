@@ -21,13 +21,11 @@ from points import ChaosSink, ChaosSource, Fault, wrap_buckets, wrap_control, wr
 from torch import nn
 
 from rl_refit import ModuleSink, ModuleSource, Refit, RefitError, Rendezvous
-from rl_refit.transports.point_to_point import PointToPoint
-from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+from rl_refit.transports.stream import SlotStream
 
 LAYERS, HIDDEN = 6, 32
 BUCKET_BYTES = 4608  # a layer: a weight of 4096 bytes, a bias of 128, and what aligns them
-IN_MEMORY = {"SharedMemory": SharedMemory, "SharedMemoryRing": SharedMemoryRing}
-OVER_GROUPS = {"PointToPoint": PointToPoint}
+TRANSPORTS = {"arena": {"arena": True}, "ring": {}, "messages": {"share_memory": False}}
 
 
 def model(version):
@@ -120,7 +118,7 @@ class Party:
 
     def transport(self):
         name, directory = self.spec["transport"], self.spec["directory"]
-        made = IN_MEMORY[name](directory=directory) if name in IN_MEMORY else OVER_GROUPS[name]()
+        made = SlotStream(directory=directory, **TRANSPORTS[name])
         wrap_transport(made, self.fault, self.source)
         return made
 

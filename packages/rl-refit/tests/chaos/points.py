@@ -191,10 +191,10 @@ def wrap_buckets(fault):
 
 def wrap_wire(fault):
     """Of the process's wires: a bucket's message is dropped, sent twice, or sent after the next."""
-    from rl_refit.transports.groups import Group
-    from rl_refit.transports.tokens import Kind, Link
+    from rl_refit.transports.links import Kind, Link
+    from rl_refit.transports.messages import Group
 
-    token_is_sent, message_is_sent = Link.send, Group.send
+    token_is_sent, message_is_sent = Link.send, Group.start
 
     def chaotic_token(link, token, watch):
         if token.kind == Kind.FULL:
@@ -203,11 +203,13 @@ def wrap_wire(fault):
         else:
             token_is_sent(link, token, watch)
 
-    def chaotic_message(group, message, process, tag):
-        works = [message_is_sent(group, now, process, tag) for now in mangle(fault, message)]
+    def chaotic_message(group, operation, slot, rank, tag):
+        if operation != "send":
+            return message_is_sent(group, operation, slot, rank, tag)
+        works = [message_is_sent(group, operation, now, rank, tag) for now in mangle(fault, slot)]
         return works[-1] if works else NothingToWaitFor()
 
-    Link.send, Group.send = chaotic_token, chaotic_message
+    Link.send, Group.start = chaotic_token, chaotic_message
 
 
 class NothingToWaitFor:

@@ -43,11 +43,9 @@ def check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvou
         if transport is not None or sides.source is None or sides.sink is None:
             raise ValueError(
                 "without a rendezvous a Refit works in one process: give it a source and a sink, and no transport; "
-                "over several processes give all parties a transport and a rendezvous"
+                "over several processes give all parties a rendezvous"
             )
         return
-    if transport is None:
-        raise ValueError("a Refit over several processes needs a transport, the same at all parties")
     for side, given, rank in (
         ("source", sides.source, rendezvous.source_rank),
         ("sink", sides.sink, rendezvous.sink_rank),
