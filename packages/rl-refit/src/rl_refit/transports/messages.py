@@ -95,9 +95,10 @@ class Group:
         self._queues: dict[str, SimpleQueue[Message | None]] = {}
         self._under_way: set[Message] = set()
 
-    def send(self, slot: Tensor, to: Peer, numbers: Numbers, *, tag: int) -> Message:
-        """Begin to send the bytes of `slot`."""
-        return self._begin("send", lambda: self.start("send", slot, self._ranks[to[0]], tag), to, numbers)
+    def send(self, slot: Tensor, to: Peer, numbers: Numbers, *, tag: int, relayed: bool) -> Message:
+        """Begin to send the bytes of `slot`; those that are `relayed` are not waited for behind others."""
+        kind = "relay" if relayed else "send"
+        return self._begin(kind, lambda: self.start("send", slot, self._ranks[to[0]], tag), to, numbers)
 
     def receive(self, slot: Tensor, origin: Peer, numbers: Numbers, *, tag: int) -> Message:
         """Begin to receive into `slot`; gloo takes shorter messages, and ends the process at a longer one."""

@@ -607,7 +607,7 @@ class _Transfer:
         for receiver in hop.receivers:
             assert opened.group is not None
             full = ring[slot][: HEADER_BYTES + numbers[3]]
-            message = opened.group.send(full, receiver, numbers, tag=self._tag(numbers))
+            message = opened.group.send(full, receiver, numbers, tag=self._tag(numbers), relayed=name == "relay")
             waits.append(_MessageEnds(opened.group, message, self.watch))
         return waits
 
