@@ -166,12 +166,12 @@ def test_parties_that_could_not_open_their_transport_agree_anew(tmp_path):
 @pytest.mark.parametrize("transport", [{}, {"arena": True}, {"share_memory": False}])
 def test_processes_that_are_both_sides_refit_each_other(tmp_path, transport):
     policy, engines = model(1), [model(2), model(3)]
-    store, directory = HashStore(), {"directory": str(tmp_path)} if transport.__name__.startswith("Shared") else {}
+    store, directory = HashStore(), {"directory": str(tmp_path)}
     refits = [
         Refit(
             ModuleSource(policy),
             ModuleSink(engine),
-            transport(**directory),
+            SlotStream(**transport, **directory),
             rendezvous=rendezvous(store, sources=2, sinks=2, source_rank=rank, sink_rank=rank),
             bucket_bytes=1024,
             verify="full",
@@ -190,9 +190,9 @@ def test_processes_that_are_both_sides_refit_each_other(tmp_path, transport):
 @pytest.mark.parametrize("transport", [{}, {"arena": True}, {"share_memory": False}])
 def test_a_process_that_is_both_sides_refits_itself(tmp_path, transport):
     policy, engine = model(1), model(2)
-    directory = {"directory": str(tmp_path)} if transport.__name__.startswith("Shared") else {}
+    directory = {"directory": str(tmp_path)}
     met = rendezvous(HashStore(), source_rank=0, sink_rank=0)
-    refit = Refit(ModuleSource(policy), ModuleSink(engine), transport(**directory), rendezvous=met, verify="full")
+    refit = Refit(ModuleSource(policy), ModuleSink(engine), SlotStream(**transport, **directory), rendezvous=met, verify="full")
     assert refit(version=4).version == 4
     assert same_weights(policy, engine)
     refit.close()
