@@ -85,7 +85,7 @@ def sink_with(fault, **where):
 def test_every_bit_arrives_in_every_refit(run, transport, sources, sinks):
     results = run(transport, separate(sources, sinks), sources=sources, sinks=sinks, refits=3)
     assert [result.get("message") for result in results] == [None] * (sources + sinks)
-    assert results[0]["buckets"] > 10 if transport == "ring" else results[0]["buckets"] == sources
+    assert results[0]["buckets"] > 10 if transport == "ring" else results[0]["buckets"] <= sources * sinks
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -192,7 +192,9 @@ def test_a_process_that_is_both_sides_refits_itself(tmp_path, transport):
     policy, engine = model(1), model(2)
     directory = {"directory": str(tmp_path)}
     met = rendezvous(HashStore(), source_rank=0, sink_rank=0)
-    refit = Refit(ModuleSource(policy), ModuleSink(engine), SlotStream(**transport, **directory), rendezvous=met, verify="full")
+    refit = Refit(
+        ModuleSource(policy), ModuleSink(engine), SlotStream(**transport, **directory), rendezvous=met, verify="full"
+    )
     assert refit(version=4).version == 4
     assert same_weights(policy, engine)
     refit.close()

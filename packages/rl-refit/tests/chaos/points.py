@@ -203,10 +203,10 @@ def wrap_wire(fault):
         else:
             token_is_sent(link, token, watch)
 
-    def chaotic_message(group, operation, slot, rank, tag):
+    def chaotic_message(group, operation, slot, rank, *, tag):
         if operation != "send":
-            return message_is_sent(group, operation, slot, rank, tag)
-        works = [message_is_sent(group, operation, now, rank, tag) for now in mangle(fault, slot)]
+            return message_is_sent(group, operation, slot, rank, tag=tag)
+        works = [message_is_sent(group, operation, now, rank, tag=tag) for now in mangle(fault, slot)]
         return works[-1] if works else NothingToWaitFor()
 
     Link.send, Group.start = chaotic_token, chaotic_message

@@ -38,7 +38,9 @@ from rl_refit.transports.stream import SlotStream
 
 TRANSPORTS = ("messages", "hosts", "ring", "ordered")
 NEEDS = {"modules": ["torch._dynamo"]}  # which fully_shard imports
-PATIENCE_S = float(os.environ.get("PG_PATIENCE_S", "60"))  # what must succeed may take as long as this, however busy the machine is
+PATIENCE_S = float(
+    os.environ.get("PG_PATIENCE_S", "60")
+)  # what must succeed may take as long as this, however busy the machine is
 DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
 
 
@@ -61,15 +63,15 @@ def carrier(way, process):
     return SlotStream(share_memory=way in ("ring", "hosts"))
 
 
-def _make_ordered(group, *arguments):
-    MAKE_GROUP(group, *arguments)
+def _make_ordered(group, *arguments, **more):
+    MAKE_GROUP(group, *arguments, **more)
     group.is_ordered, group.ahead = True, SimpleQueue()
     threading.Thread(target=_work_off, args=(group.ahead,), daemon=True).start()
 
 
-def _start_in_order(group, operation, slot, rank, tag):
+def _start_in_order(group, operation, slot, rank, *, tag):
     work = OrderedWork()
-    group.ahead.put((work, lambda: START(group, operation, slot, rank, 0).wait()))
+    group.ahead.put((work, lambda: START(group, operation, slot, rank, tag=0).wait()))
     return work
 
 
@@ -228,7 +230,9 @@ def _assert_least(transport, plan, sink_rank, *, slots, bucket_bytes):
         assert traffic.received == 0
     else:
         assert traffic.received + traffic.copied == plan.lower_bound(sink_rank)
-        assert traffic.relayed <= sum(map(plan.bytes_relayed, plan.sink.ranks))  # nothing goes back to where it came from
+        assert traffic.relayed <= sum(
+            map(plan.bytes_relayed, plan.sink.ranks)
+        )  # nothing goes back to where it came from
 
 
 def _channel(schedule, ranks, store, *, slots=2):
@@ -390,19 +394,19 @@ def meddle(fault, at):
     """From now on this process sends wrongly: drops, repeats or delays the message number `at`."""
     start, calls, held, kept = Group.start, itertools.count(), [], []
 
-    def meddling(group, operation, slot, rank, tag):
+    def meddling(group, operation, slot, rank, *, tag):
         if operation != "send" or tag == 2**30 - 1:  # that one connects
-            return start(group, operation, slot, rank, tag)
+            return start(group, operation, slot, rank, tag=tag)
         if next(calls) == at:
             if fault in ("drop", "delay"):
                 held.extend([slot.clone()] if fault == "delay" else [])
                 return Done()
             kept.append(copy := slot.clone())
-            start(group, operation, copy, rank, tag)
-        work = start(group, operation, slot, rank, tag)
+            start(group, operation, copy, rank, tag=tag)
+        work = start(group, operation, slot, rank, tag=tag)
         while held:
             kept.append(late := held.pop())
-            start(group, operation, late, rank, tag)
+            start(group, operation, late, rank, tag=tag)
         return work
 
     Group.start = meddling

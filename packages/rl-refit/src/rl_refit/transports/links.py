@@ -1,7 +1,7 @@
-"""Two processes of one host that share a ring of slots: how they meet, and the tokens that say who may use which slot.
+"""How two processes of one host that share a ring of slots meet, and the tokens that say who may use which slot.
 
-Each owner of a ring listens at a socket in a private directory (0700) and tells its place through the store; each reader
-connects, and gets the memory through that connection, which stays open for tokens. The directory is gone as soon as all
+Each owner of a ring listens at a socket in a private directory (0700) and tells its place through the store; readers
+connect, and get the memory through that connection, which stays open for tokens. The directory is gone as soon as all
 are connected; a process that is killed before leaves it empty but for a socket.
 
 A token is 36 bytes; the socket keeps their bounds and their order (SOCK_SEQPACKET), and its end is the other process's
@@ -106,7 +106,7 @@ class Link:
         return self._socket.fileno()
 
     def take(self, token: Token, watch: Watch) -> Token | None:
-        """The token that came if it is `token`, whatever its slot, or None if none has; forgets those of earlier refits.
+        """The token that came if it is `token` in any slot, or None if none has come; forgets those of earlier refits.
 
         Raises:
             PeerError: The peer is gone.
@@ -207,10 +207,10 @@ class Handle:
 def meet(
     handles: Mapping[Key, Handle],
     wanted: Sequence[Key],
+    *,
     peers: Peers,
     channel: Channel,
     watch: Watch,
-    *,
     directory: str,
 ) -> tuple[dict[Key, Link], dict[Key, Handle]]:
     """Connect this process with the readers of its rings and the owners of those that it reads; hand over memory.
@@ -231,11 +231,15 @@ def meet(
     """
     assert channel.store is not None
     connections: dict[Key, socket.socket] = {}
-    with _listening(directory, peers, channel.store, len(handles)) if handles else contextlib.nullcontext() as listener:
+    with (
+        _listening(directory, peers, channel.store, connections=len(handles))
+        if handles
+        else contextlib.nullcontext() as listener
+    ):
         try:
             # A connection needs no answer from who listens, so nobody waits here for a party that waits as well.
             for key in wanted:
-                connections[key] = _connect(key, peers, channel.store, watch)
+                connections[key] = _connect(key, peers, channel.store, watch=watch)
             while listener is not None and not all(key in connections for key in handles):
                 key, connection = _accept(listener, peers.own, watch)
                 connections[key] = connection
@@ -251,7 +255,7 @@ def meet(
 
 
 @contextlib.contextmanager
-def _listening(directory: str, peers: Peers, store: Store, connections: int) -> Iterator[socket.socket]:
+def _listening(directory: str, peers: Peers, store: Store, *, connections: int) -> Iterator[socket.socket]:
     """A socket at which that many readers can connect."""
     private = tempfile.mkdtemp(prefix="rl-refit-", dir=directory)
     address = f"address of {peers.name_of(peers.own)}"
@@ -268,11 +272,11 @@ def _listening(directory: str, peers: Peers, store: Store, connections: int) -> 
         store.set(address, json.dumps({"directory": None}))
 
 
-def _connect(key: Key, peers: Peers, store: Store, watch: Watch) -> socket.socket:
+def _connect(key: Key, peers: Peers, store: Store, *, watch: Watch) -> socket.socket:
     owner = peers.name_of(key[0])
     missing_since, missing = time.monotonic(), ""
     while True:
-        directory = read_key(store, f"address of {owner}", owner, watch)["directory"]
+        directory = read_key(store, f"address of {owner}", peer=owner, watch=watch)["directory"]
         if directory is None:  # of an earlier opening
             time.sleep(_PAUSE_S)
             watch.check()

@@ -1,9 +1,9 @@
 """The memory of slots, and how other processes of the host map it: shared memory, or GPU memory over CUDA IPC.
 
 Shared memory is a file without a name, mapped by each process. The file is made in memory (`/dev/shm`), readable by its
-owner alone, and has lost its name before it has a page; other processes get it through a socket (SCM_RIGHTS). So whatever
-kills the processes, the memory goes with the last of them. Its pages are allocated and touched at once: a full file
-system is an error here, not a SIGBUS later.
+owner alone, and has lost its name before it has a page; other processes get it through a socket (SCM_RIGHTS). So
+whatever kills the processes, the memory goes with the last of them. Its pages are allocated and touched at once: a full
+file system is an error here, not a SIGBUS later.
 
 A GPU buffer is exported once to each reader, which opens it once: handles per tensor and per refit are what makes CUDA
 IPC slow and leak elsewhere. Copies are awaited before each token, so a slot that a token names is whole.

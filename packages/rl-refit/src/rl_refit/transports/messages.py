@@ -85,12 +85,12 @@ class Group:
     """
 
     def __init__(
-        self, backend: Any, ranks: dict[int, int], peers: Peers, device: torch.device, news: socket.socket
+        self, backend: Any, ranks: dict[int, int], peers: Peers, *, device: torch.device, news: socket.socket
     ) -> None:
         self.backend, self.device = backend, device
         self.is_ordered = device.type == "cuda"
-        """Whether messages are told apart by their order alone, as NCCL's are, and not by tags: all processes then begin
-        them in the order of the schedule."""
+        """Whether messages are told apart by their order alone, as NCCL's are, and not by tags: all processes then
+        begin them in the order of the schedule."""
         self._ranks, self._peers, self._news = ranks, peers, news
         self._queues: dict[str, SimpleQueue[Message | None]] = {}
         self._under_way: set[Message] = set()
@@ -98,13 +98,17 @@ class Group:
     def send(self, slot: Tensor, to: Peer, numbers: Numbers, *, tag: int, relayed: bool) -> Message:
         """Begin to send the bytes of `slot`; those that are `relayed` are not waited for behind others."""
         kind = "relay" if relayed else "send"
-        return self._begin(kind, lambda: self.start("send", slot, self._ranks[to[0]], tag), to, numbers)
+        return self._begin(
+            kind, lambda: self.start("send", slot, self._ranks[to[0]], tag=tag), peer=to, numbers=numbers
+        )
 
     def receive(self, slot: Tensor, origin: Peer, numbers: Numbers, *, tag: int) -> Message:
         """Begin to receive into `slot`; gloo takes shorter messages, and ends the process at a longer one."""
-        return self._begin("receive", lambda: self.start("recv", slot, self._ranks[origin[0]], tag), origin, numbers)
+        return self._begin(
+            "receive", lambda: self.start("recv", slot, self._ranks[origin[0]], tag=tag), peer=origin, numbers=numbers
+        )
 
-    def start(self, operation: str, slot: Tensor, rank: int, tag: int) -> Work | None:
+    def start(self, operation: str, slot: Tensor, rank: int, *, tag: int) -> Work | None:
         """Call the backend. NCCL, outside of a group of calls, would make a communicator of its own for each pair."""
         call = getattr(self.backend, operation)
         if self.device.type != "cuda":
@@ -112,8 +116,8 @@ class Group:
             return work
         self.backend._start_coalescing()  # noqa: SLF001  (as torch's batch_isend_irecv)
         call([slot], rank, 0)
-        work = self.backend._end_coalescing()  # noqa: SLF001
-        return work
+        ended: Work | None = self.backend._end_coalescing()  # noqa: SLF001
+        return ended
 
     def has_ended(self, message: Message, watch: Watch) -> bool:
         """Whether `message` has ended.
@@ -146,7 +150,7 @@ class Group:
         self._queues.clear()
         self._under_way.clear()
 
-    def _begin(self, kind: str, start: Callable[[], Work | None], peer: Peer, numbers: Numbers) -> Message:
+    def _begin(self, kind: str, start: Callable[[], Work | None], *, peer: Peer, numbers: Numbers) -> Message:
         try:
             message = Message(bucket=numbers[2], peer=peer[1], work=start())
         except RuntimeError as error:  # gloo knows already that the connection is broken
@@ -207,8 +211,8 @@ def connect(
     pairs: Iterable[tuple[int, int]],
     peers: Peers,
     channel: Channel,
-    watch: Watch,
     *,
+    watch: Watch,
     address: Address,
     news: socket.socket,
 ) -> Group | None:
@@ -239,13 +243,13 @@ def connect(
     def make() -> Group:
         place = (store, ranks[peers.own], len(ranks))
         backend = _nccl(place, 2 * timeout, device) if device.type == "cuda" else _gloo(place, timeout, address)
-        group = Group(backend, ranks, peers, device, news)
+        group = Group(backend, ranks, peers, device=device, news=news)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             scratch = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
             for sender, receiver in pairs:  # in one order, so that nobody waits in a circle
                 if peers.own in (sender, receiver):
                     other = ranks[receiver if peers.own == sender else sender]
-                    work = group.start("send" if peers.own == sender else "recv", scratch, other, _TAGS - 1)
+                    work = group.start("send" if peers.own == sender else "recv", scratch, other, tag=_TAGS - 1)
                     if work is not None:
                         work.wait()
             if device.type == "cuda":

@@ -194,10 +194,10 @@ def join(channel: Channel, watch: Watch, *, maps: bool) -> Peers | None:
     for party in mine:
         channel.store.set(f"process of {party}", json.dumps(asdict(own)))
     if mine[0] == parties[0]:
-        said = [read_key(channel.store, f"process of {party}", party, watch) for party in parties]
+        said = [read_key(channel.store, f"process of {party}", peer=party, watch=watch) for party in parties]
         table = {tuple(process["parties"]): process for process in said}
         channel.store.set("processes", json.dumps({"maps": maps, "processes": list(table.values())}))
-    agreed = read_key(channel.store, "processes", parties[0], watch)
+    agreed = read_key(channel.store, "processes", peer=parties[0], watch=watch)
     processes = tuple(
         Process(**{**said, "parties": tuple(said["parties"]), "visible": tuple(said["visible"])})
         for said in agreed["processes"]
@@ -238,7 +238,7 @@ def _this_process(parties: tuple[str, ...], device: torch.device) -> Process:
     )
 
 
-def read_key(store: Store, key: str, peer: str, watch: Watch) -> Any:
+def read_key(store: Store, key: str, *, peer: str, watch: Watch) -> Any:
     """The JSON under `key`, which `peer` sets, once it is there."""
     watch.at(peer=peer)
     pause_s = 1e-4

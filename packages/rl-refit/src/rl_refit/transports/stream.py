@@ -1,16 +1,16 @@
 """`SlotStream`: weights travel in slots, over the medium that each pair of processes has.
 
 A source rank fills a ring of slots, bucket after bucket, in the order of the schedule. Each process that needs a bucket
-gets it from there: those of the same host map the ring and read the slot in place; to the others it is sent, into a slot
-of a ring of theirs, which the rest of that host maps in turn. Media are chosen for each pair (`rl_refit.transports.peers`),
-so one refit uses CUDA IPC within a node and NCCL between nodes.
+gets it from there: those of the same host map the ring and read the slot in place; to the others it is sent, into a
+slot of a ring of theirs, which the rest of that host maps in turn. Media are chosen for each pair of processes, in
+`rl_refit.transports.peers`, so that one refit uses CUDA IPC within a node and NCCL between nodes.
 
     mapped    a token says that a slot is full, and one back that it is read     links.py, memory.py
     sent      a header says what is in it, and the send ends when it has left    messages.py
 
-A slot is filled again when all that it was for are through with it. Nobody waits in a circle: of all streams that are not
-through, the first is the next one of all its ends, each ring is used in the order of the schedule, and sending never waits
-for receiving in the same process. Where messages are told apart by their order alone, both begin in that order as well.
+A slot is filled again when all that it was for are through with it. Nobody waits in a circle: of all streams that are
+not through, the first is the next one of all its ends, each ring is used in the order of the schedule, and sending
+never waits for receiving in the same process. Where messages have but their order, both begin in that of the schedule.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class SlotStream:
     messages; in GPU memory where all parties are on GPUs, otherwise in the host's.
 
     Args:
-        arena: Whether each source rank has a place for everything that it sends, instead of a ring: sinks then keep what
-            lies there until they commit, and copy it once. All parties say the same.
+        arena: Whether each source rank has a place for everything that it sends, instead of a ring: sinks then keep
+            what lies there until they commit, and copy it once. All parties say the same.
         hold: A module of plain CPU tensors, the policy, to `adopt` as soon as the arena is there; makes an arena.
         rename: For `hold`, as for `ModuleSource`.
         share_memory: Whether processes of one host map each other's memory. False where they are in containers that
@@ -174,7 +174,7 @@ class SlotStream:
             raise
 
     def finish(self) -> None:
-        """After a transfer that failed, close the connections: not before all know why, or it would look like a death."""
+        """After a transfer that failed, close the connections: earlier, and it would look like a death."""
         if self._open is not None and self._open.broken is not None:
             self._open.disconnect()
 
@@ -278,7 +278,9 @@ class _Opened:
                     close_descriptors(given)
             wanted = dict.fromkeys(self.key_of(hop) for hop in self.received if hop.is_mapped)
             if handles or wanted:
-                self.links, received = meet(handles, [*wanted], peers, self.channel, watch, directory=directory)
+                self.links, received = meet(
+                    handles, [*wanted], peers=peers, channel=self.channel, watch=watch, directory=directory
+                )
                 try:
                     self.rings = {
                         key: Ring.attach(handle, device=self.channel.device) for key, handle in received.items()
@@ -289,7 +291,7 @@ class _Opened:
             close_descriptors(handles.values())
         pairs = [(process, to[0]) for of in self.hops for process, hop in of.items() for to in hop.receivers]
         if pairs:
-            self.group = connect(pairs, peers, self.channel, watch, address=address, news=self.tell)
+            self.group = connect(pairs, peers, self.channel, watch=watch, address=address, news=self.tell)
         others = {peer[0] for hop in (*self.sent, *self.received) for peer in (*hop.readers, *hop.receivers)}
         media = [peers.medium(own, other) for other in sorted(others)]
         media += [peers.medium(hop.origin[0], own) for hop in self.received if hop.origin is not None]
@@ -495,8 +497,8 @@ class _Transfer:
                 numbers = (outbox.refit, hop.stream.number, number, size_of(bucket))
                 if hop.receivers:
                     write_header(ring[turn], numbers)
-                    yield from self._await_order("send", "receive", numbers, hop.receivers[0][1])
-                in_use[turn] = self._hand_on(ring, turn, hop, numbers)
+                    yield from self._await_order("send", "receive", numbers, peer=hop.receivers[0][1])
+                in_use[turn] = self._hand_on(ring, turn, hop, numbers=numbers)
                 self.traffic.sent += _payload(bucket) * (len(hop.receivers) + bool(hop.readers))
         for waits in in_use.values():  # in the order in which slots were filled: what is filled anew is put at the end
             yield from _until_over(waits)
@@ -524,7 +526,7 @@ class _Transfer:
                         break
                     self.positions["receive"] = numbers[1], numbers[2]
                 else:
-                    order = self._await_order("receive", "send", numbers, hop.origin[1])
+                    order = self._await_order("receive", "send", numbers, peer=hop.origin[1])
                     if (wait := next(order, None)) is not None:
                         if begun:
                             break
@@ -547,7 +549,7 @@ class _Transfer:
                 wait.link.send(wait.came[0]._replace(kind=Kind.EMPTY), self.watch)
             else:
                 check_header(opened.relay[slot], numbers, wait.peer)
-                handed_on = self._hand_on(opened.relay, slot, hop, numbers)
+                handed_on = self._hand_on(opened.relay, slot, hop, numbers=numbers)
                 self.traffic.relayed += _payload(bucket) * (len(hop.receivers) + bool(hop.readers))
                 inbox.deliver(bucket, opened.relay[slot][HEADER_BYTES:])
                 opened.relay.fence()
@@ -567,7 +569,7 @@ class _Transfer:
         message = group.receive(target, hop.origin, numbers, tag=self._tag(numbers))
         return hop, numbers, slot, _MessageEnds(group, message, self.watch)
 
-    def _await_order(self, own: str, other: str, numbers: Numbers, peer: str) -> _Task:
+    def _await_order(self, own: str, other: str, numbers: Numbers, *, peer: str) -> _Task:
         """Note that task `own` is at a bucket; where messages have but their order, wait until `other` is there too."""
         self.positions[own] = position = numbers[1], numbers[2]
         if self.opened.is_ordered:
@@ -595,8 +597,8 @@ class _Transfer:
             self.inbox.put(piece.region, tensor, stays=self.outbox.stays)
             self.traffic.copied += piece.nbytes
 
-    def _hand_on(self, ring: Ring, slot: int, hop: Hop, numbers: Numbers) -> list[_Wait]:
-        """Tell the readers of a full slot, and begin to send it to its receivers; what must be over before it is free."""
+    def _hand_on(self, ring: Ring, slot: int, hop: Hop, *, numbers: Numbers) -> list[_Wait]:
+        """Tell the readers of a full slot and begin to send it; returns what must be over before the slot is free."""
         opened, name = self.opened, "source" if hop.origin is None else "relay"
         waits: list[_Wait] = []
         token = Token(Kind.FULL, *numbers, slot=slot)
@@ -631,7 +633,7 @@ def _payload(bucket: Bucket) -> int:
     return sum(piece.nbytes for piece in bucket)
 
 
-# -- A module whose parameters live in the arena -------------------------------------------------------------------------
+# -- A module whose parameters live in the arena ----------------------------------------------------------------------
 
 
 def _moves(
