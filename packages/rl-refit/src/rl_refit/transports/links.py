@@ -33,7 +33,10 @@ from rl_refit.stores import Store
 from rl_refit.transports.base import PATIENCE_S, Channel, Watch
 from rl_refit.transports.peers import Peers, read_key
 
-__all__ = ["Handle", "Key", "Kind", "Link", "Token", "meet"]
+__all__ = ["REASON_GRACE_S", "Handle", "Key", "Kind", "Link", "Token", "meet"]
+
+REASON_GRACE_S = 0.25
+"""How long the reason for a closed connection may take to be reported by the party that closed it."""
 
 _HEADER = struct.Struct("!4sIQIIQI")
 _MAGIC = b"RLR1"
@@ -140,10 +143,15 @@ class Link:
             raise self._gone(watch)
         return self._read(message, watch)
 
-    def _gone(self, watch: Watch) -> PeerError:
+    def _gone(self, watch: Watch) -> RefitError:
         watch.peer = self.peer
+        until = time.monotonic() + REASON_GRACE_S
+        while time.monotonic() < until:
+            watch.check()
+            time.sleep(PATIENCE_S)
+        watch.check()
         return PeerError(
-            f"{self.peer} is gone: its process ended, or closed its transport ({watch.where()})",
+            f"{self.peer} is gone: its process is dead, or closed its transport without a reason ({watch.where()})",
             phase=watch.phase_name,
             bucket=watch.bucket,
             peer=self.peer,

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 from rl_refit.buckets import ALIGNMENT
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.transports.base import PATIENCE_S, Channel, Watch
+from rl_refit.transports.links import REASON_GRACE_S
 from rl_refit.transports.peers import Peer, Peers
 
 __all__ = ["HEADER_BYTES", "Address", "Group", "Message", "Numbers", "check_header", "connect", "write_header"]
@@ -37,9 +38,6 @@ HEADER_BYTES = ALIGNMENT
 
 Numbers = tuple[int, int, int, int]
 """Of a bucket: refit, stream, bucket, bytes."""
-
-REASON_GRACE_S = 0.25
-"""How long the reason for a lost connection may take to be reported by the party that closed it."""
 
 _MAGIC = 0x524C_5245_4649_5431
 _FIELDS = ("refit", "stream", "bucket", "bytes")
