@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ def test_things_of_another_kind_are_named_with_what_to_write():
         Refit(source, transport=SlotStream, rendezvous=meeting(source_rank=0))
     with pytest.raises(TypeError, match="transport is a str, which has not the methods of Transport"):
         Refit(source, transport="shm", rendezvous=meeting(source_rank=0))
+    half = SimpleNamespace(manifest=source.manifest, shards=source.shards)
+    with pytest.raises(TypeError, match=r"has not the methods of WeightSource \(device\)"):
+        Refit(half, sink)
     with pytest.raises(TypeError, match=r"source is a Linear, .* a module goes into ModuleSource or ModuleSink"):
         Refit(policy, sink)
     with pytest.raises(TypeError, match="rendezvous is a str; write Rendezvous"):

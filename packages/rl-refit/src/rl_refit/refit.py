@@ -567,7 +567,7 @@ class Party:
                         where = "in the engine after the commit"
                         _refuse_difference(readable, resident, where=where, source_rank=source_rank)
             except BaseException as error:
-                _poison(sink, f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}")
+                sink.poison(f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}")
                 raise
             watch.seconds["confirm"] = time.monotonic() - began
             if self.control is not None and (sample.stride != 1 or unreadable):
@@ -622,7 +622,7 @@ class Party:
         torn = sink is not None and not self._whole
         if sink is not None and torn and len(self.agreement.plan.sink.ranks) > 1:
             others = "other ranks have committed" if decision == COMMIT else "other ranks may have committed"
-            _poison(sink, f"this rank gave up in {watch.where()}, and {others}: {_text(message)}")
+            sink.poison(f"this rank gave up in {watch.where()}, and {others}: {_text(message)}")
             error.add_note(f"this rank of the sink is poisoned until a refit succeeds, since {others}")
         if decision == COMMIT:
             with contextlib.suppress(PeerError):
@@ -646,7 +646,7 @@ class Party:
         """
         if control.is_said("committed/all"):
             reason = "the others gave this refit up while this rank still committed, and may have changed its source"
-            _poison(sink, reason)
+            sink.poison(reason)
             raise PoisonedError(f"{reason}; refit again before using the weights", phase="commit")
 
     def _say_committed(self, value: dict[str, Any], watch: Watch) -> str | None:
@@ -662,8 +662,8 @@ class Party:
         if answer["failed"]:
             lines = "".join(f"\n  {party}: {text}" for party, text in answer["failed"].items())
             if self.sides.sink is not None and not self._is_a_replica():
-                _poison(self.sides.sink, f"this rank has committed, and not all that it needs came through:{lines}")
-            elif self.sides.sink is not None and hasattr(self.sides.sink, "repeat"):
+                self.sides.sink.poison(f"this rank has committed, and not all that it needs came through:{lines}")
+            elif self.sides.sink is not None:
                 self.sides.sink.repeat()
             raise RefitError(
                 f"not all parties came through their commit, which the others have done; refit all again before using "
@@ -690,12 +690,6 @@ def _text(message: dict[str, Any]) -> str:
 def _abort_message(error: BaseException, control: Control, watch: Watch) -> dict[str, Any]:
     """The decision that a party proposes when it fails."""
     return error_to_message(error, party=" and ".join(control.rendezvous.mine), where=watch.where())
-
-
-def _poison(sink: WeightSink, reason: str) -> None:
-    poison = getattr(sink, "poison", None)  # a sink that cannot be told so must be watched by its owner
-    if poison is not None:
-        poison(reason)
 
 
 def _require_unchanged(side: str, *, planned: Manifest | None, now: Manifest, rank: int | None) -> None:

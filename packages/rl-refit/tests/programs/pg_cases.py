@@ -401,12 +401,12 @@ def meddle(fault, at):
             if fault in ("drop", "delay"):
                 held.extend([slot.clone()] if fault == "delay" else [])
                 return Done()
-            kept.append(copy := slot.clone())
-            start(group, operation, copy, rank, tag=tag)
+            copy = slot.clone()
+            kept.append((copy, start(group, operation, copy, rank, tag=tag)))
         work = start(group, operation, slot, rank, tag=tag)
         while held:
-            kept.append(late := held.pop())
-            start(group, operation, late, rank, tag=tag)
+            late = held.pop()
+            kept.append((late, start(group, operation, late, rank, tag=tag)))
         return work
 
     Group.start = meddling
