@@ -15,13 +15,15 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
+from torch import Tensor
+
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
-from rl_refit.digest import Boxes, Digest, Sample, VerificationShare, combine_digests, digest_tensor
+from rl_refit.digest import Boxes, Digest, Sample, choose_sample, combine_digests, digest_tensors
 from rl_refit.errors import DeadlineError, DigestError, PeerError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
@@ -61,7 +63,7 @@ class Refit:
         bucket_bytes: See `RefitConfig`, as for the arguments that follow.
         buckets: Slots of the ring.
         deadline_s: Seconds a phase may take.
-        verify: How much is digested: "auto", "full", "sampled", "off". The leader's choice holds for all.
+        verify: How much is digested: "full", "sampled", "off". The leader's choice holds for all.
 
     Raises:
         ValueError: An argument is out of range, or source, sink, transport and rendezvous do not go together.
@@ -89,7 +91,6 @@ class Refit:
         self._transport: Transport = transport or InProcess()
         self._rendezvous = rendezvous
         self._control = None if rendezvous is None else Control(rendezvous)
-        self._share = VerificationShare(verify)
         self._party: Party | None = None
         self._refits = 0
         self._closed = False
@@ -177,7 +178,7 @@ class Refit:
             try:
                 with watch.phase("prepare"):
                     self._refits += 1
-                    refit, sample = self._refits, self._share.sample(self._refits)
+                    refit, sample = self._refits, party.sample(self._config.verify, self._refits)
                     if self._control is not None:  # the leader's version, sample and count hold for all
                         version, sample = self._begin(self._control, version, sample, watch=watch)
                         refit = self._control.refit
@@ -193,7 +194,6 @@ class Refit:
             if self._control is not None:
                 with contextlib.suppress(PeerError):  # all have committed, and know it
                     self._control.over()
-            self._share.learn(watch.seconds)
 
             # The last version of which the same bytes were digested, where they have not changed since.
             chosen = sample.stride, sample.phase % max(1, sample.stride)
@@ -207,6 +207,7 @@ class Refit:
                 buckets=party.schedule.num_buckets,
                 seconds={name: seconds for name, seconds in watch.seconds.items() if name != "confirm"},
                 verified={0: "nothing", 1: "every byte"}.get(sample.stride, f"1/{sample.stride} of the chunks"),
+                uncompared=party.uncompared(sample),
                 digest=digest,
                 same_as=before[0] if before is not None and digest is not None and before[1] == digest else None,
                 kept=tuple(m.name for m in plan.sink.tensors if m.feeding != "fed" and m.name in plan.source.by_name),
@@ -376,7 +377,10 @@ class RefitReport:
     """Seconds by phase: prepare, transfer, verify, commit."""
 
     verified: str
-    """What was digested on both sides: "every byte", "1/8 of the chunks", "nothing"."""
+    """What was digested on both sides: "every byte", "1/16 of the chunks", "nothing"."""
+
+    uncompared: float
+    """The share of the bytes that this process sends or receives of which no digest was compared: 0 to 1."""
 
     digest: str | None
     """Of all that was digested, at all sinks, in hex; equal at every party. None where nothing was."""
@@ -414,12 +418,13 @@ class RefitReport:
         """One line for people."""
         phases = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in self.seconds.items())
         digest = "" if self.digest is None else f", digest {self.digest[:12]}"
+        rest = f" ({100 * self.uncompared:.0f} % not compared)" if self.uncompared else ""
         notes = [f"the same bytes as version {self.same_as}"] if self.same_as is not None else []
         notes += [f"{len(self.kept)} tensors kept as they are"] if self.kept else []
         notes += [f"{len(self.unreadable)} tensors not readable in the engine"] if self.unreadable else []
         return (
             f"version {self.version}: {self.tensors} tensors, {self.bytes:,} bytes {self.transport}, "
-            f"{1e3 * self.total_seconds:.1f} ms ({phases}), verified {self.verified}{digest}"
+            f"{1e3 * self.total_seconds:.1f} ms ({phases}), verified {self.verified}{rest}{digest}"
             + "".join(f", {note}" for note in notes)
         )
 
@@ -467,6 +472,17 @@ class Party:
             if self.control is not None:
                 self._decide(version, watch)
             return self._commit(version, verified, sample=sample, watch=watch)
+
+    def sample(self, verify: Verify, refit: int) -> Sample:
+        """What is digested at refit number `refit`, if this party is the leader; the same for all."""
+        plan = self.agreement.plan
+        largest = max([plan.bytes_received(rank) for rank in plan.sink.ranks], default=0)
+        return choose_sample(verify, refit=refit, largest_bytes=largest)
+
+    def uncompared(self, sample: Sample) -> float:
+        """The share of this process's bytes of which no digest is compared."""
+        total = sum(boxes.nbytes for boxes in self.boxes.values())
+        return 0.0 if not total else 1.0 - sum(boxes.nbytes_of(sample) for boxes in self.boxes.values()) / total
 
     def _prepare(self, version: int, watch: Watch) -> None:
         """See that nothing has changed since the plan was made, and wait until all parties are at this version."""
@@ -535,14 +551,19 @@ class Party:
         by_name: dict[str, list[Region]] = {}
         for region in regions:
             by_name.setdefault(region.name, []).append(region)
+        asked: list[Region] = []
+
+        def views() -> Iterator[Tensor]:
+            for box, tensor in source.shards(by_name):
+                watch.check()
+                for region in by_name[box.name]:
+                    if box.intersect(region) == region:
+                        asked.append(region)
+                        yield tensor if box == region else tensor[region.index_within(box)]
+
         digests: dict[Region, str | None] = {}
-        for box, tensor in source.shards(by_name):
-            watch.check()
-            for region in by_name[box.name]:
-                if box == region:
-                    digests[region] = digest_tensor(tensor)
-                elif box.intersect(region) == region:
-                    digests[region] = digest_tensor(tensor[region.index_within(box)])
+        for number, value in enumerate(digest_tensors(views())):
+            digests[asked[number]] = value
         return combine_digests(regions, digests)
 
     def _commit(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, combine_digests, digest_tensor
+from rl_refit.digest import Digest, combine_digests, digest_tensors
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
@@ -297,15 +297,19 @@ class ModuleSink:
         held_of: dict[str, Sequence[Holding]] = {}
         for name in {region.name for region in regions}:
             held_of[name] = live[name] if transaction is None else self._staged(name, transaction)
+        asked: list[Region] = []
+
+        def places() -> Iterator[Tensor]:
+            for region in regions:
+                for place in _places(held_of[region.name], region) or [_assemble(held_of[region.name], region)]:
+                    asked.append(region)
+                    yield place
+
         digests: dict[Region, str | None] = {}
-        for region in regions:
-            places = _places(held_of[region.name], region)
-            found = {digest_tensor(place) for place in places} or {
-                digest_tensor(_assemble(held_of[region.name], region))
-            }
-            if len(found) > 1:
-                raise DigestError(f"{region} lies in {len(places)} places, and they differ", tensors=(region.name,))
-            digests[region] = found.pop()
+        for number, value in enumerate(digest_tensors(places())):
+            region = asked[number]
+            if digests.setdefault(region, value) != value:
+                raise DigestError(f"{region} lies in several places, which differ", tensors=(region.name,))
         return combine_digests(regions, digests)
 
     def commit(self, version: int) -> None:
