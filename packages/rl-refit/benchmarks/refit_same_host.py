@@ -5,7 +5,8 @@ the engine's own tensors; before each run every tensor of the policy changes, an
 byte. All paths run one after the other in every round, the memcpy too, and the medians of the rounds are compared.
 
     memcpy               the policy's tensors into others of the same process, one after the other
-    arena                Refit with SlotStream(hold=policy), the policy's parameters living in the arena; ModuleSink("staged")
+    arena                Refit with SlotStream(hold=policy), the policy's parameters living in the arena;
+                         ModuleSink("staged")
     arena, copied        the same with parameters elsewhere: one copy more
     ring                 Refit with SlotStream(); ModuleSink("swap")
     … and digests        the same with verify="sampled", the default, instead of "off"
