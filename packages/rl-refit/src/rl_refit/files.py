@@ -86,13 +86,13 @@ def read_version(sink: WeightSink, directory: Path | str, version: int, *, rank:
     files = _files(folder) if folder.is_dir() else {}
     if not _is_complete(files):
         raise RefitError(f"{folder} is not complete: it has {sorted(files) or 'no files'}")
-    opened = {number: safe_open(folder / name, framework="pt") for name, (number, _) in files.items()}
+    opened: dict[int, Any] = {number: safe_open(folder / name, framework="pt") for name, (number, _) in files.items()}
     headers = {number: file.metadata() or {} for number, file in opened.items()}
     if foreign := [number for number, header in headers.items() if header.get("format") != _FORMAT]:
         raise RefitError(f"{folder}: the file of rank {foreign[0]} is not of the format {_FORMAT!r}")
     manifests = [Manifest.from_json(headers[number]["manifest"]) for number in sorted(headers)]
     source = merge_manifests(manifests)
-    boxes = {
+    boxes: dict[tuple[int, str], list[tuple[str, Region, str]]] = {
         (number, name): [] for number, header in headers.items() for name, *_ in json.loads(header["boxes"]).values()
     }
     for number, header in headers.items():
