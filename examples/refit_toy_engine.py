@@ -10,7 +10,7 @@ import tempfile
 import torch
 from torch import nn
 
-from rl_refit import ModuleSink, ModuleSource, Refit, RefitError, Rendezvous, SharedMemory
+from rl_refit import ModuleSink, ModuleSource, Refit, RefitError, Rendezvous, SlotStream
 from rl_refit.fused import fused_gate_up
 
 
@@ -47,7 +47,7 @@ def serve(address, num_refits, results):
     engine = ToyEngine()
     sink = ModuleSink(engine, bindings=where_weights_live)
     meeting = Rendezvous(address, num_sources=1, num_sinks=1, sink_rank=0)
-    refit = Refit(sink=sink, transport=SharedMemory(), rendezvous=meeting)
+    refit = Refit(sink=sink, transport=SlotStream(arena=True), rendezvous=meeting)
     for _ in range(num_refits):
         refit.receive(timeout_s=60)
         sink.check()  # raises if the weights may be torn
@@ -64,7 +64,7 @@ def main():
     policy = Policy()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
     meeting = Rendezvous(address, num_sources=1, num_sinks=1, source_rank=0)
-    refit = Refit(ModuleSource(policy), transport=SharedMemory(), rendezvous=meeting)
+    refit = Refit(ModuleSource(policy), transport=SlotStream(arena=True), rendezvous=meeting)
     for step in (1, 2):
         optimizer.zero_grad()
         policy(torch.ones(8)).square().sum().backward()

@@ -32,7 +32,7 @@ from rl_backends import (
 from rl_generation import Sampling, TransformersEngine
 from rl_launcher.build.engines import weight_source
 from rl_launcher.quickstart.sort_digits import dataset, reward
-from rl_refit import ModuleSink, PointToPoint, Refit, Rendezvous
+from rl_refit import ModuleSink, Refit, Rendezvous, SlotStream
 
 CONFIG = grpo.GRPOConfig(max_num_steps=4, num_prompts=8, num_generations_per_prompt=8)
 # eps as large as this makes a step of AdamW nearly the gradient itself, which the weights then tell element by element.
@@ -53,7 +53,7 @@ class Sync:
             meeting = Rendezvous(
                 f"file://{folder}/refit", num_sources=ranks, num_sinks=ranks, source_rank=rank, sink_rank=rank
             )
-            self.refit = Refit(weight_source(policy), sink, transport=PointToPoint(), rendezvous=meeting)
+            self.refit = Refit(weight_source(policy), sink, transport=SlotStream(), rendezvous=meeting)
         self.rank, self.folder = rank, folder
 
     def __call__(self, *, version):

@@ -15,7 +15,7 @@ import transformers
 
 from rl_backends import DTensorBackend, DTensorConfig, LoraConfig, OptimizerConfig
 from rl_launcher.build.engines import weight_source
-from rl_refit import ModuleSink, PointToPoint, Refit, Rendezvous
+from rl_refit import ModuleSink, Refit, Rendezvous, SlotStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def train(task, meeting):
     lora = LoraConfig(rank=4) if task["lora"] else None
     backend = DTensorBackend(make_model(task["family"]), DTensorConfig(**task["config"], lora_cfg=lora))
     backend.start_training(OptimizerConfig(lr=1e-2), num_steps=2)
-    refit = Refit(weight_source(backend), transport=PointToPoint(), rendezvous=meeting)
+    refit = Refit(weight_source(backend), transport=SlotStream(), rendezvous=meeting)
     examples = make_examples()
     for version in (1, 2):
         backend.forward_backward(examples, lambda logp, rows: (-(logp * rows.trainable).sum() / 28, {}))
@@ -70,7 +70,7 @@ def receive(task, meeting):
     engine = make_model(task["family"])
     for parameter in engine.parameters():
         torch.nn.init.zeros_(parameter)
-    refit = Refit(sink=ModuleSink(engine), transport=PointToPoint(), rendezvous=meeting)
+    refit = Refit(sink=ModuleSink(engine), transport=SlotStream(), rendezvous=meeting)
     for _ in range(2):
         refit.receive()
     torch.save(dict(engine.named_parameters()), Path(task["folder"]) / "received.pt")

@@ -20,7 +20,7 @@ from torch import nn
 
 from rl_refit import ModuleSink, ModuleSource, Refit
 
-PATHS = {"memcpy": None, "refit": "auto", "refit, every byte digested": "full", "refit, no digest": "off"}
+PATHS = {"memcpy": None, "refit": "sampled", "refit, every byte digested": "full", "refit, no digest": "off"}
 """What is measured, and how much of it is verified."""
 
 

@@ -3,7 +3,7 @@
 A trainer of two FSDP-like ranks feeds an engine of one rank, and one of two tensor-parallel ranks, all on this machine.
 Three ways are measured in turns, in every round, and the medians of the rounds are compared:
 
-* `PointToPoint` and `Broadcast`, through `Refit`, in place, without digests;
+* `SlotStream` over gloo, through `Refit`, in place, without digests;
 * `full_tensor()` on the trainer, a broadcast of each tensor, and a copy of the rank's part into the engine.
 
 Every round changes all tensors; after each way each element of the engine is compared. Bytes are those that a rank of
@@ -25,7 +25,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -37,13 +37,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rl_refit import ModuleSink, ModuleSource, Refit
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.transports.broadcast import Broadcast
-from rl_refit.transports.point_to_point import PointToPoint
+from rl_refit.transports.stream import SlotStream
 
 NUM_SOURCES = 2
 NUM_TENSORS = 160
 COLUMNS = 1024
-TRANSPORTS = {"point to point": PointToPoint, "broadcast": Broadcast}
+TRANSPORTS = {"messages": partial(SlotStream, share_memory=False)}
 BASELINE = "gather, broadcast each"
 
 

@@ -5,10 +5,11 @@ the engine's own tensors; before each run every tensor of the policy changes, an
 byte. All paths run one after the other in every round, the memcpy too, and the medians of the rounds are compared.
 
     memcpy               the policy's tensors into others of the same process, one after the other
-    arena                Refit with SharedMemory, the policy's parameters living in the arena; ModuleSink("staged")
+    arena                Refit with SlotStream(hold=policy), the policy's parameters living in the arena;
+                         ModuleSink("staged")
     arena, copied        the same with parameters elsewhere: one copy more
-    ring                 Refit with SharedMemoryRing; ModuleSink("swap")
-    … and digests        the same with verify="auto", the default, instead of "off"
+    ring                 Refit with SlotStream(); ModuleSink("swap")
+    … and digests        the same with verify="sampled", the default, instead of "off"
     gloo                 torch.distributed.broadcast of every tensor
     safetensors          a file in shared memory, written and read anew each time
     pickle               a pickled dict of tensors through a pipe
@@ -44,7 +45,7 @@ import torch
 from torch import nn
 
 from rl_refit import ModuleSink, ModuleSource, Refit, Rendezvous
-from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+from rl_refit.transports.stream import SlotStream
 
 REFITS = ("arena", "arena and digests", "arena, copied", "ring", "ring and digests")
 OTHERS = ("gloo", "safetensors", "pickle")
@@ -101,7 +102,7 @@ def rendezvous(settings: Settings, path: str, **rank: int) -> Rendezvous:
 
 def refit_options(settings: Settings, path: str) -> dict[str, Any]:
     return {
-        "verify": "auto" if path.endswith("digests") else "off",
+        "verify": "sampled" if path.endswith("digests") else "off",
         "bucket_bytes": settings.bucket_bytes,
         "buckets": settings.buckets,
     }
@@ -164,7 +165,7 @@ class Engine:
                 arena = path.startswith("arena")
                 self.refits[path] = Refit(
                     sink=ModuleSink(self.model_of(path), mode="staged" if arena else "swap"),
-                    transport=SharedMemory() if arena else SharedMemoryRing(),
+                    transport=SlotStream(arena=arena),
                     rendezvous=rendezvous(self.settings, path, sink_rank=0),
                     **refit_options(self.settings, path),
                 )
@@ -233,7 +234,7 @@ class Trainer:
         hold = None if "copied" in path else policy
         return Refit(
             source=ModuleSource(policy),
-            transport=SharedMemory(hold=hold) if arena else SharedMemoryRing(),
+            transport=SlotStream(arena=arena, hold=hold if arena else None),
             rendezvous=rendezvous(self.settings, path, source_rank=0),
             **refit_options(self.settings, path),
         )

@@ -83,7 +83,7 @@ def test_a_refit_under_inference_mode_does_not_spoil_the_next():
         assert not engine.weight.is_inference()
 
 
-@pytest.mark.parametrize("mode", ["staged", "swap", "in_place", "shadow"])
+@pytest.mark.parametrize("mode", ["staged", "swap", "in_place"])
 def test_a_trainer_and_an_engine_that_share_memory_are_refused_with_nothing_touched(mode):
     policy = holder(a=torch.zeros(3), b=torch.ones(3))
     engine = holder(a=policy.b, b=policy.a)

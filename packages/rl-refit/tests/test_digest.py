@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_refit import Digest, digest_tensor
-from rl_refit.digest import ROW_WORDS, _weights
+from rl_refit import Digest, digest, digest_tensor
+from rl_refit.digest import ROW_WORDS, _weights, digest_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool]
 DTYPES += [torch.float8_e4m3fn, torch.complex64, torch.uint8]
@@ -126,3 +126,20 @@ def test_digests_of_a_set_name_what_differs():
     one, other = Digest({"a": "1", "b": "2", "c": "3"}), Digest({"c": "3", "b": "0", "d": "4"})
     assert one.differing(other) == ("a", "b", "d")
     assert one.hex == Digest({"c": "3", "b": "2", "a": "1"}).hex != other.hex
+
+
+def test_tensors_digested_together_are_digested_as_each_alone(monkeypatch):
+    tensors = [torch.randn(n, 300).t() for n in (0, 1, 5, 900)] + [torch.arange(7)[1:], torch.tensor(3.0)]
+    alone = [digest_tensor(tensor) for tensor in tensors]
+    assert [*digest_tensors(tensors)] == alone
+    monkeypatch.setattr(digest, "_READ_BACK_BYTES", 1)
+    assert [*digest_tensors(tensors)] == alone
+
+
+def test_what_was_summed_is_read_back_once_for_many_tensors(monkeypatch):
+    readings, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (readings.append(tensor.nbytes), cpu(tensor))[1])
+    tensors = [torch.ones(2**20) for _ in range(16)]  # 64 MiB
+    assert len({*digest_tensors(tensors)}) == 1
+    assert len(readings) == 1
+    assert readings[0] < 2**19

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from rl_refit import ModuleSink, ModuleSource, Refit, RefitError, Rendezvous, SharedMemory, StateDictSource
+from rl_refit import ModuleSink, ModuleSource, Refit, RefitError, Rendezvous, SlotStream, StateDictSource
 
 
 def meeting(address=None, **more):
@@ -19,14 +20,17 @@ def meeting(address=None, **more):
 def test_things_of_another_kind_are_named_with_what_to_write():
     policy, engine = nn.Linear(2, 2), nn.Linear(2, 2)
     source, sink = ModuleSource(policy), ModuleSink(engine)
-    with pytest.raises(TypeError, match=r"transport is the class SharedMemory; write SharedMemory\(…\)"):
-        Refit(source, transport=SharedMemory, rendezvous=meeting(source_rank=0))
+    with pytest.raises(TypeError, match=r"transport is the class SlotStream; write SlotStream\(…\)"):
+        Refit(source, transport=SlotStream, rendezvous=meeting(source_rank=0))
     with pytest.raises(TypeError, match="transport is a str, which has not the methods of Transport"):
         Refit(source, transport="shm", rendezvous=meeting(source_rank=0))
+    half = SimpleNamespace(manifest=source.manifest, shards=source.shards)
+    with pytest.raises(TypeError, match=r"has not the methods of WeightSource \(device\)"):
+        Refit(half, sink)
     with pytest.raises(TypeError, match=r"source is a Linear, .* a module goes into ModuleSource or ModuleSink"):
         Refit(policy, sink)
     with pytest.raises(TypeError, match="rendezvous is a str; write Rendezvous"):
-        Refit(source, transport=SharedMemory(), rendezvous="tcp://127.0.0.1:1")
+        Refit(source, transport=SlotStream(), rendezvous="tcp://127.0.0.1:1")
     for wrong in (ModuleSource, ModuleSink):
         with pytest.raises(
             TypeError, match=r"expected an nn\.Module, got OrderedDict; a mapping of tensors is a StateDictSource"
@@ -72,7 +76,7 @@ def test_one_thread_at_a_time():
 
 
 def test_close_ends_a_receive_that_waits():
-    refit = Refit(sink=ModuleSink(nn.Linear(2, 2)), transport=SharedMemory(), rendezvous=meeting(sink_rank=0))
+    refit = Refit(sink=ModuleSink(nn.Linear(2, 2)), transport=SlotStream(), rendezvous=meeting(sink_rank=0))
     raised = []
 
     def receive():

@@ -9,17 +9,17 @@ import torch
 from torch.distributed import HashStore
 
 from rl_refit.buckets import Piece
-from rl_refit.errors import DeadlineError, RefitError
+from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Stream
+from rl_refit.transports import messages
 from rl_refit.transports.base import Channel, Transport, Watch
-from rl_refit.transports.broadcast import Broadcast
-from rl_refit.transports.groups import Address, backend_for
-from rl_refit.transports.point_to_point import PointToPoint
-from rl_refit.transports.seating import Seating, hop_of, take_seats
-from rl_refit.transports.wire import check_header, slots_of, write_header
+from rl_refit.transports.messages import Address, check_header, write_header
+from rl_refit.transports.peers import Peers, Process, hops_of, join
+from rl_refit.transports.stream import SlotStream
 
-TRANSPORTS = ("point_to_point", "broadcast")
+WAYS = ("messages", "hosts", "ring", "ordered")
+TRANSPORTS = ("messages", "hosts")
 NCCL_PROCESSES = 2
 
 
@@ -40,12 +40,8 @@ def world(tmp_path_factory):
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 5])
 def test_every_byte_arrives_once_in_any_world_and_nobody_waits_in_a_circle(world, processes):
     # Each seed: up to `processes` source and sink ranks, some in one process, random layouts, nodes, buckets and slots.
-    worlds = world.run("shapes", processes=processes, seeds=[100 * processes, 100 * processes + 7])
-    assert sum(worlds) >= 14
-
-
-def test_a_group_of_the_users_own_serves_as_well(world):
-    assert sum(world.run("shapes", processes=3, seeds=[40, 52], one_group=True)) >= 24
+    worlds = world.run("shapes", processes=processes, seeds=[100 * processes, 100 * processes + 6])
+    assert sum(worlds) >= 6 * len(WAYS)
 
 
 @pytest.mark.gpu
@@ -53,7 +49,7 @@ def test_a_group_of_the_users_own_serves_as_well(world):
     torch.cuda.device_count() < NCCL_PROCESSES, reason="NCCL wants a GPU for each process, and this takes two"
 )
 def test_every_byte_arrives_once_over_nccl(world):
-    assert sum(world.run("shapes", processes=NCCL_PROCESSES, seeds=[0, 20], device="cuda")) >= 40
+    assert sum(world.run("shapes", processes=NCCL_PROCESSES, seeds=[0, 20], device="cuda", ways=["messages"])) >= 20
 
 
 # -- Real modules, through Refit --------------------------------------------------------------------
@@ -77,24 +73,29 @@ def test_an_engine_gets_the_bits_of_a_sharded_policy_and_each_rank_only_its_own(
     found = world.run(
         "modules",
         processes=processes,
-        worlds=TRANSPORTS,
+        worlds=WAYS,
         model=model,
         sources=sources,
         sinks=sinks,
         colocated=colocated,
     )
-    digests = {name: {process[name][0] for process in found} for name in TRANSPORTS}
-    assert digests["point_to_point"] == digests["broadcast"]
-    assert len(digests["broadcast"]) == 1
-    assert None not in digests["broadcast"]
-    assert {process["point_to_point"][1] for process in found} == {"point-to-point over gloo"}
+    assert len({process[way][0] for process in found for way in WAYS} - {None}) == 1
+    assert {process["messages"][1] for process in found} == {"gloo"}
+    assert {process["ring"][1] for process in found} == {"shared memory"}
+    assert {process["hosts"][1] for process in found} <= {
+        "gloo",
+        "shared memory",
+        "shared memory and gloo",
+        "gloo and shared memory",
+        "in process",
+    }
 
 
 def test_replicas_on_one_host_are_fed_once_and_relay_to_one_another(world):
     found = world.run(
-        "modules", processes=4, worlds=["point_to_point"], model="llama", sources=["whole", 2], sinks=["whole", 2]
+        "modules", processes=4, worlds=["messages"], model="llama", sources=["whole", 2], sinks=["whole", 2]
     )
-    relayed = [process["point_to_point"][2] for process in found]
+    relayed = [process["messages"][2] for process in found]
     assert relayed[0] == relayed[1] == 0  # the sources
     assert relayed[2] > 0
     assert relayed[3] > 0
@@ -127,35 +128,49 @@ def stream(*sink_ranks):
     return Stream(number=0, source_rank=0, sink_ranks=sink_ranks, buckets=((Piece(Region("t", (0,), (4,)), 0, 16),),))
 
 
-def seated(own, **processes):
-    return Seating(processes={name.replace("_", " "): number for name, number in processes.items()}, own=own)
+def peers(*places, maps=True, device="cpu"):
+    """Processes, each given as its host and its parties."""
+    processes = tuple(
+        Process(parties=parties, host=host, host_name=host, device=device, gpu=f"{n}", visible=("0", "1", "2", "3"))
+        for n, (host, *parties) in enumerate((host, *parties) for host, *parties in places)
+        for parties in [tuple(parties)]
+    )
+    return Peers(processes=processes, own=0, maps=maps, on_gpus=device == "cuda")
 
 
-def test_the_first_sink_relays_to_the_others():
-    apart = {"source_0": 0, "sink_0": 1, "sink_1": 2, "sink_2": 3}
-    hops = [hop_of(stream(1, 0, 2), seated(own, **apart)) for own in range(5)]
-    assert [hop.targets for hop in hops[:4]] == [((2, "sink 1"),), (), ((1, "sink 0"), (3, "sink 2")), ()]
-    assert [hop.origin for hop in hops[:4]] == [None, (2, "sink 1"), (0, "source 0"), (2, "sink 1")]
-    assert [hop.delivers_here for hop in hops[:4]] == [False, True, True, True]
-    assert hops[4] is None
+APART = [("a", "source 0"), ("b", "sink 0"), ("b", "sink 1"), ("b", "sink 2")]
 
 
-def test_a_source_that_is_the_first_sink_sends_to_the_others_itself():
-    hop = hop_of(stream(0, 1, 2), seated(0, source_0=0, sink_0=0, sink_1=1, sink_2=2))
-    assert (hop.origin, hop.targets, hop.delivers_here) == (None, ((1, "sink 1"), (2, "sink 2")), True)
-    hop = hop_of(stream(0, 1, 2), seated(2, source_0=0, sink_0=0, sink_1=1, sink_2=2))
-    assert (hop.origin, hop.targets, hop.delivers_here) == ((0, "source 0"), (), True)
+def test_of_a_host_that_shares_no_memory_with_the_source_one_receives_and_the_others_map_its_slots():
+    hops = hops_of(stream(1, 0, 2), peers(*APART))
+    assert hops[0].receivers == ((2, "sink 1"),)
+    assert (hops[2].origin, hops[2].is_mapped) == ((0, "source 0"), False)
+    assert hops[2].readers == ((1, "sink 0"), (3, "sink 2"))
+    assert [(hops[n].origin, hops[n].is_mapped) for n in (1, 3)] == [((2, "sink 1"), True)] * 2
 
 
-def test_nothing_is_handed_back_to_where_it_came_from():
-    places = {"source_0": 0, "sink_0": 1, "sink_1": 0}
-    source, first = (hop_of(stream(0, 1), seated(own, **places)) for own in range(2))
-    assert (source.targets, source.delivers_here) == (((1, "sink 0"),), True)
-    assert first.targets == ()
+def test_where_no_memory_is_shared_the_first_sends_to_the_others():
+    hops = hops_of(stream(1, 0, 2), peers(*APART, maps=False))
+    assert (hops[2].receivers, hops[2].readers) == (((1, "sink 0"), (3, "sink 2")), ())
+    assert not hops[1].is_mapped
+
+
+def test_whoever_is_on_the_host_of_the_source_reads_its_slots():
+    hops = hops_of(stream(0, 1, 2), peers(("a", "source 0", "sink 0"), ("a", "sink 1"), ("b", "sink 2")))
+    assert hops[0].delivers_here
+    assert (hops[0].readers, hops[0].receivers) == (((1, "sink 1"),), ((2, "sink 2"),))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "device", "medium"),
+    [("aa", "cpu", "shared memory"), ("ab", "cpu", "gloo"), ("aa", "cuda", "CUDA IPC"), ("ab", "cuda", "NCCL")],
+)
+def test_each_pair_has_the_medium_of_its_hosts_and_devices(hosts, device, medium):
+    assert peers((hosts[0], "source 0"), (hosts[1], "sink 0"), device=device).medium(0, 1) == medium
 
 
 def test_a_header_names_what_was_expected_and_what_came():
-    (slot,) = slots_of(100, 1, torch.device("cpu"))
+    slot = torch.zeros(1024, dtype=torch.uint8)
     write_header(slot, (3, 1, 7, 100))
     check_header(slot, (3, 1, 7, 100), "source 1")
     with pytest.raises(
@@ -168,15 +183,8 @@ def test_a_header_names_what_was_expected_and_what_came():
         check_header(slot, (3, 1, 6, 90), "source 1")
 
 
-def test_slots_hold_a_header_and_a_bucket_and_none_are_made_for_nothing():
-    assert [slot.nbytes for slot in slots_of(513, 3, torch.device("cpu"))] == [512 + 1024] * 3
-    assert slots_of(0, 2, torch.device("cpu")) == ()
-    assert slots_of(8, 0, torch.device("cpu")) == ()
-
-
-@pytest.mark.parametrize("kind", [Broadcast, PointToPoint])
-def test_both_are_transports_that_refuse_a_transfer_when_closed(kind):
-    transport = kind()
+def test_a_closed_transport_refuses_a_transfer():
+    transport = SlotStream()
     assert isinstance(transport, Transport)
     assert transport.extra_bytes == 0
     transport.close()
@@ -184,31 +192,33 @@ def test_both_are_transports_that_refuse_a_transfer_when_closed(kind):
     with pytest.raises(RefitError, match="closed; open it before a transfer"):
         transport.transfer(None, None, Watch(deadline_s=1))
     with pytest.raises(ValueError, match="a host or an interface, not both"):
-        kind(host="localhost", interface="lo")
+        SlotStream(host="localhost", interface="lo")
 
 
-def test_devices_without_a_backend_are_refused():
-    assert [backend_for(torch.device(name)) for name in ("cpu", "cuda:1")] == ["gloo", "nccl"]
+def alone(*, device="cpu", store=None):
+    schedule = SimpleNamespace(streams=(stream(0),))
+    return Channel(schedule=schedule, source_rank=0, sink_rank=None, slots=2, device=torch.device(device), store=store)
+
+
+def test_devices_without_a_medium_are_refused():
     with pytest.raises(RefitError, match=r"cpu and cuda; got device='mps'"):
-        backend_for(torch.device("mps"))
+        join(alone(device="mps"), Watch(deadline_s=1), maps=True)
     assert Address().host is None
 
 
 def test_a_peer_that_does_not_come_ends_the_wait_at_the_deadline_by_name():
-    channel = Channel(
-        schedule=SimpleNamespace(streams=(stream(0),)),
-        source_rank=0,
-        sink_rank=None,
-        slots=2,
-        device=torch.device("cpu"),
-        store=HashStore(),
-    )
     with pytest.raises(DeadlineError, match="waiting for sink 0"):
-        PointToPoint().open(channel, Watch(deadline_s=0.1))
+        SlotStream().open(alone(store=HashStore()), Watch(deadline_s=0.1))
 
 
 def test_other_processes_without_a_store_are_refused():
-    schedule = SimpleNamespace(streams=(stream(0),))
-    channel = Channel(schedule=schedule, source_rank=0, sink_rank=None, slots=2, device=torch.device("cpu"), store=None)
     with pytest.raises(RefitError, match="the streams join source 0, sink 0, and this process is source 0 alone"):
-        take_seats(channel, Watch(deadline_s=1))
+        join(alone(), Watch(deadline_s=1), maps=True)
+
+
+def test_a_thread_that_fails_to_connect_says_why_at_once():
+    def make():
+        raise ImportError("this release of torch has no such backend")
+
+    with pytest.raises(PeerError, match="ImportError: this release of torch has no such backend"):
+        messages._in_background(make, Watch(deadline_s=60))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from rl_refit.digest import CHUNK_BYTES, COST, LARGEST_STRIDE, Boxes, Sample, VerificationShare
+from rl_refit import ModuleSink, ModuleSource, Refit, digest
+from rl_refit.digest import CHUNK_BYTES, Boxes, Sample, choose_sample
 from rl_refit.layout import Region
 
 
@@ -35,29 +38,39 @@ def test_a_negative_stride_is_refused():
         Sample(stride=-1)
 
 
-@given(
-    digest_s=st.floats(1e-6, 100),
-    move_s=st.floats(1e-6, 100),
+@pytest.mark.parametrize(
+    ("verify", "refit", "nbytes", "stride"),
+    [
+        ("full", 7, 10**12, 1),
+        ("off", 1, 10, 0),
+        ("sampled", 1, 10**12, 1),  # the first is compared whole
+        ("sampled", 7, 10**12, 16),
+        ("sampled", 7, 64 * 2**20, 1),  # what costs nothing is compared whole
+    ],
 )
-def test_auto_begins_with_every_byte_and_then_stays_below_its_share(digest_s, move_s):
-    share = VerificationShare("auto")
-    assert share.sample(1).stride == 1
-    share.learn({"prepare": 0.0, "transfer": move_s, "verify": digest_s, "commit": 0.0})
-    stride = share.sample(2).stride
-    assert stride == LARGEST_STRIDE or digest_s / stride <= max(COST * move_s, 0.005) * 1.0001
-    assert stride == 1 or digest_s / (stride / 2) > max(COST * move_s, 0.005) * 0.9999  # no thinner than needed
+def test_what_is_compared_follows_from_what_was_asked_for_and_how_much_there_is(verify, refit, nbytes, stride):
+    assert choose_sample(verify, refit=refit, largest_bytes=nbytes).stride == stride
 
 
-def test_what_was_measured_on_a_sample_is_scaled_to_all():
-    share = VerificationShare("auto")
-    share.learn({"transfer": 1.0, "verify": 2.0, "commit": 0.0})
-    assert share.sample(2).stride == 8
-    share.learn({"transfer": 1.0, "verify": 0.25, "commit": 0.0})
-    assert share.sample(3).stride == 8
+def test_sixteen_sampled_refits_in_a_row_begin_with_every_chunk_once():
+    samples = [choose_sample("sampled", refit=refit, largest_bytes=10**9) for refit in range(100, 116)]
+    assert {sample.phase % 16 for sample in samples} == set(range(16))
 
 
-@pytest.mark.parametrize(("verify", "stride"), [("full", 1), ("sampled", 16), ("off", 0)])
-def test_what_was_asked_for_is_not_changed_by_what_it_costs(verify, stride):
-    share = VerificationShare(verify)
-    share.learn({"transfer": 1e-3, "verify": 100.0, "commit": 0.0})
-    assert share.sample(7).stride == stride
+def test_the_bytes_of_a_sample_are_those_of_its_chunks():
+    boxes = Boxes([(Region("w", (0,), (5 * CHUNK_BYTES,)), 2), (Region("v", (0,), (3,)), 4)])
+    assert boxes.nbytes == boxes.nbytes_of(Sample()) == 10 * CHUNK_BYTES + 12
+    assert boxes.nbytes_of(Sample(stride=0)) == 0
+    assert sum(boxes.nbytes_of(Sample(stride=4, phase=phase)) for phase in range(4)) == boxes.nbytes
+
+
+def test_the_report_says_what_share_was_not_compared(monkeypatch):
+    monkeypatch.setattr(digest, "SMALL_BYTES", 0)
+    monkeypatch.setattr(digest, "CHUNK_BYTES", 2**10)
+    policy, engine = nn.Linear(256, 64, bias=False), nn.Linear(256, 64, bias=False)  # 64 chunks of one row
+    refit = Refit(ModuleSource(policy), ModuleSink(engine))
+    assert refit(version=1).uncompared == 0
+    report = refit(version=2)
+    assert (report.verified, report.uncompared) == ("1/16 of the chunks", 60 / 64)
+    assert "verified 1/16 of the chunks (94 % not compared), digest" in report.explain()
+    assert torch.equal(policy.weight, engine.weight)

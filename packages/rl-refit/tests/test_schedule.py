@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from rl_refit.topology import Topology
 from rl_refit.transports.base import Inbox, Outbox, Watch
 
 seeds = st.integers(0, 2**32 - 1)
-routings = st.sampled_from(["unicast", "multicast"])
 MAX_RANKS = 8
 
 
@@ -124,9 +122,9 @@ def play(schedule):
 
 
 @settings(max_examples=300)
-@given(seeds, routings, st.sampled_from([None, 512, 1024]))
-def test_every_sink_rank_stages_each_of_its_elements_exactly_once(seed, routing, bucket_bytes):
-    schedule = make_schedule(some_plan(random.Random(seed)), routing=routing, bucket_bytes=bucket_bytes)
+@given(seeds, st.sampled_from([None, 512, 1024]))
+def test_every_sink_rank_stages_each_of_its_elements_exactly_once(seed, bucket_bytes):
+    schedule = make_schedule(some_plan(random.Random(seed)), bucket_bytes=bucket_bytes)
     for sink in play(schedule).values():
         for box in sink.boxes:
             assert torch.equal(sink.staged[box], part_of(schedule.plan.sink.by_name[box.name], box)), box
@@ -134,32 +132,9 @@ def test_every_sink_rank_stages_each_of_its_elements_exactly_once(seed, routing,
 
 
 @settings(max_examples=300)
-@given(seeds)
-def test_multicast_sends_what_anybody_needs_once_from_one_holder(seed):
-    schedule = make_schedule(some_plan(random.Random(seed)), routing="multicast", bucket_bytes=512)
-    plan = schedule.plan
-    assert {stream.sink_ranks for stream in schedule.streams} <= {plan.sink.ranks}
-    assert max(Counter(stream.source_rank for stream in schedule.streams).values(), default=1) == 1
-    times = {meta.name: torch.zeros(meta.shape, dtype=torch.int64) for meta in plan.sink.tensors}
-    for stream in schedule.streams:
-        for piece in (piece for bucket in stream.buckets for piece in bucket):
-            times[piece.region.name][piece.region.index_within(whole(plan.sink.by_name[piece.region.name]))] += 1
-    for meta in plan.sink.tensors:
-        needed = torch.zeros(meta.shape, dtype=torch.int64)
-        for boxes in meta.regions().values():
-            for box in boxes:
-                needed[box.index_within(whole(meta))] = 1
-        assert torch.equal(times[meta.name], needed)
-
-
-def whole(meta):
-    return Region(meta.name, (0,) * len(meta.shape), meta.shape)
-
-
-@settings(max_examples=300)
-@given(seeds, routings, st.sampled_from([512, 2048]))
-def test_buckets_keep_their_size_and_pieces_their_alignment(seed, routing, bucket_bytes):
-    schedule = make_schedule(some_plan(random.Random(seed)), routing=routing, bucket_bytes=bucket_bytes)
+@given(seeds, st.sampled_from([512, 2048]))
+def test_buckets_keep_their_size_and_pieces_their_alignment(seed, bucket_bytes):
+    schedule = make_schedule(some_plan(random.Random(seed)), bucket_bytes=bucket_bytes)
     assert schedule.num_buckets == sum(len(stream.buckets) for stream in schedule.streams)
     for stream in schedule.streams:
         assert stream.buckets
@@ -169,12 +144,12 @@ def test_buckets_keep_their_size_and_pieces_their_alignment(seed, routing, bucke
 
 
 @settings(max_examples=300)
-@given(seeds, routings)
-def test_parties_that_block_never_wait_in_a_circle(seed, routing):
+@given(seeds)
+def test_parties_that_block_never_wait_in_a_circle(seed):
     """A stream runs when every party of it has come to it; a process has a rank of the source, of the sink, or both,
     and works through its streams one after the other."""
     rng = random.Random(seed)
-    schedule = make_schedule(some_plan(rng), routing=routing, bucket_bytes=512)
+    schedule = make_schedule(some_plan(rng), bucket_bytes=512)
     of_source, of_sink = (rng.sample(range(MAX_RANKS), MAX_RANKS) for _ in range(2))  # rank -> process
 
     def parties(stream):
@@ -202,7 +177,7 @@ def test_in_each_turn_no_rank_takes_part_twice(sources, sinks):
     meta = {"name": "w", "shape": shape, "dtype": "int8"}
     source = TensorMeta(**meta, layout=Layout.from_placements((sources,), (0,)))
     sink = TensorMeta(**meta, layout=Layout.from_placements((sinks,), (1,)))
-    schedule = make_schedule(plan_refit(Manifest((source,)), Manifest((sink,))), routing="unicast", bucket_bytes=512)
+    schedule = make_schedule(plan_refit(Manifest((source,)), Manifest((sink,))), bucket_bytes=512)
     ways = [(stream.source_rank, *stream.sink_ranks) for stream in schedule.streams]
     assert len(ways) == sources * sinks
     assert [stream.number for stream in schedule.streams] == list(range(len(ways)))
@@ -216,15 +191,6 @@ def test_in_each_turn_no_rank_takes_part_twice(sources, sinks):
     assert all(stream in schedule.of_sink(stream.sink_ranks[0]) for stream in schedule.streams)
 
 
-def test_replicas_take_turns_in_a_multicast():
-    """Two trainers hold all of it: each broadcasts half of the tensors."""
-    both, layout = Layout.from_placements((2,), (None,)), Layout.from_placements((2,), (None,))
-    metas = [{"name": f"w{i}", "shape": (512,), "dtype": "int8"} for i in range(6)]
-    sides = [Manifest(tuple(TensorMeta(**meta, layout=side) for meta in metas)) for side in (both, layout)]
-    schedule = make_schedule(plan_refit(*sides), routing="multicast", bucket_bytes=512)
-    assert [(stream.source_rank, len(stream.buckets)) for stream in schedule.streams] == [(0, 3), (1, 3)]
-
-
 def test_a_bucket_that_is_not_aligned_is_refused():
     with pytest.raises(ValueError, match="positive multiple of 512 bytes; got bucket_bytes=100"):
-        make_schedule(some_plan(random.Random(1)), routing="unicast", bucket_bytes=100)
+        make_schedule(some_plan(random.Random(1)), bucket_bytes=100)

@@ -8,15 +8,15 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refit_simulator import CALIBRATED, HARDWARE, MODELS, SCHEMES, Costs, Options, Parallelism, Workload, simulate
+from refit_simulator.crossovers import crossovers_of
+from refit_simulator.floor import floor_of
+from refit_simulator.models import SimulatedModel
+from refit_simulator.traffic import traffic_of
 
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import plan_refit
-from rl_refit.simulator import CALIBRATED, HARDWARE, MODELS, SCHEMES, Costs, Options, Parallelism, Workload, simulate
-from rl_refit.simulator.crossovers import crossovers_of
-from rl_refit.simulator.floor import floor_of
-from rl_refit.simulator.models import SimulatedModel
-from rl_refit.simulator.traffic import traffic_of
 
 TINY = SimulatedModel(
     name="tiny",

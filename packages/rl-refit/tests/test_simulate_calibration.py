@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from rl_refit.simulator.calibration import compare, errors_of
-from rl_refit.simulator.costs import CALIBRATED
-from rl_refit.simulator.published import NOT_PREDICTED, ROWS
-from rl_refit.simulator.report import calibration_as_text, calibration_errors
+from refit_simulator.calibration import compare, errors_of
+from refit_simulator.costs import CALIBRATED
+from refit_simulator.published import NOT_PREDICTED, ROWS
+from refit_simulator.report import calibration_as_text, calibration_errors
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -118,7 +119,9 @@ def test_costs_and_bandwidths_can_be_given(capsys):
 
 def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "rl_refit", "simulate", *shlex.split(SMALL)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    paths = os.pathsep.join([str(DOCUMENT.parent / "tools"), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert "predicted" in result.stdout
     refused = subprocess.run([sys.executable, "-m", "rl_refit"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
@@ -155,3 +158,11 @@ def test_the_console_script_is_this_command():
     pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     module, _, function = pyproject["project"]["scripts"]["rl-refit"].partition(":")
     assert getattr(import_module(module), function) is main
+
+
+def test_without_the_tool_the_command_says_where_it_is(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "refit_simulator", None)
+    monkeypatch.delitem(sys.modules, "refit_simulator.command", raising=False)
+    code, printed = run(capsys, SMALL)
+    assert code == 2
+    assert "docs/tools on PYTHONPATH" in printed.err

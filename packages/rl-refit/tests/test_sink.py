@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -225,6 +228,69 @@ def test_neighbours_in_one_storage_are_not_mistaken_for_overlap():
     stage_all(sink, holding(first=torch.ones(2, 3), second=torch.full((2, 3), 2.0), empty=torch.zeros(0, 3)))
     sink.commit(1)
     assert base.sum(1).tolist() == [3, 3, 6, 6]
+
+
+def test_check_refuses_while_a_commit_writes_and_serving_keeps_it_waiting():
+    sink, said = ModuleSink(linear(1.0), before_commit=lambda version: said.append(("before", version))), []
+    stage_all(sink, linear(2.0))
+    looked = threading.Event()
+
+    def look():
+        with sink.serving() as version:
+            said.append((version, values(sink._reader._module)))
+            looked.set()
+            while not sink._writing:  # the commit has begun, and waits for this thread
+                time.sleep(0.001)
+            with pytest.raises(PoisonedError, match="being written"):
+                sink.check()
+            said.append((version, values(sink._reader._module)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    assert looked.wait(60)
+    sink.commit(3)
+    thread.join()
+    sink.check()
+    assert said == [(None, {1.0}), ("before", 3), (None, {1.0})]
+    with sink.serving() as version:
+        assert (version, values(sink._reader._module)) == (3, {2.0})
+
+
+def test_a_commit_does_not_wait_for_its_own_thread_nor_for_ever():
+    sink = ModuleSink(linear(1.0), wait_s=0.01)
+    stage_all(sink, linear(2.0))
+    with sink.serving(), pytest.raises(RefitError, match="this thread is in `serving`"):
+        sink.commit(1)
+    entered, leave = threading.Event(), threading.Event()
+
+    def serve():
+        with sink.serving():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert entered.wait(60)
+    with pytest.raises(RefitError, match=r"1 threads still serve after wait_s=0\.01; nothing was written"):
+        sink.commit(1)
+    assert values(sink._reader._module) == {1.0}
+    leave.set()
+    thread.join()
+    sink.commit(1)
+    assert values(sink._reader._module) == {2.0}
+
+
+def test_an_engine_that_cannot_stop_keeps_its_weights():
+    def refuse(version):
+        raise OSError("requests are under way")
+
+    sink = ModuleSink(linear(1.0), before_commit=refuse)
+    stage_all(sink, linear(2.0))
+    with pytest.raises(OSError, match="under way"):
+        sink.commit(1)
+    sink.abort()
+    sink.check()
+    assert values(sink._reader._module) == {1.0}
 
 
 def test_a_module_sink_is_a_weight_sink():

@@ -23,9 +23,7 @@ from rl_refit import (
     StateDictSource,
 )
 from rl_refit.errors import AbortedError, PeerError
-from rl_refit.transports.broadcast import Broadcast
-from rl_refit.transports.point_to_point import PointToPoint
-from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+from rl_refit.transports.stream import SlotStream
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import HANG_S, World, all_well, model, rendezvous, same_weights, together
@@ -46,7 +44,7 @@ def test_a_receive_without_a_trainer_ends_and_leaves_the_sink_as_it_was(tmp_path
     engine = model(5)
     sink = ModuleSink(engine)
     met = rendezvous(HashStore(), sink_rank=0)
-    refit = Refit(sink=sink, transport=SharedMemoryRing(directory=str(tmp_path)), rendezvous=met)
+    refit = Refit(sink=sink, transport=SlotStream(directory=str(tmp_path)), rendezvous=met)
     for _ in range(2):
         with pytest.raises(DeadlineError, match=r"no refit began within timeout_s=0\.2") as caught:
             refit.receive(timeout_s=0.2)
@@ -165,15 +163,15 @@ def test_parties_that_could_not_open_their_transport_agree_anew(tmp_path):
         assert same_weights(world.policy, world.engines[0])
 
 
-@pytest.mark.parametrize("transport", [SharedMemory, SharedMemoryRing, PointToPoint, Broadcast])
+@pytest.mark.parametrize("transport", [{}, {"arena": True}, {"share_memory": False}])
 def test_processes_that_are_both_sides_refit_each_other(tmp_path, transport):
     policy, engines = model(1), [model(2), model(3)]
-    store, directory = HashStore(), {"directory": str(tmp_path)} if transport.__name__.startswith("Shared") else {}
+    store, directory = HashStore(), {"directory": str(tmp_path)}
     refits = [
         Refit(
             ModuleSource(policy),
             ModuleSink(engine),
-            transport(**directory),
+            SlotStream(**transport, **directory),
             rendezvous=rendezvous(store, sources=2, sinks=2, source_rank=rank, sink_rank=rank),
             bucket_bytes=1024,
             verify="full",
@@ -189,12 +187,14 @@ def test_processes_that_are_both_sides_refit_each_other(tmp_path, transport):
     together(*(refit.close for refit in refits))
 
 
-@pytest.mark.parametrize("transport", [SharedMemory, SharedMemoryRing, PointToPoint, Broadcast])
+@pytest.mark.parametrize("transport", [{}, {"arena": True}, {"share_memory": False}])
 def test_a_process_that_is_both_sides_refits_itself(tmp_path, transport):
     policy, engine = model(1), model(2)
-    directory = {"directory": str(tmp_path)} if transport.__name__.startswith("Shared") else {}
+    directory = {"directory": str(tmp_path)}
     met = rendezvous(HashStore(), source_rank=0, sink_rank=0)
-    refit = Refit(ModuleSource(policy), ModuleSink(engine), transport(**directory), rendezvous=met, verify="full")
+    refit = Refit(
+        ModuleSource(policy), ModuleSink(engine), SlotStream(**transport, **directory), rendezvous=met, verify="full"
+    )
     assert refit(version=4).version == 4
     assert same_weights(policy, engine)
     refit.close()
@@ -256,7 +256,7 @@ def test_ranks_that_share_a_model_are_all_poisoned_by_one_that_fails_and_can_be_
     store = HashStore()
 
     def party(source=None, sink=None, **rank):
-        transport = SharedMemoryRing(directory=str(tmp_path))
+        transport = SlotStream(directory=str(tmp_path))
         return Refit(source, sink, transport, rendezvous=rendezvous(store, sinks=2, **rank))
 
     trainer = party(StateDictSource(policy), source_rank=0)
@@ -293,14 +293,17 @@ def test_a_commit_that_the_trainer_did_not_wait_for_is_not_trusted_unless_every_
     shared = {"bucket_bytes": 1024, "verify": verify}
     trainer = Refit(
         ModuleSource(policy),
-        transport=SharedMemory(directory=str(tmp_path), hold=policy),
+        transport=SlotStream(directory=str(tmp_path), hold=policy),
         rendezvous=rendezvous(store, source_rank=0),
         **shared,
     )
     watches, make_watch = [], trainer._watch
     trainer._watch = lambda: (watches.append(make_watch()), watches[-1])[1]
     receiver = Refit(
-        sink=sink, transport=SharedMemory(directory=str(tmp_path)), rendezvous=rendezvous(store, sink_rank=0), **shared
+        sink=sink,
+        transport=SlotStream(directory=str(tmp_path), arena=True),
+        rendezvous=rendezvous(store, sink_rank=0),
+        **shared,
     )
 
     def train_on():

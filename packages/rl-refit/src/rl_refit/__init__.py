@@ -34,54 +34,32 @@ from rl_refit.topology import Topology
 from rl_refit.transports.base import Transport
 
 if TYPE_CHECKING:
-    from rl_refit.delta.forecast import explain_delta
-    from rl_refit.delta.transport import DeltaFiles
-    from rl_refit.simulator import simulate
+    from refit_simulator import simulate
+
     from rl_refit.tracing import trace, trace_writes
-    from rl_refit.transports.broadcast import Broadcast
-    from rl_refit.transports.cuda_ipc import CudaIpc
-    from rl_refit.transports.files import Files
-    from rl_refit.transports.offline import complete_versions, read_version, write_version
-    from rl_refit.transports.point_to_point import PointToPoint
-    from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+    from rl_refit.transports.stream import SlotStream
 
 _HOMES = {
-    "Broadcast": "transports.broadcast",
-    "CudaIpc": "transports.cuda_ipc",
-    "DeltaFiles": "delta.transport",
-    "Files": "transports.files",
-    "PointToPoint": "transports.point_to_point",
-    "SharedMemory": "transports.shared_memory",
-    "SharedMemoryRing": "transports.shared_memory",
-    "complete_versions": "transports.offline",
-    "explain_delta": "delta.forecast",
-    "read_version": "transports.offline",
-    "simulate": "simulator",
+    "SlotStream": "transports.stream",
     "trace": "tracing",
     "trace_writes": "tracing",
-    "write_version": "transports.offline",
 }
 
 __all__ = [
     "AbortedError",
     "Binding",
-    "Broadcast",
     "CountedRefit",
     "Coverage",
     "CoverageError",
-    "CudaIpc",
     "DeadlineError",
-    "DeltaFiles",
     "Digest",
     "DigestError",
-    "Files",
     "Layout",
     "Manifest",
     "ModuleSink",
     "ModuleSource",
     "NamedShard",
     "PeerError",
-    "PointToPoint",
     "PoisonedError",
     "Refit",
     "RefitConfig",
@@ -92,29 +70,26 @@ __all__ = [
     "Rendezvous",
     "Route",
     "ShardBox",
-    "SharedMemory",
-    "SharedMemoryRing",
+    "SlotStream",
     "StateDictSource",
     "TensorMeta",
     "Topology",
     "Transport",
     "WeightSink",
     "WeightSource",
-    "complete_versions",
     "digest_regions",
     "digest_tensor",
-    "explain_delta",
     "merge_manifests",
     "plan_refit",
-    "read_version",
     "simulate",
     "trace",
     "trace_writes",
-    "write_version",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "simulate":  # a tool of the repository, in docs/tools; not in the wheel
+        return import_module("refit_simulator").simulate
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"rl_refit.{_HOMES[name]}"), name)

@@ -19,9 +19,12 @@ __all__ = ["main"]
 
 PROGRAM = "rl-refit"
 INTERRUPTED = 130
+SIMULATOR_IS_A_TOOL = (
+    "the simulator is a tool of the repository, and no part of the package: put its docs/tools on PYTHONPATH"
+)
 COMMANDS = {
     "explain": ("rl_refit.explain.command", "what a refit would move, from whom to whom, and what nobody feeds"),
-    "simulate": ("rl_refit.simulator.command", "predict a refit on many GPUs, beside what physics allows"),
+    "simulate": ("refit_simulator.command", "predict a refit on many GPUs, beside what physics allows"),
 }
 
 
@@ -30,7 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     chosen = _parser().parse_args(given[:1]).command
     module, summary = COMMANDS[chosen]
-    command = import_module(module)
+    try:
+        command = import_module(module)
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] != "refit_simulator":
+            raise
+        print(f"{PROGRAM} {chosen}: {SIMULATOR_IS_A_TOOL}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.")
     command.add_arguments(parser)
     arguments = parser.parse_args(given[1:])

@@ -9,7 +9,7 @@ from rl_refit.buckets import ALIGNMENT, DEFAULT_BUCKET_BYTES
 
 __all__ = ["RefitConfig", "Verify"]
 
-Verify = Literal["auto", "full", "sampled", "off"]
+Verify = Literal["full", "sampled", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,11 @@ class RefitConfig:
     """Seconds that each phase may take before the refit is aborted at all parties. A commit that has begun at a sink is
     let finish there."""
 
-    verify: Verify = "auto"
-    """How much is digested on both sides before the commit, and in the engine after it. "full" is every byte; "sampled"
-    every 16th chunk of a MiB, others at every refit; "off" nothing. "auto" is full at the first refit, and then as much
-    as should cost less than a quarter of the move, or than 5 ms, but never less than every 64th chunk. The report says
-    what was done."""
+    verify: Verify = "sampled"
+    """How much is digested on both sides before the commit, and in the engine after it. "full" is every byte, "off"
+    nothing. "sampled" is every byte at the first refit and wherever a rank moves no more than 64 MiB; otherwise every
+    16th chunk of a MiB, others at each refit, so that 16 of them see every byte. The report says what share was not
+    compared."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < ALIGNMENT or self.bucket_bytes % ALIGNMENT:

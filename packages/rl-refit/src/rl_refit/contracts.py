@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from rl_refit.digest import Digest
@@ -37,6 +38,10 @@ class Coverage:
 class WeightSource(Protocol):
     """Where fresh weights come from: one rank of it. Between two calls its tensors may change, its manifest may not."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+
     def manifest(self) -> Manifest:
         """Every tensor by Hugging Face name, with global shape, dtype, layout and ties."""
 
@@ -52,6 +57,26 @@ class WeightSource(Protocol):
 @runtime_checkable
 class WeightSink(Protocol):
     """Where fresh weights go, one rank of it: `prepare`, `stage` …, `digest`, `commit`; or `abort` at any point."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+
+    def check(self) -> None:
+        """Pass if the weights are whole, and nobody is writing them: what an engine asks before it generates.
+
+        Raises:
+            PoisonedError: They may be torn.
+        """
+
+    def poison(self, reason: str) -> None:
+        """Refuse to be used until a refit succeeds: these weights are not what they should be, or not what peers have.
+
+        A version that was committed just before does not count any more, so that the same can be refitted again.
+        """
+
+    def repeat(self) -> None:
+        """Take the version that was just committed once more: others did not come through with it."""
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction with a source that has `manifest`, over all its ranks, and say what this rank needs.

@@ -18,16 +18,14 @@ The weights are the outputs of SplitMix64 (Steele, Lea and Flood, "Fast splittab
 OOPSLA 2014), made odd.
 
 A `Sample` is a share of the chunks of all boxes, which both sides compute alike. A chunk is at most a MiB; the phase
-says which comes first, so that `stride` refits in a row see every byte. `VerificationShare` chooses the sample by the
-seconds that digests took: what it chooses changes a report, never a result.
+says which comes first, so that `stride` refits in a row see every byte.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, final
@@ -45,17 +43,19 @@ __all__ = [
     "Boxes",
     "Digest",
     "Sample",
-    "VerificationShare",
     "as_bytes",
+    "choose_sample",
     "combine_digests",
     "digest_regions",
     "digest_tensor",
+    "digest_tensors",
 ]
 
 ROW_WORDS = 256
 """8-byte words of a row."""
 
 _BLOCK_BYTES = 512 * ROW_WORDS * 8  # 1 MiB: read twice, the second time from a core's cache
+_READ_BACK_BYTES = 16 * 2**20  # sums of 2.7 GB
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,18 @@ def digest_regions(regions: Iterable[Region], read: Callable[[Region], Tensor | 
         read: From a box to a tensor that holds just it; None leaves the whole tensor out, as one that cannot be read.
     """
     regions = tuple(regions)
-    tensors = ((region, read(region)) for region in regions)
-    return combine_digests(regions, {box: None if view is None else digest_tensor(view) for box, view in tensors})
+    digests: dict[Region, str | None] = dict.fromkeys(regions)
+    readable: list[Region] = []
+
+    def views() -> Iterator[Tensor]:
+        for region in dict.fromkeys(regions):
+            if (view := read(region)) is not None:
+                readable.append(region)
+                yield view
+
+    for number, value in enumerate(digest_tensors(views())):
+        digests[readable[number]] = value
+    return combine_digests(regions, digests)
 
 
 def combine_digests(regions: Iterable[Region], digests: Mapping[Region, str | None]) -> Digest:
@@ -115,10 +125,43 @@ def digest_tensor(tensor: Tensor) -> str:
     Any dtype, any shape, any strides; shape and dtype themselves do not enter. Takes some KiB of memory for a
     contiguous tensor, and a copy of any other. The sums are done on the tensor's device.
     """
-    data = as_bytes(tensor.detach().contiguous())
-    total = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=16)
+    return next(digest_tensors([tensor]))
+
+
+def digest_tensors(tensors: Iterable[Tensor]) -> Iterator[str]:
+    """`digest_tensor` of each, in order. A tensor may change as soon as the next one is asked for.
+
+    What a device has summed is read back for many tensors at once, since each reading waits for the device.
+    """
+    summed: list[tuple[int, Tensor]] = []  # bytes of a tensor, and its sums, uint8 on its device
+    nbytes = 0
+    for tensor in tensors:
+        sums = _sums(as_bytes(tensor.detach().contiguous()))
+        if summed and (nbytes + sums.numel() > _READ_BACK_BYTES or summed[0][1].device != sums.device):
+            yield from _read_back(summed)
+            summed, nbytes = [], 0
+        summed.append((tensor.nbytes, sums))
+        nbytes += sums.numel()
+    yield from _read_back(summed)
+
+
+def _read_back(summed: list[tuple[int, Tensor]]) -> Iterator[str]:
+    if not summed:
+        return
+    read = torch.cat([sums for _, sums in summed]).cpu()
+    start = read.data_ptr()
+    for nbytes, sums in summed:
+        total = hashlib.blake2b(nbytes.to_bytes(8, "little"), digest_size=16)
+        total.update(ctypes.string_at(start, sums.numel()))  # without NumPy torch has no shorter way to bytes
+        start += sums.numel()
+        yield total.hexdigest()
+
+
+def _sums(data: Tensor) -> Tensor:
+    """The sums of every block of `data`, uint8, and the bytes behind its last whole row; uint8, on the same device."""
     whole = data.numel() // (8 * ROW_WORDS) * (8 * ROW_WORDS)
     weights = _weights(data.device)
+    sums: list[Tensor] = []
     for start in range(0, whole, _BLOCK_BYTES):
         block = data[start : min(start + _BLOCK_BYTES, whole)]
         if data.storage_offset() % 8:  # int64 views start on a multiple of 8 bytes
@@ -128,12 +171,8 @@ def digest_tensor(tensor: Tensor) -> str:
             row_sums = torch.mv(words, weights)  # one pass, no temporary
         else:
             row_sums = (words * weights).sum(dim=1)  # other devices have no product of integer matrices
-        sums = torch.cat((row_sums, words.sum(dim=0))).cpu()
-        total.update(ctypes.string_at(sums.data_ptr(), sums.nbytes))  # without NumPy torch has no shorter way to bytes
-    if whole < data.numel():
-        rest = data[whole:].cpu()
-        total.update(ctypes.string_at(rest.data_ptr(), rest.nbytes))
-    return total.hexdigest()
+        sums += (row_sums.view(torch.uint8), words.sum(dim=0).view(torch.uint8))
+    return torch.cat([*sums, data[whole:]])
 
 
 @lru_cache(maxsize=8)
@@ -170,6 +209,18 @@ class Boxes:
         return tuple(box for box, _ in self._boxes)
 
     @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(box.numel * itemsize for box, itemsize in self._boxes)
+
+    def nbytes_of(self, sample: Sample) -> int:
+        """Bytes of what `sample` takes of the boxes."""
+        if sample.stride == 1:
+            return self.nbytes
+        itemsizes = {box.name: itemsize for box, itemsize in self._boxes}
+        return sum(region.numel * itemsizes[region.name] for region in sample.of(self))
+
+    @cached_property
     def chunks(self) -> tuple[Region, ...]:
         """The boxes cut into chunks, in order."""
         return tuple(
@@ -195,33 +246,15 @@ class Sample:
         return boxes.whole if self.stride == 1 else boxes.chunks[self.phase % self.stride :: self.stride]
 
 
-COST = 0.25
-"""Digests may take this share of the seconds that the move takes."""
-
-FREE_S = 0.005
-"""Digests that take less are never thinned out: nobody would notice what that saves."""
-
-SAMPLED = 16
-LARGEST_STRIDE = 64
+SAMPLE_STRIDE = 16
+SMALL_BYTES = 64 * 2**20
+"""What takes a few milliseconds to digest is never sampled."""
 
 
-@final
-class VerificationShare:
-    """Chooses the sample of each refit; all parties use the one that the leader chose."""
-
-    def __init__(self, verify: Verify) -> None:
-        self._verify = verify
-        self._stride = {"auto": 1, "full": 1, "sampled": SAMPLED, "off": 0}[verify]
-
-    def sample(self, refit: int) -> Sample:
-        """The sample of refit number `refit`."""
-        return Sample(stride=self._stride, phase=refit if self._stride > 1 else 0)
-
-    def learn(self, seconds: dict[str, float]) -> None:
-        """Take note of a refit's seconds by phase: "transfer", "verify", "commit", and "confirm", a part of commit."""
-        if self._verify != "auto":
-            return
-        digests = (seconds["verify"] + seconds.get("confirm", 0.0)) * self._stride
-        moves = seconds["transfer"] + seconds["commit"] - seconds.get("confirm", 0.0)
-        needed = digests / max(COST * moves, FREE_S)
-        self._stride = min(LARGEST_STRIDE, 2 ** max(0, math.ceil(math.log2(max(needed, 1.0)))))
+def choose_sample(verify: Verify, *, refit: int, largest_bytes: int) -> Sample:
+    """The sample of refit number `refit`, counted from 1, of which a rank moves `largest_bytes` at most."""
+    if verify == "off":
+        return Sample(stride=0)
+    if verify == "full" or refit == 1 or largest_bytes <= SMALL_BYTES:
+        return Sample()
+    return Sample(stride=SAMPLE_STRIDE, phase=refit)

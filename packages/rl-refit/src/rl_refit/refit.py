@@ -15,13 +15,15 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
+from torch import Tensor
+
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
-from rl_refit.digest import Boxes, Digest, Sample, VerificationShare, combine_digests, digest_tensor
+from rl_refit.digest import Boxes, Digest, Sample, choose_sample, combine_digests, digest_tensors
 from rl_refit.errors import DeadlineError, DigestError, PeerError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
@@ -56,12 +58,12 @@ class Refit:
     Args:
         source: Where fresh weights come from: this process's rank of it.
         sink: Where they go: this process's rank of it.
-        transport: The way of the bytes between processes; left out in one process.
+        transport: The way of the bytes between processes; a `SlotStream` unless it is given. None in one process.
         rendezvous: Who takes part; left out in one process.
         bucket_bytes: See `RefitConfig`, as for the arguments that follow.
         buckets: Slots of the ring.
         deadline_s: Seconds a phase may take.
-        verify: How much is digested: "auto", "full", "sampled", "off". The leader's choice holds for all.
+        verify: How much is digested: "full", "sampled", "off". The leader's choice holds for all.
 
     Raises:
         ValueError: An argument is out of range, or source, sink, transport and rendezvous do not go together.
@@ -82,10 +84,13 @@ class Refit:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
         check_sides(Sides(source, sink), transport, rendezvous)
         self._sides = Sides(source, sink)
+        if transport is None and rendezvous is not None:
+            from rl_refit.transports.stream import SlotStream
+
+            transport = SlotStream()
         self._transport: Transport = transport or InProcess()
         self._rendezvous = rendezvous
         self._control = None if rendezvous is None else Control(rendezvous)
-        self._share = VerificationShare(verify)
         self._party: Party | None = None
         self._refits = 0
         self._closed = False
@@ -173,7 +178,7 @@ class Refit:
             try:
                 with watch.phase("prepare"):
                     self._refits += 1
-                    refit, sample = self._refits, self._share.sample(self._refits)
+                    refit, sample = self._refits, party.sample(self._config.verify, self._refits)
                     if self._control is not None:  # the leader's version, sample and count hold for all
                         version, sample = self._begin(self._control, version, sample, watch=watch)
                         refit = self._control.refit
@@ -189,7 +194,6 @@ class Refit:
             if self._control is not None:
                 with contextlib.suppress(PeerError):  # all have committed, and know it
                     self._control.over()
-            self._share.learn(watch.seconds)
 
             # The last version of which the same bytes were digested, where they have not changed since.
             chosen = sample.stride, sample.phase % max(1, sample.stride)
@@ -197,12 +201,13 @@ class Refit:
             plan = party.agreement.plan
             return RefitReport(
                 version=version,
-                transport=self._transport.name,
+                transport=self._transport.medium,
                 tensors=sum(meta.travels for meta in plan.sink.tensors),
                 bytes=sum(route.nbytes * len(route.sink_ranks) for route in plan.routes),
                 buckets=party.schedule.num_buckets,
                 seconds={name: seconds for name, seconds in watch.seconds.items() if name != "confirm"},
                 verified={0: "nothing", 1: "every byte"}.get(sample.stride, f"1/{sample.stride} of the chunks"),
+                uncompared=party.uncompared(sample),
                 digest=digest,
                 same_as=before[0] if before is not None and digest is not None and before[1] == digest else None,
                 kept=tuple(m.name for m in plan.sink.tensors if m.feeding != "fed" and m.name in plan.source.by_name),
@@ -274,7 +279,6 @@ class Refit:
                 agreement = agree(self._control, self._sides, settings=settings, watch=watch)
             schedule = make_schedule(
                 agreement.plan,
-                routing=self._transport.routing,
                 bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None,
             )
             meeting = self._rendezvous
@@ -373,7 +377,10 @@ class RefitReport:
     """Seconds by phase: prepare, transfer, verify, commit."""
 
     verified: str
-    """What was digested on both sides: "every byte", "1/8 of the chunks", "nothing"."""
+    """What was digested on both sides: "every byte", "1/16 of the chunks", "nothing"."""
+
+    uncompared: float
+    """The share of the bytes that this process sends or receives of which no digest was compared: 0 to 1."""
 
     digest: str | None
     """Of all that was digested, at all sinks, in hex; equal at every party. None where nothing was."""
@@ -411,12 +418,13 @@ class RefitReport:
         """One line for people."""
         phases = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in self.seconds.items())
         digest = "" if self.digest is None else f", digest {self.digest[:12]}"
+        rest = f" ({100 * self.uncompared:.0f} % not compared)" if self.uncompared else ""
         notes = [f"the same bytes as version {self.same_as}"] if self.same_as is not None else []
         notes += [f"{len(self.kept)} tensors kept as they are"] if self.kept else []
         notes += [f"{len(self.unreadable)} tensors not readable in the engine"] if self.unreadable else []
         return (
             f"version {self.version}: {self.tensors} tensors, {self.bytes:,} bytes {self.transport}, "
-            f"{1e3 * self.total_seconds:.1f} ms ({phases}), verified {self.verified}{digest}"
+            f"{1e3 * self.total_seconds:.1f} ms ({phases}), verified {self.verified}{rest}{digest}"
             + "".join(f", {note}" for note in notes)
         )
 
@@ -464,6 +472,17 @@ class Party:
             if self.control is not None:
                 self._decide(version, watch)
             return self._commit(version, verified, sample=sample, watch=watch)
+
+    def sample(self, verify: Verify, refit: int) -> Sample:
+        """What is digested at refit number `refit`, if this party is the leader; the same for all."""
+        plan = self.agreement.plan
+        largest = max([plan.bytes_received(rank) for rank in plan.sink.ranks], default=0)
+        return choose_sample(verify, refit=refit, largest_bytes=largest)
+
+    def uncompared(self, sample: Sample) -> float:
+        """The share of this process's bytes of which no digest is compared."""
+        total = sum(boxes.nbytes for boxes in self.boxes.values())
+        return 0.0 if not total else 1.0 - sum(boxes.nbytes_of(sample) for boxes in self.boxes.values()) / total
 
     def _prepare(self, version: int, watch: Watch) -> None:
         """See that nothing has changed since the plan was made, and wait until all parties are at this version."""
@@ -532,14 +551,19 @@ class Party:
         by_name: dict[str, list[Region]] = {}
         for region in regions:
             by_name.setdefault(region.name, []).append(region)
+        asked: list[Region] = []
+
+        def views() -> Iterator[Tensor]:
+            for box, tensor in source.shards(by_name):
+                watch.check()
+                for region in by_name[box.name]:
+                    if box.intersect(region) == region:
+                        asked.append(region)
+                        yield tensor if box == region else tensor[region.index_within(box)]
+
         digests: dict[Region, str | None] = {}
-        for box, tensor in source.shards(by_name):
-            watch.check()
-            for region in by_name[box.name]:
-                if box == region:
-                    digests[region] = digest_tensor(tensor)
-                elif box.intersect(region) == region:
-                    digests[region] = digest_tensor(tensor[region.index_within(box)])
+        for number, value in enumerate(digest_tensors(views())):
+            digests[asked[number]] = value
         return combine_digests(regions, digests)
 
     def _commit(
@@ -554,21 +578,18 @@ class Party:
         if sink is not None:
             sink.commit(version)
             began = time.monotonic()
-            if not getattr(sink, "verifies_only", False):
-                try:
-                    for source_rank, (regions, sent) in verified.items():
-                        resident = sink.digest(regions)
-                        missing = [name for name in sent.tensors if name not in resident.tensors]
-                        unreadable |= dict.fromkeys(missing)
-                        readable = Digest({name: value for name, value in sent.tensors.items() if name not in missing})
-                        if resident != readable:
-                            where = "in the engine after the commit"
-                            _refuse_difference(readable, resident, where=where, source_rank=source_rank)
-                except BaseException as error:
-                    _poison(
-                        sink, f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}"
-                    )
-                    raise
+            try:
+                for source_rank, (regions, sent) in verified.items():
+                    resident = sink.digest(regions)
+                    missing = [name for name in sent.tensors if name not in resident.tensors]
+                    unreadable |= dict.fromkeys(missing)
+                    readable = Digest({name: value for name, value in sent.tensors.items() if name not in missing})
+                    if resident != readable:
+                        where = "in the engine after the commit"
+                        _refuse_difference(readable, resident, where=where, source_rank=source_rank)
+            except BaseException as error:
+                sink.poison(f"the weights could not be confirmed after the commit: {type(error).__name__}: {error}")
+                raise
             watch.seconds["confirm"] = time.monotonic() - began
             if self.control is not None and (sample.stride != 1 or unreadable):
                 self._require_held(self.control, sink)
@@ -622,7 +643,7 @@ class Party:
         torn = sink is not None and not self._whole
         if sink is not None and torn and len(self.agreement.plan.sink.ranks) > 1:
             others = "other ranks have committed" if decision == COMMIT else "other ranks may have committed"
-            _poison(sink, f"this rank gave up in {watch.where()}, and {others}: {_text(message)}")
+            sink.poison(f"this rank gave up in {watch.where()}, and {others}: {_text(message)}")
             error.add_note(f"this rank of the sink is poisoned until a refit succeeds, since {others}")
         if decision == COMMIT:
             with contextlib.suppress(PeerError):
@@ -646,7 +667,7 @@ class Party:
         """
         if control.is_said("committed/all"):
             reason = "the others gave this refit up while this rank still committed, and may have changed its source"
-            _poison(sink, reason)
+            sink.poison(reason)
             raise PoisonedError(f"{reason}; refit again before using the weights", phase="commit")
 
     def _say_committed(self, value: dict[str, Any], watch: Watch) -> str | None:
@@ -662,8 +683,8 @@ class Party:
         if answer["failed"]:
             lines = "".join(f"\n  {party}: {text}" for party, text in answer["failed"].items())
             if self.sides.sink is not None and not self._is_a_replica():
-                _poison(self.sides.sink, f"this rank has committed, and not all that it needs came through:{lines}")
-            elif self.sides.sink is not None and hasattr(self.sides.sink, "repeat"):
+                self.sides.sink.poison(f"this rank has committed, and not all that it needs came through:{lines}")
+            elif self.sides.sink is not None:
                 self.sides.sink.repeat()
             raise RefitError(
                 f"not all parties came through their commit, which the others have done; refit all again before using "
@@ -690,12 +711,6 @@ def _text(message: dict[str, Any]) -> str:
 def _abort_message(error: BaseException, control: Control, watch: Watch) -> dict[str, Any]:
     """The decision that a party proposes when it fails."""
     return error_to_message(error, party=" and ".join(control.rendezvous.mine), where=watch.where())
-
-
-def _poison(sink: WeightSink, reason: str) -> None:
-    poison = getattr(sink, "poison", None)  # a sink that cannot be told so must be watched by its owner
-    if poison is not None:
-        poison(reason)
 
 
 def _require_unchanged(side: str, *, planned: Manifest | None, now: Manifest, rank: int | None) -> None:

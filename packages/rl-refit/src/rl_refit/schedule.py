@@ -1,11 +1,6 @@
 """A plan cut into buckets, in the one order in which every party works through its share: a pure function of the plan.
 
-A *stream* is what one source rank sends over one way: the same buckets to all of its
-sink ranks. Two ways to cut a plan:
-
-    unicast      a stream for each (source rank, sink ranks of a route): every sink rank receives what it needs
-    multicast    a stream for each source rank, to every sink rank: every box that any of them needs, once; each takes
-                 its part of it
+A *stream* is what one source rank sends one way: the same buckets to all sink ranks of a route.
 
 Streams are ordered so that in each turn no rank takes part twice, as far as the numbers allow: source i begins with
 sink i. Parties that all go through their own streams in this order never wait in a circle: the first unfinished stream
@@ -14,21 +9,16 @@ of all is always the next one of both its ends.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 
 from rl_refit.buckets import Bucket, pack
-from rl_refit.layout import Box, Region
+from rl_refit.layout import Region
 from rl_refit.plan import RefitPlan
 
-__all__ = ["Routing", "Schedule", "Stream", "make_schedule"]
-
-Routing = Literal["unicast", "multicast"]
+__all__ = ["Schedule", "Stream", "make_schedule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +30,7 @@ class Stream:
 
     source_rank: int
     sink_ranks: tuple[int, ...]
-    """Unicast: the first receives from the source and relays to the others. Multicast: all sink ranks, ascending."""
+    """Those of one node that need the same boxes; where they share no memory with the source, the first relays."""
 
     buckets: tuple[Bucket, ...]
 
@@ -73,13 +63,15 @@ class Schedule:
         return {meta.name: meta.torch_dtype for meta in self.plan.sink.tensors if meta.travels}
 
 
-def make_schedule(plan: RefitPlan, *, routing: Routing, bucket_bytes: int | None) -> Schedule:
+def make_schedule(plan: RefitPlan, *, bucket_bytes: int | None) -> Schedule:
     """Cut `plan` into streams of buckets of at most `bucket_bytes`, or one bucket a stream where that is None.
 
     Raises:
         ValueError: `bucket_bytes` is not a positive multiple of 512.
     """
-    boxes = _unicast(plan) if routing == "unicast" else _multicast(plan)
+    boxes: dict[tuple[int, tuple[int, ...]], list[Region]] = {}
+    for route in plan.routes:
+        boxes.setdefault((route.source_rank, route.sink_ranks), []).append(route.region)
     itemsize = {meta.name: meta.torch_dtype.itemsize for meta in plan.sink.tensors}
     turns = max((*plan.source.ranks, *plan.sink.ranks), default=0) + 1
     ordered = sorted(boxes, key=lambda way: ((way[1][0] - way[0]) % turns, way[0], way[1]))
@@ -96,50 +88,6 @@ def make_schedule(plan: RefitPlan, *, routing: Routing, bucket_bytes: int | None
         for number, way in enumerate(ordered)
     )
     return Schedule(tuple(streams), plan, bucket_bytes)
-
-
-_Ways = dict[tuple[int, tuple[int, ...]], list[Region]]
-
-
-def _unicast(plan: RefitPlan) -> _Ways:
-    ways: _Ways = {}
-    for route in plan.routes:
-        ways.setdefault((route.source_rank, route.sink_ranks), []).append(route.region)
-    return ways
-
-
-def _multicast(plan: RefitPlan) -> _Ways:
-    """Every element that any sink rank needs, once, from the least busy of the ranks that have a route for its box."""
-    ways: _Ways = {}
-    everybody = plan.sink.ranks
-    sent: Counter[int] = Counter()
-    parts_of: dict[tuple[Box, ...], list[list[Box]]] = {}
-    for name, group in itertools.groupby(plan.routes, key=lambda route: route.region.name):
-        senders: dict[Box, list[int]] = {}
-        for route in group:
-            senders.setdefault((route.region.offsets, route.region.shape), []).append(route.source_rank)
-        boxes = tuple(senders)
-        if boxes not in parts_of:  # most tensors of a model are cut like another one
-            parts_of[boxes] = _once(boxes)
-        for box, parts in zip(boxes, parts_of[boxes], strict=True):
-            sender = min(senders[box], key=lambda rank: (sent[rank], rank))
-            regions = [Region(name, *part) for part in parts]
-            sent[sender] += sum(region.numel for region in regions) * plan.sink.by_name[name].torch_dtype.itemsize
-            ways.setdefault((sender, everybody), []).extend(regions)
-    return {way: regions for way, regions in ways.items() if regions}
-
-
-def _once(boxes: tuple[Box, ...]) -> list[list[Box]]:
-    """Of each box what none before it has."""
-    parts: list[list[Box]] = []
-    before: list[Region] = []
-    for box in boxes:
-        new = [Region("", *box)]
-        for other in before:
-            new = [part for region in new for part in region.minus(other)]
-        before += new
-        parts.append([(region.offsets, region.shape) for region in new])
-    return parts
 
 
 def _as_the_source_yields(regions: list[Region], source_rank: int, plan: RefitPlan) -> list[Region]:

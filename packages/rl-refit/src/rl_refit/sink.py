@@ -1,11 +1,10 @@
-"""An `nn.Module` as the sink of weights, in one of four modes.
+"""An `nn.Module` as the sink of weights, in one of three modes.
 
 What the modes do with new weights until all of them have arrived:
 
     staged      a copy of their own (or the transport's memory, where that stays); commit copies it into the module
     swap        a second set of tensors; commit gives the module these and keeps the old ones for the next refit
     in_place    the module's own memory at once; a refit that fails after its first byte leaves the sink poisoned
-    shadow      a copy that is verified and forgotten; the module never changes
 
 With "staged" the module's tensors keep their identity and their addresses, so that ties, captured graphs and whoever
 else refers to them see the new values. "swap" keeps the identity of parameters and buffers, and changes addresses.
@@ -13,7 +12,10 @@ else refers to them see the new values. "swap" keeps the identity of parameters 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn, final, get_args
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, combine_digests, digest_tensor
+from rl_refit.digest import Digest, combine_digests, digest_tensors
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
@@ -31,7 +33,7 @@ from rl_refit.writable import check_writable
 
 __all__ = ["CommitMode", "CommittedVersion", "ModuleSink"]
 
-CommitMode = Literal["staged", "swap", "in_place", "shadow"]
+CommitMode = Literal["staged", "swap", "in_place"]
 
 
 @dataclass(slots=True)
@@ -59,18 +61,22 @@ class _Transaction:
 class ModuleSink:
     """Every parameter and every buffer of `module`, persistent or not. A `WeightSink`.
 
-    "staged", "swap" and "shadow" cost one more copy of the weights, from the first piece that does not stay. One thread
-    at a time, and none may run the module while `commit` works, or during all of a refit "in_place".
+    "staged" and "swap" cost one more copy of the weights, from the first piece that does not stay. One thread
+    at a time takes part in refits. Another that runs the module does so in `with sink.serving():`, which a commit waits
+    for, and "in_place" the first byte; or asks `check` before, where nothing can begin in between.
 
     Args:
         module: The engine's own model, which nothing else trains.
-        mode: When the module gets the new weights: "staged", "swap", "in_place", "shadow".
+        mode: When the module gets the new weights: "staged", "swap", "in_place".
+        before_commit: Called with the version when all is verified and nothing is touched yet, to stop an engine. If it
+            raises, the old weights stay.
         on_commit: Called with the version at the end of every commit, when the module has the new weights: to tell an
             engine its version, or to drop its caches. If it raises, the sink is poisoned.
         rename: From a name in the module to its Hugging Face name. Nothing is stripped without it.
         bindings: Where the module keeps boxes of named tensors in fused, stacked, padded or permuted storage.
         derived: Patterns, as of `fnmatch`, of tensors that the engine computes from others, and `on_commit` anew.
         constant: Patterns of tensors that never change; of bound ones, the elements that no binding reaches.
+        wait_s: Seconds that a commit waits for threads that are `serving`.
     """
 
     def __init__(
@@ -78,11 +84,13 @@ class ModuleSink:
         module: nn.Module,
         *,
         mode: CommitMode = "staged",
+        before_commit: Callable[[int], object] | None = None,
         on_commit: Callable[[int], object] | None = None,
         rename: Rename | None = None,
         bindings: Bindings | None = None,
         derived: Iterable[str] = (),
         constant: Iterable[str] = (),
+        wait_s: float = 600.0,
     ) -> None:
         if mode not in get_args(CommitMode):
             raise ValueError(f"mode={mode!r} is none of {', '.join(get_args(CommitMode))}")
@@ -96,10 +104,13 @@ class ModuleSink:
         if mode == "swap" and bindings is not None:
             raise ValueError("mode='swap' exchanges whole tensors, which bindings look into; use mode='staged'")
         self._mode = mode
-        self.verifies_only = mode == "shadow"
-        """Whether a commit leaves the module as it is."""
         self._bound = bindings is not None
-        self._on_commit = on_commit
+        self._before_commit, self._on_commit = before_commit, on_commit
+        self._wait_s = wait_s
+        self._turns = threading.Condition()
+        self._serving: list[int] = []
+        """The threads that are in `serving`."""
+        self._writing = False
         self._bank: dict[str, list[Holding]] = {}
         self._checked: list[tuple[object, ...]] = []
         self._memory: set[tuple[torch.device, int]] = set()
@@ -134,8 +145,49 @@ class ModuleSink:
                 f"{self._poison}, so the weights may be part old and part new; refit successfully before using them",
                 phase="commit",
             )
-        if self._open is not None and self._open.touched:
-            raise PoisonedError("a refit in place is under way; generate when it has been committed", phase="transfer")
+        if self._writing:
+            raise PoisonedError("new weights are being written; generate when they have been committed", phase="commit")
+
+    @contextmanager
+    def serving(self) -> Iterator[int | None]:
+        """Keep the weights as they are for as long as this is entered; gives their version, or None before the first.
+
+        Waits while new ones are being written. A commit waits until every thread has left.
+
+        Raises:
+            PoisonedError: They may be torn.
+        """
+        with self._turns:
+            while self._writing and self._poison is None:
+                self._turns.wait()
+            self.check()
+            self._serving.append(threading.get_ident())
+        try:
+            yield self.version
+        finally:
+            with self._turns:
+                self._serving.remove(threading.get_ident())
+                self._turns.notify_all()
+
+    def _begin_writing(self) -> None:
+        """From now on nobody serves, until `_end_writing`."""
+        with self._turns:
+            if threading.get_ident() in self._serving:
+                raise RefitError("this thread is in `serving`, and a commit would wait for it; leave that first")
+            self._writing = True
+            until = time.monotonic() + self._wait_s
+            while self._serving:
+                if not self._turns.wait(until - time.monotonic()):
+                    self._writing = False
+                    self._turns.notify_all()
+                    raise RefitError(
+                        f"{len(self._serving)} threads still serve after wait_s={self._wait_s}; nothing was written"
+                    )
+
+    def _end_writing(self) -> None:
+        with self._turns:
+            self._writing = False
+            self._turns.notify_all()
 
     def poison(self, reason: str) -> None:
         """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
@@ -215,6 +267,8 @@ class ModuleSink:
         transaction.seen.add(region)
         transaction.missing[region.name] -= tensor.numel()
         if self._mode == "in_place":
+            if not transaction.touched:
+                self._begin_writing()
             transaction.touched = True
             with torch.no_grad():
                 _overwrite(live, region, tensor)
@@ -243,15 +297,19 @@ class ModuleSink:
         held_of: dict[str, Sequence[Holding]] = {}
         for name in {region.name for region in regions}:
             held_of[name] = live[name] if transaction is None else self._staged(name, transaction)
+        asked: list[Region] = []
+
+        def places() -> Iterator[Tensor]:
+            for region in regions:
+                for place in _places(held_of[region.name], region) or [_assemble(held_of[region.name], region)]:
+                    asked.append(region)
+                    yield place
+
         digests: dict[Region, str | None] = {}
-        for region in regions:
-            places = _places(held_of[region.name], region)
-            found = {digest_tensor(place) for place in places} or {
-                digest_tensor(_assemble(held_of[region.name], region))
-            }
-            if len(found) > 1:
-                raise DigestError(f"{region} lies in {len(places)} places, and they differ", tensors=(region.name,))
-            digests[region] = found.pop()
+        for number, value in enumerate(digest_tensors(places())):
+            region = asked[number]
+            if digests.setdefault(region, value) != value:
+                raise DigestError(f"{region} lies in several places, which differ", tensors=(region.name,))
         return combine_digests(regions, digests)
 
     def commit(self, version: int) -> None:
@@ -267,9 +325,10 @@ class ModuleSink:
         if any(transaction.missing.values()):
             _refuse_incomplete(transaction.missing)
         self._version.require_newer(version)
-        if self._mode == "shadow":
-            self._open = None
-            return
+        if self._before_commit is not None:
+            self._before_commit(version)
+        if not transaction.touched:
+            self._begin_writing()
         try:
             with torch.no_grad():
                 if self._mode == "swap":
@@ -285,11 +344,14 @@ class ModuleSink:
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
+        finally:
+            self._end_writing()
 
     def abort(self) -> None:
         """Close the transaction; the module keeps what it has, unless it was written in place, and the bank is kept."""
         if self._open is not None and self._open.touched:
             self._poison = self._poison or "a refit in place was given up after its first byte"
+            self._end_writing()
         self._open = None
 
     def _swap(self, transaction: _Transaction) -> None:

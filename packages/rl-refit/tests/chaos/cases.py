@@ -22,8 +22,8 @@ ENDED_BY_DEADLINE = ("lose", "drop", "duplicate", "reorder")
 """What may leave somebody waiting for what never comes, while all are alive."""
 
 MODES = ("staged", "swap", "in_place")
-WIRES = ("SharedMemoryRing", "PointToPoint", "Broadcast")
-TRANSPORTS = ("SharedMemory", *WIRES, "Files", "DeltaFiles")
+WIRES = ("ring", "messages")
+TRANSPORTS = ("arena", *WIRES)
 
 BEFORE_BYTES = ("source is asked for its manifest", "sink prepares", "before 'prepared' is said", "transfer begins")
 BREAKING = ("piece leaves", "sink stages")
@@ -38,7 +38,7 @@ def case(kind, name, fault, **more):
     party, point, action, *nth = fault
     made = {
         "kind": kind,
-        "transport": "SharedMemoryRing",
+        "transport": "ring",
         "mode": "staged",
         "sources": 1,
         "sinks": 1,
@@ -264,7 +264,7 @@ def wire():
                 "the third is staged again",
                 ("sink 0", "sink stages", "duplicate", 3),
                 **more,
-                next="broken" if transport in ("PointToPoint", "Broadcast") else "same",
+                next="broken" if transport == "messages" else "same",
                 blame=["staged a second time"],
                 kinds=["RefitError"],
             )
@@ -278,49 +278,14 @@ def wire():
                 mode="staged",
                 kinds=["RefitError", "DeadlineError", "PeerError"],
                 blame=["bucket"],
-                next="same" if transport == "SharedMemoryRing" else "broken",
+                next="same" if transport == "ring" else "broken",
             )
-
-
-def files():
-    """What may happen to a file before others read it."""
-    for transport in ("Files", "DeltaFiles"):
-        for action, kinds, words in (
-            ("flip", ["DigestError", "RefitError"], []),
-            ("truncate", ["RefitError"], ["partial or foreign"]),
-            ("lose", ["DeadlineError"], ["deadline_s"]),
-            ("stale base", ["RefitError", "DigestError"], ["base"]),
-            ("kill", ["PeerError"], ["source 0"]),
-            ("raise", ["AbortedError"], ["ChaosError"]),
-        ):
-            if action == "stale base" and transport == "Files":
-                continue
-            yield case(
-                f"file: {action}",
-                "before its marker is written",
-                ("source 0", "file is written", action),
-                transport=transport,
-                sinks=2,
-                kinds=kinds,
-                blame=words,
-                next="fresh" if action == "kill" else "same",
-            )
-        yield case(
-            "disk is full",
-            "no more than 4 KiB",
-            ("source 0", "call", "full disk"),
-            transport=transport,
-            sinks=2,
-            kinds=["RefitError"],
-            blame=["source-0-of-1"],
-            next="same",
-        )
 
 
 def raising():
     """A source, a sink or an engine raises; somebody presses Ctrl-C."""
     for action, word in (("raise", "ChaosError"), ("interrupt", "KeyboardInterrupt")):
-        for transport in TRANSPORTS if action == "raise" else ("SharedMemoryRing", "PointToPoint"):
+        for transport in TRANSPORTS if action == "raise" else ("ring", "messages"):
             for party, point, nth in (
                 ("source 0", "source is asked for its manifest", 0),
                 ("source 0", "piece leaves", 5),
@@ -332,7 +297,7 @@ def raising():
                 ("source 0", "'verified' is said", 0),
             ):
                 after = "same"
-                if transport in ("PointToPoint", "Broadcast") and point in (*BREAKING, "source is digested"):
+                if transport == "messages" and point in (*BREAKING, "source is digested"):
                     after = "broken" if point in BREAKING else "either"
                 for mode in MODES if action == "raise" else ("staged",):
                     moved = point not in BEFORE_BYTES and "manifest" not in point and "prepares" not in point
@@ -418,7 +383,7 @@ def disagreement():
     for party, settings, blame in (
         ("sink 0", {"bucket_bytes": 1024}, ["bucket_bytes 1024"]),
         ("source 1", {"bucket_bytes": 1024}, ["source 1", "bucket_bytes 1024"]),
-        ("sink 0", {"transport": "SharedMemory"}, ["shared memory"]),
+        ("sink 0", {"transport": "arena"}, ["shared memory"]),
         ("sink 0", {"num_sinks": 3}, ["num_sinks"]),
         ("source 0", {"num_sources": 1}, ["num_sources"]),
     ):
@@ -469,7 +434,7 @@ def absence():
 
 def space():
     """There is no room for what a transport needs."""
-    for transport in ("SharedMemory", "SharedMemoryRing"):
+    for transport in ("arena", "ring"):
         yield case(
             "shared memory is full",
             "source 0 may write 2 KiB",
@@ -508,7 +473,6 @@ def everything():
         store_host,
         in_doubt,
         wire,
-        files,
         raising,
         disagreement,
         absence,

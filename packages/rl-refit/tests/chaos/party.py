@@ -17,21 +17,15 @@ import time
 
 import torch
 from cases import PATIENCE_S
-from points import ChaosSink, ChaosSource, Fault, wrap_buckets, wrap_control, wrap_files, wrap_transport, wrap_wire
+from points import ChaosSink, ChaosSource, Fault, wrap_buckets, wrap_control, wrap_transport, wrap_wire
 from torch import nn
 
 from rl_refit import ModuleSink, ModuleSource, Refit, RefitError, Rendezvous
-from rl_refit.delta.transport import DeltaFiles
-from rl_refit.transports.broadcast import Broadcast
-from rl_refit.transports.files import Files
-from rl_refit.transports.point_to_point import PointToPoint
-from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+from rl_refit.transports.stream import SlotStream
 
 LAYERS, HIDDEN = 6, 32
 BUCKET_BYTES = 4608  # a layer: a weight of 4096 bytes, a bias of 128, and what aligns them
-IN_MEMORY = {"SharedMemory": SharedMemory, "SharedMemoryRing": SharedMemoryRing}
-IN_FILES = {"Files": Files, "DeltaFiles": DeltaFiles}
-OVER_GROUPS = {"PointToPoint": PointToPoint, "Broadcast": Broadcast}
+TRANSPORTS = {"arena": {"arena": True}, "ring": {}, "messages": {"share_memory": False}}
 
 
 def model(version):
@@ -84,7 +78,6 @@ class Party:
             self.source = ChaosSource(ModuleSource(self.module), self.fault)
         wrap_buckets(self.fault)
         wrap_wire(self.fault)
-        wrap_files(self.fault)
 
     def on_commit(self, version):
         self.fault.at("engine takes the weights")
@@ -125,10 +118,7 @@ class Party:
 
     def transport(self):
         name, directory = self.spec["transport"], self.spec["directory"]
-        if name in IN_FILES:
-            made = IN_FILES[name](f"{self.spec['files']}/{self.rendezvous.name}")
-        else:
-            made = IN_MEMORY[name](directory=directory) if name in IN_MEMORY else OVER_GROUPS[name]()
+        made = SlotStream(directory=directory, **TRANSPORTS[name])
         wrap_transport(made, self.fault, self.source)
         return made
 

@@ -6,7 +6,6 @@ named after what is about to happen, or has just happened: "transfer begins", "v
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from dataclasses import dataclass, field
@@ -192,10 +191,10 @@ def wrap_buckets(fault):
 
 def wrap_wire(fault):
     """Of the process's wires: a bucket's message is dropped, sent twice, or sent after the next."""
-    from rl_refit.transports.groups import Group
-    from rl_refit.transports.tokens import Kind, Link
+    from rl_refit.transports.links import Kind, Link
+    from rl_refit.transports.messages import Group
 
-    token_is_sent, message_is_sent, broadcast = Link.send, Group.send, Group.broadcast
+    token_is_sent, message_is_sent = Link.send, Group.start
 
     def chaotic_token(link, token, watch):
         if token.kind == Kind.FULL:
@@ -204,42 +203,13 @@ def wrap_wire(fault):
         else:
             token_is_sent(link, token, watch)
 
-    def chaotic_message(group, message, process, tag):
-        works = [message_is_sent(group, now, process, tag) for now in mangle(fault, message)]
+    def chaotic_message(group, operation, slot, rank, *, tag):
+        if operation != "send":
+            return message_is_sent(group, operation, slot, rank, tag=tag)
+        works = [message_is_sent(group, operation, now, rank, tag=tag) for now in mangle(fault, slot)]
         return works[-1] if works else NothingToWaitFor()
 
-    def chaotic_broadcast(group, message, process):
-        if process != group.seating.own:
-            return broadcast(group, message, process)
-        works = [broadcast(group, now, process) for now in mangle(fault, message)]
-        return works[-1] if works else NothingToWaitFor()
-
-    Link.send, Group.send, Group.broadcast = chaotic_token, chaotic_message, chaotic_broadcast
-
-
-def wrap_files(fault):
-    """Of the files of this process's source: what happens to one that is written, before its marker says so."""
-    from rl_refit.transports.version_directory import VersionDirectory
-
-    write_marker = VersionDirectory.write_marker
-
-    def chaotic(directory, marker, watch):
-        if fault.strikes("file is written"):
-            path = directory.data_path(marker.version, marker.source)
-            if fault.action == "flip":
-                data = bytearray(path.read_bytes())
-                data[-9] ^= 4
-                path.write_bytes(data)
-            elif fault.action == "truncate":
-                os.truncate(path, path.stat().st_size - 1)
-            elif fault.action == "stale base":
-                marker = dataclasses.replace(marker, base="version 0 (refit 0)")
-            elif fault.action == "lose":
-                return
-            act(fault.action, fault.point)
-        write_marker(directory, marker, watch)
-
-    VersionDirectory.write_marker = chaotic
+    Link.send, Group.start = chaotic_token, chaotic_message
 
 
 class NothingToWaitFor:

@@ -8,9 +8,11 @@ import signal
 import threading
 import time
 import zlib
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pg_models
 import torch
@@ -29,14 +31,68 @@ from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource
 from rl_refit.topology import Topology
 from rl_refit.transaction.liveness import Heartbeat
+from rl_refit.transports import peers
 from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
-from rl_refit.transports.broadcast import Broadcast
-from rl_refit.transports.point_to_point import PointToPoint
+from rl_refit.transports.messages import Group
+from rl_refit.transports.stream import SlotStream
 
-TRANSPORTS = {"broadcast": Broadcast, "point_to_point": PointToPoint}
+TRANSPORTS = ("messages", "hosts", "ring", "ordered")
 NEEDS = {"modules": ["torch._dynamo"]}  # which fully_shard imports
-PATIENCE_S = 60.0  # what must succeed may take as long as this, however busy the machine is
+PATIENCE_S = float(
+    os.environ.get("PG_PATIENCE_S", "60")
+)  # what must succeed may take as long as this, however busy the machine is
 DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
+
+
+# -- Ways --------------------------------------------------------------------------------------------
+
+HERE, MAKE_GROUP, START = peers._this_process, Group.__init__, Group.start
+
+
+def carrier(way, process):
+    """A transport of this process, which from now on believes that it is on such a machine.
+
+    "ring": one host; "messages": a host that shares no memory; "hosts": even and odd processes are on two hosts;
+    "ordered": messages as over one NCCL communicator, without tags and one after the other.
+    """
+    peers._this_process, Group.__init__, Group.start = HERE, MAKE_GROUP, START
+    if way == "hosts":
+        peers._this_process = lambda *own: replace(HERE(*own), host=f"host {process % 2}")
+    if way == "ordered":
+        Group.__init__, Group.start = _make_ordered, _start_in_order
+    return SlotStream(share_memory=way in ("ring", "hosts"))
+
+
+def _make_ordered(group, *arguments, **more):
+    MAKE_GROUP(group, *arguments, **more)
+    group.is_ordered, group.ahead = True, SimpleQueue()
+    threading.Thread(target=_work_off, args=(group.ahead,), daemon=True).start()
+
+
+def _start_in_order(group, operation, slot, rank, *, tag):
+    work = OrderedWork()
+    group.ahead.put((work, lambda: START(group, operation, slot, rank, tag=0).wait()))
+    return work
+
+
+def _work_off(ahead):
+    while True:
+        work, call = ahead.get()
+        try:
+            call()
+        except RuntimeError as error:
+            work.error = error
+        work.done.set()
+
+
+class OrderedWork:
+    def __init__(self):
+        self.done, self.error = threading.Event(), None
+
+    def wait(self):
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
 
 
 # -- Sides made of plain tensors --------------------------------------------------------------------
@@ -110,24 +166,20 @@ class PlainSink:
 # -- Any number of ranks, any layout ----------------------------------------------------------------
 
 
-def shapes(place, *, seeds, device="cpu", one_group=False):
-    """For each seed a random world, both transports, two refits: all arrives once, and no more than the bound."""
+def shapes(place, *, seeds, device="cpu", ways=TRANSPORTS):
+    """For each seed a random world, every way, two refits: all arrives once, and no more than the bound."""
     store = FileStore(str(place.folder / "store"), -1)
     if device == "cuda":
         torch.cuda.set_device(place.process)
     torch.set_default_device(device)
-    group = None
-    if one_group:
-        _default_group(place, "all", (place.process, place.processes))
-        group = dist.group.WORLD
     met = 0
-    for seed, transport in itertools.product(range(*seeds), TRANSPORTS):
-        if _random_world(seed, place, PrefixStore(f"{seed} {transport}", store), transport, group):
+    for seed, transport in itertools.product(range(*seeds), ways):
+        if _random_world(seed, place, PrefixStore(f"{seed} {transport}", store), transport):
             met += 1
     return met
 
 
-def _random_world(seed, place, store, transport_name, group):
+def _random_world(seed, place, store, way):
     chance = random.Random(seed)
     num_sources, num_sinks = chance.randint(1, place.processes), chance.randint(1, place.processes)
     places = chance.sample(range(place.processes), num_sinks)  # some processes are both, some neither
@@ -142,15 +194,10 @@ def _random_world(seed, place, store, transport_name, group):
     bucket_bytes, slots = chance.choice([512, 1024, 4096]), chance.randint(1, 3)
     if source_rank is None and sink_rank is None:
         return False
-    transport = TRANSPORTS[transport_name](group=group)
-    schedule = make_schedule(plan, routing=transport.routing, bucket_bytes=bucket_bytes)
+    transport = carrier(way, place.process)
+    schedule = make_schedule(plan, bucket_bytes=bucket_bytes)
     watch = Watch(deadline_s=PATIENCE_S)
-    try:
-        transport.open(_channel(schedule, (source_rank, sink_rank), store, slots=slots), watch)
-    except RefitError as error:
-        if group is None or "every rank of a group takes part in a broadcast" not in str(error):
-            raise
-        return False
+    transport.open(_channel(schedule, (source_rank, sink_rank), store, slots=slots), watch)
     for refit in (1, 2):
         _transfer(transport, schedule, (source_rank, sink_rank), (source, sink), refit=refit, watch=watch)
     _assert_least(transport, plan, sink_rank, slots=slots, bucket_bytes=bucket_bytes)
@@ -180,14 +227,12 @@ def _assert_least(transport, plan, sink_rank, *, slots, bucket_bytes):
     assert transport.extra_bytes <= 2 * slots * (bucket_bytes + 512)
     if sink_rank is None:
         assert traffic.copied == 0
-        assert traffic.received == 0 or transport._group is not None  # in one group all receive all broadcasts
-    elif isinstance(transport, PointToPoint):
-        assert traffic.received + traffic.copied == plan.lower_bound(sink_rank)
-        assert traffic.relayed <= plan.bytes_relayed(sink_rank)  # nothing is handed back to where it came from
+        assert traffic.received == 0
     else:
-        streams = make_schedule(plan, routing="multicast", bucket_bytes=bucket_bytes).streams
-        everything = sum(piece.nbytes for stream in streams for bucket in stream.buckets for piece in bucket)
-        assert traffic.received + traffic.copied == everything >= plan.lower_bound(sink_rank)
+        assert traffic.received + traffic.copied == plan.lower_bound(sink_rank)
+        assert traffic.relayed <= sum(
+            map(plan.bytes_relayed, plan.sink.ranks)
+        )  # nothing goes back to where it came from
 
 
 def _channel(schedule, ranks, store, *, slots=2):
@@ -237,7 +282,7 @@ def modules(place, *, worlds, model, sources, sinks, colocated=False):
     engine = None if sink_rank is None else pg_models.laid_out(model, 0, *sinks)
     found = {}
     for name in worlds:
-        transport = TRANSPORTS[name]()
+        transport = carrier(name, place.process)
         refit = Refit(
             ModuleSource(policy) if policy is not None else None,
             ModuleSink(engine) if engine is not None else None,
@@ -257,7 +302,7 @@ def modules(place, *, worlds, model, sources, sinks, colocated=False):
                 pg_models.advance(policy, model, version, *sources)
             report = refit(version=version) if policy is not None else refit.receive(timeout_s=PATIENCE_S)
             assert engine is None or pg_models.wrong_tensors(engine, model, version, *sinks) == [], (name, version)
-        if engine is not None and name == "point_to_point":
+        if engine is not None:
             traffic = transport.traffic
             assert traffic.received + traffic.copied == refit.plan.lower_bound(sink_rank)
         found[name] = [report.digest, report.transport, transport.traffic.relayed]
@@ -314,7 +359,7 @@ def death(place, *, transport, victim, deed, at):
     refit = Refit(
         Hooked(ModuleSource(module), strike) if place.process == 0 else None,
         Hooked(ModuleSink(module), strike) if place.process else None,
-        TRANSPORTS[transport](),
+        carrier(transport, place.process),
         rendezvous=Rendezvous(
             FileStore(str(place.folder / "store"), -1),
             num_sources=1,
@@ -345,47 +390,26 @@ def death(place, *, transport, victim, deed, at):
 # -- What a wire may confuse, and who is to blame: without a rendezvous ------------------------------
 
 
-class Meddler:
-    """A process group that sends wrongly: drops, repeats or delays the message number `at`."""
+def meddle(fault, at):
+    """From now on this process sends wrongly: drops, repeats or delays the message number `at`."""
+    start, calls, held, kept = Group.start, itertools.count(), [], []
 
-    def __init__(self, group, fault, at):
-        self._group, self._backend = group, group._get_backend(torch.device("cpu"))
-        self._fault, self._calls, self._at, self._held = fault, itertools.count(), at, None
-
-    def rank(self):
-        return self._group.rank()
-
-    def size(self):
-        return self._group.size()
-
-    def name(self):
-        return self._backend.name()
-
-    def _get_backend(self, device):
-        return self
-
-    def recv(self, tensors, rank, tag):
-        return self._backend.recv(tensors, rank, tag)
-
-    def broadcast(self, tensor, rank):
-        if self._fault == "drop" and next(self._calls) == self._at:
-            return Done()
-        return self._backend.broadcast(tensor, rank)
-
-    def send(self, tensors, rank, tag):
-        call = next(self._calls)
-        if self._fault is not None and call == self._at:
-            if self._fault == "drop":
+    def meddling(group, operation, slot, rank, *, tag):
+        if operation != "send" or tag == 2**30 - 1:  # that one connects
+            return start(group, operation, slot, rank, tag=tag)
+        if next(calls) == at:
+            if fault in ("drop", "delay"):
+                held.extend([slot.clone()] if fault == "delay" else [])
                 return Done()
-            copy = [tensors[0].clone()]
-            if self._fault == "delay":
-                self._held = copy
-                return Done()
-            self._kept = self._backend.send(copy, rank, tag), copy
-        work = self._backend.send(tensors, rank, tag)
-        if self._held is not None:
-            self._kept, self._held = (self._backend.send(self._held, rank, tag), self._held), None
+            copy = slot.clone()
+            kept.append((copy, start(group, operation, copy, rank, tag=tag)))
+        work = start(group, operation, slot, rank, tag=tag)
+        while held:
+            late = held.pop()
+            kept.append((late, start(group, operation, late, rank, tag=tag)))
         return work
+
+    Group.start = meddling
 
 
 class Done:
@@ -404,14 +428,12 @@ def bare(place, *, transport, fault=None, victim=None, deed=None, at=0):
     tensors = [(f"t{n}", (128 - n,), "float32") for n in range(10)]
     source, sink = _whole_manifest(tensors, 1), _whole_manifest(tensors, place.processes - 1)
     store = FileStore(str(place.folder / "store"), -1)
-    group = None
-    if fault is not None:
-        dist.init_process_group("gloo", store=store, rank=place.process, world_size=place.processes)
-        group = Meddler(dist.group.WORLD, fault if place.process == 0 else None, at)
-    carrier = TRANSPORTS[transport](group=group)
-    schedule = make_schedule(plan_refit(source, sink), routing=carrier.routing, bucket_bytes=512)
+    way = carrier(transport, place.process)
+    if fault is not None and place.process == 0:
+        meddle(fault, at)
+    schedule = make_schedule(plan_refit(source, sink), bucket_bytes=512)
     report = PrefixStore("report", store)
-    carrier.open(_channel(schedule, ranks, PrefixStore("channel", store)), Watch(deadline_s=PATIENCE_S))
+    way.open(_channel(schedule, ranks, PrefixStore("channel", store)), Watch(deadline_s=PATIENCE_S))
 
     def look_around():
         _look_at(report)
@@ -425,7 +447,7 @@ def bare(place, *, transport, fault=None, victim=None, deed=None, at=0):
         try:
             strike = partial(_strike, report, deed) if victim == party else lambda call: None
             _transfer(
-                carrier,
+                way,
                 schedule,
                 ranks,
                 (source, sink),
@@ -439,8 +461,8 @@ def bare(place, *, transport, fault=None, victim=None, deed=None, at=0):
             report.set(f"{refit} is over for {place.process}", "")
             everybody = [f"{refit} is over for {process}" for process in range(place.processes)]
             report.wait(everybody, timedelta(seconds=PATIENCE_S))
-        carrier.finish()
-    carrier.close()
+        way.finish()
+    way.close()
     return [party, errors]
 
 
@@ -481,16 +503,16 @@ def many(place, *, transport, transfers):
     ranks = (0, None) if place.process == 0 else (None, 0)
     store = FileStore(str(place.folder / "store"), -1)
     watch = Watch(deadline_s=PATIENCE_S)
-    carrier = TRANSPORTS[transport]()
-    schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=2**16)
-    carrier.open(_channel(schedule, ranks, PrefixStore("first", store)), watch)
+    way = carrier(transport, place.process)
+    schedule = make_schedule(plan_refit(*manifests), bucket_bytes=2**16)
+    way.open(_channel(schedule, ranks, PrefixStore("first", store)), watch)
     found = []
     for refit in range(1, transfers + 1):
-        _transfer(carrier, schedule, ranks, manifests, refit=refit, watch=watch)
-        carrier.finish()
+        _transfer(way, schedule, ranks, manifests, refit=refit, watch=watch)
+        way.finish()
         if refit in (transfers // 3, transfers):
             found.append(_resources(*found))
-    carrier.close()
+    way.close()
     return found
 
 
@@ -501,12 +523,12 @@ def often(place, *, transport, times):
     ranks = (0, None) if place.process == 0 else (None, 0)
     store = FileStore(str(place.folder / "store"), -1)
     found = []
-    carrier = TRANSPORTS[transport]()
-    schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=512)
+    way = carrier(transport, place.process)
+    schedule = make_schedule(plan_refit(*manifests), bucket_bytes=512)
     for time_ in range(1, times + 1):
-        carrier.open(_channel(schedule, ranks, PrefixStore(f"{time_}", store)), watch := Watch(deadline_s=PATIENCE_S))
-        _transfer(carrier, schedule, ranks, manifests, refit=1, watch=watch)
-        carrier.close()
+        way.open(_channel(schedule, ranks, PrefixStore(f"{time_}", store)), watch := Watch(deadline_s=PATIENCE_S))
+        _transfer(way, schedule, ranks, manifests, refit=1, watch=watch)
+        way.close()
         if time_ in (times // 3, times):
             found.append(_resources(*found))
     return found

@@ -15,6 +15,7 @@ import sys
 import time
 import zlib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,10 +30,9 @@ from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import plan_refit
 from rl_refit.schedule import make_schedule
 from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
-from rl_refit.transports.cuda_ipc import CudaIpc
-from rl_refit.transports.shared_memory import SharedMemory, SharedMemoryRing
+from rl_refit.transports.stream import SlotStream
 
-TRANSPORTS = {"SharedMemory": SharedMemory, "SharedMemoryRing": SharedMemoryRing, "CudaIpc": CudaIpc}
+TRANSPORTS = {"ring": SlotStream, "arena": partial(SlotStream, arena=True)}
 PATIENCE_S = 60.0  # what must succeed may take as long as this, however busy the machine is
 TENSORS = {  # shape, dtype, the dim that the source's ranks cut, the dim that the sink's ranks cut
     "embed": ((37, 24), "float32", 0, 1),
@@ -115,7 +115,7 @@ class Party:
         self.transport = TRANSPORTS[spec["transport"]](directory=spec["directory"])
         bucket_bytes = spec["bucket_bytes"] if self.transport.bounded else None
         plan = plan_refit(metas["source"], metas["sink"])
-        self.schedule = make_schedule(plan, routing=self.transport.routing, bucket_bytes=bucket_bytes)
+        self.schedule = make_schedule(plan, bucket_bytes=bucket_bytes)
         store = FileStore(spec["store"], spec["sources"] + spec["sinks"])
         channel = Channel(
             schedule=self.schedule,
@@ -198,7 +198,7 @@ def refit_a_module(spec):
     meeting = Rendezvous(f"file://{spec['store']}", num_sources=spec["sources"], num_sinks=spec["sinks"], **ranks)
     module = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 50, bias=False), nn.Linear(50, 7))
     module[1].weight = module[0].weight
-    hold = {"hold": module} if source and spec["transport"] == "SharedMemory" else {}
+    hold = {"hold": module} if source and spec["transport"] == "arena" else {}
     side = {"source": ModuleSource(module)} if source else {"sink": ModuleSink(module)}
     refit = Refit(
         **side,
@@ -271,7 +271,7 @@ def tampering(tamper):
     """Put `tamper(tokens so far, token, send)` between the party and its links."""
 
     def install(party, bucket, watch):
-        for link in party.transport._ring._opened.links.values():
+        for link in party.transport._open.links.values():
             counter, send = iter(range(10**9)), link.send
 
             def tampered(token, watch, *, counter=counter, link=link, send=send):

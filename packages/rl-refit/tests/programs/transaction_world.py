@@ -12,7 +12,7 @@ from torch import nn
 from rl_refit import ModuleSink, ModuleSource, Refit, Rendezvous
 from rl_refit.transaction.control import Control
 from rl_refit.transports.base import Watch
-from rl_refit.transports.shared_memory import SharedMemoryRing
+from rl_refit.transports.stream import SlotStream
 
 PATIENCE_S = 120.0  # what must succeed may take as long as this, however busy the machine is
 HANG_S = 2 * PATIENCE_S
@@ -82,7 +82,7 @@ def same_weights(first, second):
 class World:
     """Refits of `sources` ranks that all hold one policy, and of `sinks` replicas of an engine, over a ring."""
 
-    def __init__(self, store, directory, *, sources=1, sinks=1, transport=SharedMemoryRing, **more):
+    def __init__(self, store, directory, *, sources=1, sinks=1, transport=SlotStream, **more):
         self.policy = model(1)
         self.engines = [model(100 + rank) for rank in range(sinks)]
         self.sinks = [ModuleSink(engine) for engine in self.engines]

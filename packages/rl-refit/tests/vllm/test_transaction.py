@@ -22,7 +22,7 @@ from rl_refit.errors import CoverageError, DigestError, PoisonedError, RefitErro
 from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.source import StateDictSource
-from rl_refit.transports.shared_memory import SharedMemory
+from rl_refit.transports.stream import SlotStream
 from rl_refit.vllm import WORKER_EXTENSION, VllmSink, cpu_workarounds
 
 OLD, NEW = 0, 1
@@ -194,7 +194,7 @@ def test_a_trainer_in_another_process_refits_the_engine(llm, served, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=inherited()) as trainer:
         for version, seed in enumerate((NEW, OLD)):
             meeting = Rendezvous(f"file://{tmp_path}/store-{version}", num_sources=1, num_sinks=1, sink_rank=0)
-            refit = Refit(sink=sink, transport=SharedMemory(), rendezvous=meeting)
+            refit = Refit(sink=sink, transport=SlotStream(), rendezvous=meeting)
             report = refit.receive(timeout_s=120)
             refit.close()
             assert trainer.stdout.readline().strip() == report.digest

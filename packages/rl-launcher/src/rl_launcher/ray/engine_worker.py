@@ -31,8 +31,6 @@ class EngineInfo:
     processes: tuple[ChildProcess, ...]
     """Those that the engine started besides the actor: they may survive an actor that is killed."""
     limits: Limits
-    sink_device: str
-    """Where new weights are staged."""
     text: str
     """The engine's own `explain`."""
 
@@ -98,7 +96,6 @@ class EngineWorker:
         return EngineInfo(
             processes=self._processes,
             limits=engine.limits,
-            sink_device=str(getattr(self._made.sink, "device", "cpu")).split(":")[0],
             text=engine.explain(),
         )
 

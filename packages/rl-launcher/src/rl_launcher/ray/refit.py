@@ -19,7 +19,7 @@ from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.remote_calls import Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
 from rl_refit import RefitConfig, RefitError, RefitReport
-from rl_refit.parties import Parties, choose_transport
+from rl_refit.parties import Parties
 
 
 class RayWeightSync:
@@ -70,7 +70,7 @@ class RayWeightSync:
         return {} if self.last is None else {**self.last.metrics(), "refits_repeated": float(self._num_repeated)}
 
     def explain(self) -> str:
-        """Who sends to whom, and by which transport."""
+        """Who sends to whom, and by which way."""
         return self._parties(self._engines.all(), port=0, name="refit").explain()
 
     # -- One refit ----------------------------------------------------------------------------------------------------
@@ -160,17 +160,12 @@ class RayWeightSync:
         return True
 
     def _parties(self, engines: Sequence[RunningEngine], *, port: int, name: str) -> Parties:
-        sink_device = "cpu" if engines[0].started is None else engines[0].started.sink_device
-        source_device = self._engines.spec.device
-        transport = choose_transport(one_node=self._one_node, source_device=source_device, sink_device=sink_device)
         host = LOOPBACK if self._one_node else engines[0].host
         return Parties(
             address=f"tcp://{host}:{port}",
             name=name,
             num_sources=self._policy.num_ranks,
             num_sinks=len(engines),
-            transport=transport,
-            through_host=transport == "point_to_point" and source_device != sink_device,
             one_node=self._one_node,
             config=self._config,
         )

@@ -112,7 +112,7 @@ def figures_of(plan: RefitPlan, *, bucket_bytes: int, slots: int) -> PlanFigures
     Raises:
         ValueError: `bucket_bytes` is not a positive multiple of 512.
     """
-    schedule = make_schedule(plan, routing="unicast", bucket_bytes=bucket_bytes)
+    schedule = make_schedule(plan, bucket_bytes=bucket_bytes)
     sources, sinks = plan.source.ranks, plan.sink.ranks
     fed = [meta for meta in plan.sink.tensors if meta.travels]
     rest = Counter("tied" if meta.tied_to else meta.feeding for meta in plan.sink.tensors if not meta.travels)

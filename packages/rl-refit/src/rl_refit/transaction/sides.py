@@ -34,8 +34,9 @@ def check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvou
             raise TypeError(f"{name} is the class {given.__name__}; write {given.__name__}(…)")
         if given is not None and not isinstance(given, kind):
             raise TypeError(
-                f"{name} is a {type(given).__name__}, which has not the methods of {kind.__name__}; "
-                f"a module goes into ModuleSource or ModuleSink, a mapping of tensors into StateDictSource"
+                f"{name} is a {type(given).__name__}, which has not the methods of {kind.__name__}"
+                f"{_missing(given, kind)}; a module goes into ModuleSource or ModuleSink, a mapping of tensors into "
+                f"StateDictSource"
             )
     if rendezvous is not None and not isinstance(rendezvous, Rendezvous):
         raise TypeError(f"rendezvous is a {type(rendezvous).__name__}; write Rendezvous(address, num_sources=…, …)")
@@ -43,11 +44,9 @@ def check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvou
         if transport is not None or sides.source is None or sides.sink is None:
             raise ValueError(
                 "without a rendezvous a Refit works in one process: give it a source and a sink, and no transport; "
-                "over several processes give all parties a transport and a rendezvous"
+                "over several processes give all parties a rendezvous"
             )
         return
-    if transport is None:
-        raise ValueError("a Refit over several processes needs a transport, the same at all parties")
     for side, given, rank in (
         ("source", sides.source, rendezvous.source_rank),
         ("sink", sides.sink, rendezvous.sink_rank),
@@ -56,10 +55,16 @@ def check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvou
             raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
 
 
+def _missing(given: object, kind: type) -> str:
+    """The names that a side lacks, where it has at least one of them."""
+    wanted = [name for name in vars(kind) if not name.startswith("_")]
+    missing = [name for name in wanted if not hasattr(given, name)]
+    return f" ({', '.join(missing)})" if len(missing) < len(wanted) else ""
+
+
 def device_of(sides: Sides) -> torch.device:
-    """Where this process's tensors are; a source or sink that is not of a module says so in `device`."""
+    """Where this process's tensors are."""
     for side in (sides.sink, sides.source):
-        device = getattr(side, "device", None)
-        if device is not None:
-            return torch.device(device)
+        if side is not None:
+            return torch.device(side.device)
     return torch.device("cpu")

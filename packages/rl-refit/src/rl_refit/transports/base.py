@@ -24,7 +24,7 @@ from rl_refit.buckets import Bucket, Piece
 from rl_refit.contracts import WeightSink, WeightSource
 from rl_refit.errors import DeadlineError, RefitError
 from rl_refit.layout import Region
-from rl_refit.schedule import Routing, Schedule, Stream
+from rl_refit.schedule import Schedule, Stream
 from rl_refit.stores import Store
 
 __all__ = ["PATIENCE_S", "Channel", "InProcess", "Inbox", "Outbox", "Transport", "Watch", "slot_view"]
@@ -103,7 +103,7 @@ class Channel:
     """What all refits through a transport have in common, agreed upon by all parties before the first."""
 
     schedule: Schedule
-    """The streams, cut as the transport's `routing` and `bounded` say."""
+    """The streams, cut as the transport's `bounded` says."""
 
     source_rank: int | None
     """This process's rank of the source; None where it has none."""
@@ -126,10 +126,11 @@ class Transport(Protocol):
     """One way of bytes. All parties of a refit construct the same one, with the same arguments."""
 
     name: str
-    """For reports and errors: "shared memory"."""
+    """The same at all parties, and compared by them."""
 
-    routing: Routing
-    """How the plan is cut: see `rl_refit.schedule`."""
+    @property
+    def medium(self) -> str:
+        """What carries the bytes of this process, for reports: "shared memory and gloo"; known once it is open."""
 
     bounded: bool
     """Whether streams are cut into buckets; otherwise each is one, as large as it needs."""
@@ -280,8 +281,7 @@ class InProcess:
     in all.
     """
 
-    name = "in process"
-    routing: Routing = "unicast"
+    name = medium = "in process"
     bounded = False
     extra_bytes = 0
 

@@ -19,7 +19,7 @@ from rl_refit.digest import Digest, digest_regions
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import TensorMeta
-from rl_refit.transports.segment import Segment
+from rl_refit.transports.memory import Segment
 
 __all__ = ["Bank", "Row"]
 

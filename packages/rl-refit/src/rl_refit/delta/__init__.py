@@ -1,1 +1,0 @@
-"""Only what changed since a version that both sides hold: a codec of tensors, and the transport that uses it."""

@@ -1,0 +1,337 @@
+"""Messages between processes that map no memory of each other: one process group of torch.distributed for all of them.
+
+The group belongs to the refit alone and is made from the backend's own class over the store of the rendezvous, so that
+trainer and engine, which are worlds of their own, need no world in common. Gloo listens on loopback unless it is told a
+host or an interface, and moves memory of the host; NCCL moves GPU memory over one communicator, made at once.
+
+Two habits of gloo shape this file: a send or receive never says that it is completed unless somebody waits for it, so
+that a thread waits for those of each kind; and a wait that times out breaks every connection of its group, which is how
+`close` ends what would otherwise stay under way. NCCL's works say when they are completed, and are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
+
+from rl_refit.buckets import ALIGNMENT
+from rl_refit.errors import PeerError, RefitError
+from rl_refit.transports.base import PATIENCE_S, Channel, Watch
+from rl_refit.transports.links import REASON_GRACE_S
+from rl_refit.transports.peers import Peer, Peers
+
+__all__ = ["HEADER_BYTES", "Address", "Group", "Message", "Numbers", "check_header", "connect", "write_header"]
+
+HEADER_BYTES = ALIGNMENT
+"""Bytes before the first piece of every slot; they keep the pieces aligned."""
+
+Numbers = tuple[int, int, int, int]
+"""Of a bucket: refit, stream, bucket, bytes."""
+
+_MAGIC = 0x524C_5245_4649_5431
+_FIELDS = ("refit", "stream", "bucket", "bytes")
+_TAGS = 2**30
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where gloo listens; both None means loopback, which ends at this machine."""
+
+    host: str | None = None
+    interface: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.host is not None and self.interface is not None:
+            raise ValueError(f"give a host or an interface, not both; got {self.host!r} and {self.interface!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Message:
+    """A slot under way, to or from a peer."""
+
+    bucket: int
+    peer: str
+    work: Work | None
+    """None where it could not even begin."""
+
+    ended: threading.Event = field(default_factory=threading.Event)
+    errors: list[BaseException] = field(default_factory=list)
+
+
+@final
+class Group:
+    """The process group, as one process uses it.
+
+    Args:
+        backend: `ProcessGroupGloo` or `ProcessGroupNCCL`.
+        ranks: Process → its rank in the backend.
+        peers: Who is who.
+        device: Of the slots.
+        news: Written to whenever a message has ended.
+    """
+
+    def __init__(
+        self, backend: Any, ranks: dict[int, int], peers: Peers, *, device: torch.device, news: socket.socket
+    ) -> None:
+        self.backend, self.device = backend, device
+        self.is_ordered = device.type == "cuda"
+        """Whether messages are told apart by their order alone, as NCCL's are, and not by tags: all processes then
+        begin them in the order of the schedule."""
+        self._ranks, self._peers, self._news = ranks, peers, news
+        self._queues: dict[str, SimpleQueue[Message | None]] = {}
+        self._under_way: set[Message] = set()
+
+    def send(self, slot: Tensor, to: Peer, numbers: Numbers, *, tag: int, relayed: bool) -> Message:
+        """Begin to send the bytes of `slot`; those that are `relayed` are not waited for behind others."""
+        kind = "relay" if relayed else "send"
+        return self._begin(
+            kind, lambda: self.start("send", slot, self._ranks[to[0]], tag=tag), peer=to, numbers=numbers
+        )
+
+    def receive(self, slot: Tensor, origin: Peer, numbers: Numbers, *, tag: int) -> Message:
+        """Begin to receive into `slot`; gloo takes shorter messages, and ends the process at a longer one."""
+        return self._begin(
+            "receive", lambda: self.start("recv", slot, self._ranks[origin[0]], tag=tag), peer=origin, numbers=numbers
+        )
+
+    def start(self, operation: str, slot: Tensor, rank: int, *, tag: int) -> Work | None:
+        """Call the backend. NCCL, outside of a group of calls, would make a communicator of its own for each pair."""
+        call = getattr(self.backend, operation)
+        if self.device.type != "cuda":
+            work: Work | None = call([slot], rank, tag % _TAGS)
+            return work
+        self.backend._start_coalescing()  # noqa: SLF001  (as torch's batch_isend_irecv)
+        call([slot], rank, 0)
+        ended: Work | None = self.backend._end_coalescing()  # noqa: SLF001
+        return ended
+
+    def has_ended(self, message: Message, watch: Watch) -> bool:
+        """Whether `message` has ended.
+
+        Raises:
+            PeerError: The connection is lost, and within a moment nobody reports why.
+        """
+        if not message.ended.is_set() and self.device.type == "cuda" and message.work is not None:
+            _finish_if_completed(message)
+        if not message.ended.is_set():
+            return False
+        if message.errors:
+            raise self._lost(message, watch)
+        self._under_way.discard(message)
+        return True
+
+    def close(self) -> None:
+        """End every message that is under way, and the group; waits for nobody."""
+        stuck = any(not message.ended.is_set() for message in self._under_way)
+        if self.device.type == "cuda":
+            (self.backend.abort if stuck else self.backend.shutdown)()
+        elif stuck:
+            for rank in self._ranks.values():
+                if rank != self._ranks[self._peers.own]:
+                    with contextlib.suppress(RuntimeError):  # it is meant to time out: see above
+                        scratch = torch.empty(1, dtype=torch.uint8)
+                        self.backend.recv([scratch], rank, _TAGS).wait(timedelta(milliseconds=1))
+        for queue in self._queues.values():
+            queue.put(None)
+        self._queues.clear()
+        self._under_way.clear()
+
+    def _begin(self, kind: str, start: Callable[[], Work | None], *, peer: Peer, numbers: Numbers) -> Message:
+        try:
+            message = Message(bucket=numbers[2], peer=peer[1], work=start())
+        except RuntimeError as error:  # gloo knows already that the connection is broken
+            message = Message(bucket=numbers[2], peer=peer[1], work=None, errors=[error])
+            message.ended.set()
+            return message
+        self._under_way.add(message)
+        if self.device.type != "cuda":
+            if kind not in self._queues:
+                self._queues[kind] = SimpleQueue()
+                arguments = (self._queues[kind], self._news)
+                threading.Thread(target=_wait_for, args=arguments, daemon=True, name=f"rl-refit {kind}").start()
+            self._queues[kind].put(message)
+        return message
+
+    def _lost(self, message: Message, watch: Watch) -> RefitError:
+        watch.at(bucket=message.bucket, peer=message.peer)
+        until = time.monotonic() + REASON_GRACE_S
+        while time.monotonic() < until:
+            watch.check()
+            time.sleep(PATIENCE_S)
+        watch.check()
+        reason = str(message.errors[0]).split(". This is typically")[0].split("] ", 1)[-1]
+        return PeerError(
+            f"lost the connection to {message.peer} at bucket {message.bucket} ({reason}): "
+            f"it is dead, or gave up without a reason",
+            phase=watch.phase_name,
+            bucket=message.bucket,
+            peer=message.peer,
+        )
+
+
+def _wait_for(queue: SimpleQueue[Message | None], news: socket.socket) -> None:
+    """What the thread of one kind of messages does; it holds nothing while it has nothing to wait for."""
+    while (message := queue.get()) is not None:
+        assert message.work is not None
+        try:
+            message.work.wait()
+        except RuntimeError as error:
+            message.errors.append(error)
+        message.ended.set()
+        with contextlib.suppress(OSError):  # full, so that whoever waits wakes up anyway; or closed
+            news.send(b"!")
+        del message
+
+
+def _finish_if_completed(message: Message) -> None:
+    assert message.work is not None
+    if message.work.is_completed():
+        try:
+            message.work.wait()  # it is over: this lets go of the tensor, and raises what went wrong
+        except RuntimeError as error:
+            message.errors.append(error)
+        message.ended.set()
+
+
+def connect(
+    pairs: Iterable[tuple[int, int]],
+    peers: Peers,
+    channel: Channel,
+    *,
+    watch: Watch,
+    address: Address,
+    news: socket.socket,
+) -> Group | None:
+    """Make the group of all processes in `pairs`, and connect each pair; None for a process that is in none.
+
+    Args:
+        pairs: Who sends to whom, the same in every process.
+        peers: Who is who.
+        channel: The store and the device.
+        watch: Looked at while connections are made.
+        address: Where gloo listens.
+        news: See `Group`.
+
+    Raises:
+        PeerError: A process cannot be reached.
+        RefitError: What `watch.check` raises.
+    """
+    pairs = tuple(dict.fromkeys(pairs))
+    ranks = {process: rank for rank, process in enumerate(sorted({process for pair in pairs for process in pair}))}
+    if peers.own not in ranks:
+        return None
+    assert channel.store is not None
+    store: Any = channel.store
+    store = PrefixStore("messages", store.clone())  # a store serves one thread at a time
+    device = channel.device if peers.on_gpus else torch.device("cpu")
+    timeout = timedelta(seconds=watch.deadline_s)
+
+    def make() -> Group:
+        place = (store, ranks[peers.own], len(ranks))
+        backend = _nccl(place, 2 * timeout, device) if device.type == "cuda" else _gloo(place, timeout, address)
+        group = Group(backend, ranks, peers, device=device, news=news)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            scratch = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+            for sender, receiver in pairs:  # in one order, so that nobody waits in a circle
+                if peers.own in (sender, receiver):
+                    other = ranks[receiver if peers.own == sender else sender]
+                    work = group.start("send" if peers.own == sender else "recv", scratch, other, tag=_TAGS - 1)
+                    if work is not None:
+                        work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        return group
+
+    return _in_background(make, watch)
+
+
+def _gloo(place: tuple[PrefixStore, int, int], timeout: timedelta, address: Address) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    gloo: Any = ProcessGroupGloo  # its stubs lack the options
+    options = gloo._Options()  # noqa: SLF001  (as all below: what init_process_group itself uses)
+    options._timeout = timeout  # noqa: SLF001
+    if address.interface is not None:
+        options._devices = [gloo.create_device(interface=address.interface)]  # noqa: SLF001
+    else:
+        options._devices = [gloo.create_device(hostname=address.host or "127.0.0.1")]  # noqa: SLF001
+    return gloo(*place, options)
+
+
+def _nccl(place: tuple[PrefixStore, int, int], timeout: timedelta, device: torch.device) -> Any:
+    """NCCL's watchdog ends the process when a work times out, so its timeout lies beyond our own deadline."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout  # noqa: SLF001
+    backend: Any = ProcessGroupNCCL(*place, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def _in_background(make: Callable[[], _T], watch: Watch) -> _T:
+    """What `make` returns, which waits as it likes, in a thread that is left to itself if the watch raises."""
+    made: list[_T] = []
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:  # noqa: BLE001  (raised below, in the thread that waits)
+            errors.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=work, daemon=True, name="rl-refit connect").start()
+    while not ended.wait(PATIENCE_S):
+        watch.check()
+    if errors:
+        watch.check()
+        reason = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
+        raise PeerError(f"cannot connect the parties of the refit: {reason}", phase=watch.phase_name) from errors[0]
+    return made[0]
+
+
+# -- The header of a slot --------------------------------------------------------------------------------------------
+
+
+def write_header(slot: Tensor, numbers: Numbers) -> None:
+    """Write refit, stream, bucket and bytes into the head of `slot`."""
+    header = torch.tensor([_MAGIC, *numbers], dtype=torch.int64)
+    slot[: header.nbytes].view(torch.int64).copy_(header)
+
+
+def check_header(slot: Tensor, numbers: Numbers, peer: str) -> None:
+    """Compare the header of a received slot with the refit, stream, bucket and bytes that are due.
+
+    Raises:
+        RefitError: It is another bucket's, so that one was dropped, duplicated or overtaken.
+    """
+    magic, *found = slot[: 8 * (1 + len(_FIELDS))].view(torch.int64).tolist()
+    if magic == _MAGIC and tuple(found) == numbers:
+        return
+    got = _describe(found) if magic == _MAGIC else "no header at all"
+    raise RefitError(
+        f"expected {_describe(numbers)} from {peer}, got {got}: "
+        f"a bucket was dropped, duplicated or reordered on the way",
+        phase="transfer",
+        bucket=numbers[2],
+        peer=peer,
+    )
+
+
+def _describe(numbers: Iterable[int]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in zip(_FIELDS, numbers, strict=True))
