@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_generation.child_process import process_stat
 from rl_generation.errors import EngineDeadError, EngineOptionError, TimedOutSample
 from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.vllm.health import Health
@@ -62,6 +63,25 @@ def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd
         foreign.close()
         foreign.unlink()
     assert capfd.readouterr().err == ""
+
+
+def test_the_end_of_processes_waits_for_workers_that_had_to_be_killed():
+    # A worker under the engine's process, with memory that takes a while to give back, which nothing but SIGKILL ends.
+    worker = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); b = bytearray(600 << 20); "
+    worker += "print(flush=True); time.sleep(600)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    root = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert root.stdout.readline()
+        handle = SimpleNamespace(pid=root.pid, join=root.wait)
+        processes = EngineProcesses([handle])
+        assert len(processes.process_ids) == 2
+        processes.end(timeout_s=0.1)
+        assert [each for each in processes.process_ids if process_stat(each) is not None] == []
+    finally:
+        root.kill()
+        root.wait()
+        root.stdout.close()
 
 
 def test_whoever_waits_for_a_dead_process_is_told_which_one_and_how(process):

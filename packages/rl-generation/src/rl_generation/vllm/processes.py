@@ -21,6 +21,8 @@ __all__ = ["EngineProcesses", "Watchdog"]
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the system has it)
 PREFIX = "vllm_dist_"
 """What vLLM's ranks on a CPU call their shared memory, which they leave even at a clean end."""
+KILL_TIMEOUT_S = 30.0
+"""How long a process that was killed may take to end; only one that waits in the kernel takes that long."""
 
 
 @final
@@ -63,16 +65,21 @@ class EngineProcesses:
 
     def end(self, *, timeout_s: float = 10.0) -> None:
         """Wait until all have ended, kill those that have not, and remove what they left in shared memory."""
-        deadline = time.monotonic() + timeout_s
-        while self._living() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self._wait(timeout_s)
         for process in self._living():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        # A worker is no child of this process, and on a busy machine one that was killed needs a while to end.
+        self._wait(KILL_TIMEOUT_S)
         for root in self.roots:
             root.join(timeout_s)
         for file in self._files:
             file.unlink(missing_ok=True)
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._living() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _living(self) -> list[int]:
         found = {process_id: process_stat(process_id) for process_id in self._started}
