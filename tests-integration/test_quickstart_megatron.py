@@ -57,7 +57,8 @@ def require_same_step(one: dict, other: dict) -> None:
     """Reward, because the rollouts are the same; loss and gradient, to rounding."""
     assert one.get("reward") == other.get("reward")
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=TOLERANCE)
-    assert one["loss"] == pytest.approx(other["loss"], rel=TOLERANCE)
+    # Advantages of a group add up to 0, and so does the loss of the first step, but for rounding.
+    assert one["loss"] == pytest.approx(other["loss"], rel=TOLERANCE, abs=1e-6)
     assert one["loss"] != 0.0
 
 
