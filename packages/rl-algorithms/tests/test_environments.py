@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import random
 import signal
 import subprocess
 import sys
@@ -18,7 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn
-from rl_algorithms.environments import RewardError, RewardFunctionEnvironment, RewardTimeoutError, Score
+from rl_algorithms.environments import (
+    RewardError,
+    RewardFunctionEnvironment,
+    RewardTimeoutError,
+    Score,
+    reward_function,
+)
+from rl_algorithms.environments.deadlines import TimedOutError
+from rl_algorithms.environments.reward_function import call_within
 from rl_algorithms.environments.verl import from_compute_score
 
 
@@ -489,3 +498,21 @@ def test_importing_environments_costs_no_extra():
         "assert not {'math_verify', 'sympy', 'transformers', 'gymnasium'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_deadline_that_ends_as_the_call_begins_or_returns_interrupts_nothing_else():
+    """The signal may come while the deadline is being set up or taken down, more often on a busy machine."""
+
+    def work(seconds):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    chance = random.Random(0)
+    for _ in range(300):
+        timeout_s = chance.choice([1e-5, 5e-4, 2e-3])
+        with contextlib.suppress(TimedOutError):
+            call_within(functools.partial(work, timeout_s * chance.uniform(0.7, 1.1)), timeout_s=timeout_s)
+    while any(each.name == "rl-reward-deadline" for each in threading.enumerate()):
+        time.sleep(0.01)
+    assert reward_function._deadlines == []

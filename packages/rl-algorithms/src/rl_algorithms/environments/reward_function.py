@@ -437,17 +437,21 @@ def call_within(call: Callable[[], Any], *, timeout_s: float | None) -> Any:
             workers.close()
         return outcome.result()
     deadline = _Deadline(at=time.monotonic() + timeout_s)
-    _deadlines.append(deadline)
-    threading.Thread(target=deadline.watch, name="rl-reward-deadline", daemon=True).start()
+    # The signal may come between any two calls, so also in what begins and ends the deadline: both are inside `try`,
+    # and storing `returned` comes first afterwards, which no signal can interrupt.
     try:
+        _deadlines.append(deadline)
+        threading.Thread(target=deadline.watch, name="rl-reward-deadline", daemon=True).start()
         return call()
     except _InterruptedCall as interruption:
         if interruption.deadline is not deadline:  # of a call around this one
             raise
+        deadline.returned = True
         raise TimedOutError(f"it ran longer than timeout_s={timeout_s:g}") from interruption
     finally:
+        deadline.returned = True
         deadline.over.set()
-        _deadlines.remove(deadline)
+        _deadlines[:] = [each for each in _deadlines if not each.returned]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -457,13 +461,16 @@ class _Deadline:
     at: float
     """In seconds of `time.monotonic`."""
 
+    returned: bool = False
+    """Whether the call has returned: it is not interrupted any more."""
+
     over: threading.Event = field(default_factory=threading.Event)
-    """Set when the call has returned."""
+    """Set when the call has returned, so that `watch` need not wait for the deadline."""
 
     def watch(self) -> None:
         """Interrupt the main thread at the deadline, and again until the call is over."""
         wait_s = self.at - time.monotonic()
-        while not self.over.wait(max(0.0, wait_s)):
+        while not self.over.wait(max(0.0, wait_s)) and not self.returned:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, SIGNAL)
@@ -485,5 +492,5 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - 
         return
     now = time.monotonic()
     for deadline in _deadlines:
-        if now >= deadline.at and not deadline.over.is_set():
+        if now >= deadline.at and not deadline.returned:
             raise _InterruptedCall(deadline)
