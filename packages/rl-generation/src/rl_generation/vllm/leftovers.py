@@ -9,7 +9,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import final
 
-__all__ = ["Leftovers"]
+__all__ = ["SHARED_MEMORY", "Leftovers", "mapped_shared_memory"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the system has them)
 KINDS = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
@@ -21,8 +21,8 @@ class Leftovers:
     """What `process_ids` have mapped now, and this process has not, so that it is theirs alone."""
 
     def __init__(self, process_ids: Iterable[int]) -> None:
-        theirs = {number for process_id in process_ids for number in _mapped(process_id)}
-        self._files = _files(theirs - _mapped(os.getpid()))
+        theirs = {number for process_id in process_ids for number in mapped_shared_memory(process_id)}
+        self._files = _files(theirs - mapped_shared_memory(os.getpid()).keys())
 
     def remove(self) -> None:
         """Remove what is still there, once those processes are gone, and have the tracker forget it."""
@@ -35,13 +35,17 @@ class Leftovers:
             resource_tracker.unregister(f"/{file.name.removeprefix('sem.')}", kind)
 
 
-def _mapped(process_id: int) -> set[int]:
-    """Inodes of the files in shared memory that a process has mapped; a semaphore's is mapped under another name."""
+def mapped_shared_memory(process_id: int) -> dict[int, Path]:
+    """Inode → path of the files in shared memory that a process has mapped; empty where there is no such process.
+
+    A semaphore is mapped under another name than its file has.
+    """
     try:
         lines = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return set()
-    return {int(line.split(maxsplit=5)[4]) for line in lines if f"{SHARED_MEMORY}/" in line}
+        return {}
+    columns = [line.split(maxsplit=5) for line in lines if f"{SHARED_MEMORY}/" in line]
+    return {int(each[4]): Path(each[5]) for each in columns}
 
 
 def _files(numbers: Collection[int]) -> dict[int, Path]:

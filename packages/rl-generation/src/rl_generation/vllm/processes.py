@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, final
 
 from rl_generation.child_process import process_stat
+from rl_generation.vllm.leftovers import SHARED_MEMORY, mapped_shared_memory
 
 __all__ = ["EngineProcesses", "Watchdog"]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the system has it)
 PREFIX = "vllm_dist_"
 """What vLLM's ranks on a CPU call their shared memory, which they leave even at a clean end."""
 KILL_TIMEOUT_S = 30.0
@@ -48,7 +48,8 @@ class EngineProcesses:
         """Look for further processes and shared memory."""
         for process_id, started in _below({root.pid for root in self.roots}).items():
             self._started[process_id] = started
-            self._files |= _shared_files(process_id)
+            mapped = mapped_shared_memory(process_id).values()
+            self._files |= {path for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith(PREFIX)}
 
     def dead(self) -> str | None:
         """Say which of the roots is dead, with its exit code; None where all live."""
@@ -140,12 +141,3 @@ def _below(roots: set[int]) -> dict[int, int]:
         found |= {process_id: stat.started for process_id in newest if (stat := stats.get(process_id)) is not None}
         newest = {process_id for process_id, stat in stats.items() if stat and stat.parent in newest} - found.keys()
     return found
-
-
-def _shared_files(process_id: int) -> set[Path]:
-    try:
-        lines = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return set()
-    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if str(SHARED_MEMORY) in line}
-    return {path for path in paths if path.parent == SHARED_MEMORY and path.name.startswith(PREFIX)}
