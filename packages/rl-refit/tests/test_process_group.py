@@ -108,7 +108,9 @@ def test_transfers_leave_no_memory_descriptors_or_threads_behind(world, transpor
     for early, late in world.run("many", processes=2, transport=transport, transfers=300):
         assert late["descriptors"] <= early["descriptors"]
         assert late["threads"] <= early["threads"]
-        assert late["resident"] < early["resident"] + 2**21
+        # One bucket of 64 KiB lost in each of the 200 transfers between would be 12.5 MiB; allocators of
+        # threads that start late keep some of their own.
+        assert late["resident"] < early["resident"] + 2**23
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

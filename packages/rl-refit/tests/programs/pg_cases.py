@@ -476,13 +476,13 @@ def _whole_manifest(tensors, num_ranks):
 
 def many(place, *, transport, transfers):
     """Descriptors, threads and resident bytes after a third of many transfers, and after all of them."""
-    tensors = [(f"t{n}", (64,), "float32") for n in range(4)]
+    tensors = [(f"t{n}", (2**14,), "float32") for n in range(4)]
     manifests = _whole_manifest(tensors, 1), _whole_manifest(tensors, 1)
     ranks = (0, None) if place.process == 0 else (None, 0)
     store = FileStore(str(place.folder / "store"), -1)
     watch = Watch(deadline_s=PATIENCE_S)
     carrier = TRANSPORTS[transport]()
-    schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=512)
+    schedule = make_schedule(plan_refit(*manifests), routing=carrier.routing, bucket_bytes=2**16)
     carrier.open(_channel(schedule, ranks, PrefixStore("first", store)), watch)
     found = []
     for refit in range(1, transfers + 1):
