@@ -126,11 +126,11 @@ def test_no_file_has_a_name_once_all_are_connected(run, transport):
     assert [result["after_open"] for result in run(transport, separate(2, 1), sources=2)] == [[], [], []]
 
 
-def test_a_thousand_refits_cost_no_more_than_one(run):
+def test_thousands_of_refits_cost_no_more_than_one(run):
     for transport in TRANSPORTS:
-        for result in run(transport, separate(1, 1), refits=1000):
+        for result in run(transport, separate(1, 1), refits=3000):
             half, end = result["usage"]
-            assert end["resident"] - half["resident"] < 2**20  # 2 KiB a refit; the allocator's own noise is half of it
+            assert end["resident"] - half["resident"] < 2**21  # 2 KiB lost in each of 1,500 refits would be 3 MiB
             assert end["fds"] == half["fds"]
             assert end["files"] == half["files"] == []
 
