@@ -127,9 +127,7 @@ def train(
         yield {**metrics, **mean_of_steps(steps), "version": version, "steps_taken": taken, **timer.lap()}
 
 
-def minibatches(
-    examples: Examples, config: GRPOConfig, *, groups: Int[Tensor, " B"], seed: int
-) -> Iterator[Examples]:
+def minibatches(examples: Examples, config: GRPOConfig, *, groups: Int[Tensor, " B"], seed: int) -> Iterator[Examples]:
     """Deal the rows that have something to train on over `steps_per_generation` optimizer steps.
 
     Groups come in a random order, and the rows of one stay together, as in verl and NeMo-RL, where equal shares allow
