@@ -234,7 +234,8 @@ class KLConfig:
 
     estimator: PieceName = "k3"
     """How the KL of a token is estimated: `k1`, `k2`, `k3`, `k3_unbiased`, see `rl_algorithms.kl`, or by
-    `file.py:function` of your own. In the loss `k2` and `k3_unbiased` have the gradient of the KL, in the reward `k1`."""
+    `file.py:function` of your own. In the loss `k2` and `k3_unbiased` have the gradient of the KL, in the
+    reward `k1`."""
 
     place: Literal["loss", "reward"] = "loss"
     """`reward`: subtracted from the reward before anything is compared, without a gradient of its own."""
