@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     ) -> tuple[contracts.RequestEngine[Sampling], contracts.RequestEngine[Sampling]]:
         return a, b
 
+    def engine_of_seeded_batches(engine: RunEngine) -> contracts.SeededBatchEngine[Sampling]:
+        return engine
+
     def engines_of_requests(
         a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine, d: Streamer
     ) -> tuple[

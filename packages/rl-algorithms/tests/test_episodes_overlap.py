@@ -122,6 +122,29 @@ def test_every_request_has_a_seed_of_its_own_and_a_repeated_run_the_same(chat, r
     assert len({*first}) == len(first) > 24
 
 
+class InBatches(Seeded):
+    """The same engine, which also takes batches whose requests have seeds of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def generate_seeded(self, prompts, sampling, *, seeds):
+        self.batches.append(len(prompts))
+        return [answer(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+
+def test_answers_that_are_judged_as_a_batch_are_asked_for_as_a_batch_with_the_seeds_of_requests(chat, rows):
+    with EpisodeEnvironment(Dice) as environment:
+        engine = InBatches()
+        expected = play(chat, rows, Seeded(), environment, seed=5)
+        same(play(chat, rows, engine, InStep(environment), seed=5), expected)
+        assert engine.batches[0] == 3 * len(rows)
+        assert not engine.seeds, "no single request"
+        same(play(chat, rows, engine, environment, seed=5), expected)
+        assert len(engine.seeds) == sum(engine.batches), "each episode by itself where it can"
+
+
 class Slow:
     """A tool that hangs until the episodes that never call it have ended."""
 

@@ -299,3 +299,32 @@ def test_remax_without_greedy_responses_is_refused(make_table, make_engine, chat
         run(table, make_engine(table), chat, rows, config=config)
     with pytest.raises(ValueError, match="this loop samples none"):
         AsyncGRPOConfig(max_num_steps=1, num_generations_per_prompt=2, objective=grpo.remax(), max_staleness=2)
+
+
+@pytest.mark.parametrize(("num_groups", "steps"), [(8, 4), (3, 4), (6, 4), (1, 3)])
+def test_rows_of_a_group_are_in_one_step_where_equal_shares_allow_it(num_groups, steps):
+    groups = torch.arange(num_groups).repeat(4)  # the rows of a group need no order
+    trainable = torch.ones(len(groups), 3, dtype=torch.bool)
+    trainable[groups == 0] = torch.tensor([False, True, False])
+    trainable[0] = False  # has nothing to train on
+    filled = torch.zeros(trainable.shape)
+    examples = grpo.Examples(
+        tokens=torch.arange(len(groups))[:, None].expand(trainable.shape),  # a row's own number
+        lengths=torch.full((len(groups),), 3),
+        trainable=trainable,
+        **dict.fromkeys(("advantage", "logp_old", "logp_proximal", "logp_ref"), filled),
+    )
+    config = grpo.GRPOConfig(max_num_steps=steps, steps_per_generation=steps)
+    parts = [part.tokens[:, 0].tolist() for part in grpo.minibatches(examples, config, groups=groups, seed=3)]
+    assert sorted(row for part in parts for row in part) == list(range(1, len(groups)))
+    assert len(parts) == steps
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    shared = sum(len({int(groups[row]) for row in part}) for part in parts)
+    assert shared <= num_groups + steps - 1, "each cut parts one group at most"
+
+    def dealt(seed):
+        dealing = grpo.minibatches(examples, config, groups=groups, seed=seed)
+        return tuple(tuple(part.tokens[:, 0].tolist()) for part in dealing)
+
+    assert dealt(3) == tuple(map(tuple, parts))
+    assert num_groups == 1 or len({dealt(seed) for seed in range(20)}) > 1

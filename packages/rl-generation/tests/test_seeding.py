@@ -11,7 +11,7 @@ SAMPLING = Sampling(max_new_tokens=4)
 
 class EngineDouble:
     def generate(self, prompts, sampling):
-        return [sampling.seed]
+        return [sampling.seed] if isinstance(sampling, Sampling) else [each.seed for each in sampling]
 
 
 def test_a_resumed_run_takes_the_seeds_that_an_uninterrupted_one_would():
@@ -63,4 +63,11 @@ def test_an_evaluation_with_seeds_of_its_own_leaves_those_of_training():
     engine = SeededEngine(EngineDouble(), seeds=CallSeeds(5), enter_generating=lambda: entered.append(1))
     evaluating = engine.reseeded(5, first_call=100)
     assert evaluating.generate([[1]], SAMPLING) == [seed_of_call(5, 100)]
+    assert (engine.seeds.calls, entered) == (0, [1])
+
+
+def test_a_batch_of_requests_has_a_seed_for_each_and_is_no_call_of_the_run():
+    entered = []
+    engine = SeededEngine(EngineDouble(), seeds=CallSeeds(5), enter_generating=lambda: entered.append(1))
+    assert engine.generate_seeded([[1], [1]], SAMPLING, seeds=[7, 8]) == [7, 8]
     assert (engine.seeds.calls, entered) == (0, [1])

@@ -28,9 +28,9 @@ class Task:
 
 TASKS = {
     "short": Task(
-        source="rl_launcher.quickstart.sort_digits:dataset", max_new_tokens=9, sft_steps=100, batches=50, bar=2.0
+        source="rl_launcher.quickstart.sort_digits:dataset", max_new_tokens=9, sft_steps=100, batches=50, bar=3.0
     ),
-    "long tail": Task(source="_long_tail:dataset", max_new_tokens=96, sft_steps=120, batches=30, bar=3.0),
+    "long tail": Task(source="_long_tail:dataset", max_new_tokens=96, sft_steps=120, batches=30, bar=6.0),
 }
 
 
@@ -90,8 +90,6 @@ def grpo_overrides(job: Job) -> list[str]:
         f"policy.generation.max_new_tokens={task.max_new_tokens}",
         f"data.source={task.source}",
         "env.reward=_trl_turns:reward",
-        "policy.dtensor_cfg.sequence_packing=true",  # the two that a recipe for groups of rollouts would set
-        "policy.dtensor_cfg.share_prefixes=true",
         "evaluation.every=0",
         "evaluation.max_prompts=1",  # neither before nor after is of interest here
         "sft=null",

@@ -13,7 +13,7 @@ weights that both sides have left.
     python benchmarks/against_trl.py [--quick] [--seeds 2] [--only short] [--without-signal drop]
 
 About six minutes on two cores that do nothing else. The last line is JSON with every figure, and whether the bars hold:
-at least 2 times as many samples a second on short answers and 3 times on the long tail, by the ratio of medians, and
+at least 3 times as many samples a second on short answers and 6 times on the long tail, by the ratio of medians, and
 greedy held-out accuracy no worse than TRL's by more than twice the standard error (not judged with one seed).
 """
 

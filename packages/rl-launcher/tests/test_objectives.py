@@ -1,5 +1,6 @@
 """A recipe names published objectives and pieces of the user's own, and everything that reads it sees them."""
 
+import hashlib
 import json
 
 import pytest
@@ -133,3 +134,7 @@ def test_a_run_trains_with_any_objective_of_a_recipe(folder, objective):
     assert [line["step"] for line in result.metrics if "loss" in line] == [1, 2]
     assert ("reward_greedy" in result.metrics[-1]) == (objective != OWN)
     assert ("gmpo.py:gmpo" in (result.run_dir / "recipe.yaml").read_text()) == (objective == OWN)
+    code = json.loads((result.run_dir / "versions.json").read_text())["user_code"]
+    digest = hashlib.sha256((folder / "gmpo.py").read_bytes()).hexdigest()
+    found = code.get("grpo.objective.ratio.surrogate")
+    assert found == ({"named": "gmpo.py:gmpo", "sha256": digest} if objective == OWN else None)

@@ -41,7 +41,7 @@ def test_a_grpo_run_records_its_last_steps_as_they_were_trained_on(recipe):
         assert each.version == step - 2
         versions = each.padded("versions")
         assert (versions[each.response] == each.version).all()
-        assert {line["source"] for line in each.shared} <= {f"{recipe.parent}/rows.jsonl line {n}" for n in range(1, 9)}
+        assert {line["source"] for line in each.shared} <= {f"{recipe.parent}/rows.jsonl:{n}" for n in range(1, 9)}
         assert each.data["refit"]["digest"]
 
 

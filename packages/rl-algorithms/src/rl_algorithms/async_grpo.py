@@ -121,8 +121,9 @@ def train(
             on_rollouts(rollouts)
             with timer.phase("train"):
                 examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
-                examples = number_rows(examples, rollouts, config.objective)
-                parts = minibatches(examples, config, seed=episode_seed(seed, number))
+                numbered = number_rows(examples, rollouts, config.objective)
+                groups = rollouts.groups[numbered.rows]
+                parts = minibatches(numbered, config, groups=groups, seed=episode_seed(seed, number))
                 steps = [step(policy, part, config.objective) for part in parts]
             metrics = {**describe(rollouts, version=version), "dropped_groups": float(len(held.dropped))}
             version += len(steps)

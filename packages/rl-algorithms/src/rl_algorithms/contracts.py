@@ -30,6 +30,7 @@ __all__ = [
     "ResettingEnvironment",
     "Rollout",
     "ScoreModel",
+    "SeededBatchEngine",
     "Student",
     "Sums",
     "Teacher",
@@ -247,6 +248,19 @@ class RequestEngine(Engine[SamplingT_contra], Protocol[SamplingT_contra]):
                 samples by seeds uses it, together with that of `sampling` where it has one; then no rollout depends on
                 what is generated beside it, nor on when.
         """
+
+
+@runtime_checkable
+class SeededBatchEngine(Engine[SamplingT_contra], Protocol[SamplingT_contra]):
+    """An engine that also takes a batch whose requests have seeds of their own.
+
+    Where the environment judges batches, and nothing is gained by single requests, it spares a future for each.
+    """
+
+    def generate_seeded(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingT_contra, *, seeds: Sequence[int]
+    ) -> Sequence[Rollout]:
+        """What `submit` would answer to each prompt with its seed, in the order of the prompts."""
 
 
 @runtime_checkable

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from rl_algorithms import observation, policy_gradient, presets
 from rl_algorithms.chat import Chat, Prompt
@@ -114,8 +116,9 @@ def train(
         on_rollouts(rollouts)
         with timer.phase("train"):
             examples = prepare(rollouts, config.objective, policy=policy, reference=reference)
-            examples = observation.number_rows(examples, rollouts, config.objective)
-            parts = minibatches(examples, config, seed=episode_seed(seed, number))
+            numbered = observation.number_rows(examples, rollouts, config.objective)
+            groups = rollouts.groups[numbered.rows]
+            parts = minibatches(numbered, config, groups=groups, seed=episode_seed(seed, number))
             steps = [step(policy, part, config.objective) for part in parts]
         metrics = describe(rollouts, version=version)
         version += len(steps)
@@ -124,11 +127,24 @@ def train(
         yield {**metrics, **mean_of_steps(steps), "version": version, "steps_taken": taken, **timer.lap()}
 
 
-def minibatches(examples: Examples, config: GRPOConfig, *, seed: int) -> Iterator[Examples]:
-    """Deal the rows that have something to train on over `steps_per_generation` optimizer steps, in a random order."""
+def minibatches(examples: Examples, config: GRPOConfig, *, groups: Int[Tensor, " B"], seed: int) -> Iterator[Examples]:
+    """Deal the rows that have something to train on over `steps_per_generation` optimizer steps.
+
+    Groups come in a random order, and the rows of one stay together, as in verl and NeMo-RL, where equal shares allow
+    it: a step then sees answers to a prompt beside those that they are compared with, and a policy that reads common
+    prefixes once (`share_prefixes`) has the most in common. TRL deals single rows.
+
+    Args:
+        examples: of one batch.
+        config: its `steps_per_generation` are the parts; none is empty.
+        groups: of each of `examples`.
+        seed: of the order.
+    """
     shuffle = torch.Generator().manual_seed(seed)  # the same when a run is resumed here
     rows = examples.trainable.any(dim=1).nonzero()[:, 0]
-    order = rows[torch.randperm(len(rows), generator=shuffle)].tensor_split(config.steps_per_generation)
+    names, group_of_row = groups[rows].unique(return_inverse=True)
+    place = torch.randperm(len(names), generator=shuffle)
+    order = rows[place[group_of_row].argsort(stable=True)].tensor_split(config.steps_per_generation)
     return (take_rows(examples, part) for part in order if len(part))
 
 

@@ -144,16 +144,17 @@ class RatioConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     surrogate: PieceName = "clip"
-    """`clip`: PPO's. `cispo`: REINFORCE at the clipped ratio, so that no token loses its gradient. `reinforce`: without
-    a ratio, right only while the policy is the one that sampled. `sapo`, `gmpo`, `vespo`, `dppo_tv`, `kl_cov`: see
-    `rl_algorithms.losses`. `file.py:function` is one of your own."""
+    """What each token loses: a name of `rl_algorithms.losses`, or `file.py:function` of your own. `clip` is PPO's.
+    `cispo`: REINFORCE at the clipped ratio, so that no token loses its gradient. `reinforce`: without a ratio, right
+    only while the policy is the one that sampled. `sapo`, `gmpo`, `vespo`, `dppo_tv`, `kl_cov` are the others."""
 
     options: dict[str, float] = field(default_factory=dict)
     """Numbers of the `surrogate` beside `clip_low`, `clip_high` and `dual_clip`, such as `tau_negative` of `sapo`."""
 
     level: PieceName = "token"
-    """`sequence`: one ratio for an answer, the geometric mean over its tokens (GSPO); its clip is far narrower, and the
-    `k3_unbiased` KL is weighed by it too. `file.py:function` is a ratio of your own."""
+    """Of what the ratio is: `token`, `sequence`, or what `file.py:function` of your own says. `sequence`: one ratio for
+    an answer, the geometric mean over its tokens (GSPO); its clip is far narrower, and the `k3_unbiased` KL is weighed
+    by it too."""
 
     proximal: Literal["sampler", "recomputed", "current"] = "sampler"
     """The policy that the ratio is taken to. `sampler`: as the engine reported it, no further forward.
@@ -232,8 +233,9 @@ class KLConfig:
     """beta; 0 needs no reference."""
 
     estimator: PieceName = "k3"
-    """`k1`, `k2`, `k3`, `k3_unbiased`, see `rl_algorithms.kl`, or `file.py:function` of your own; in the loss `k2` and
-    `k3_unbiased` have the gradient of the KL, in the reward `k1`."""
+    """How the KL of a token is estimated: `k1`, `k2`, `k3`, `k3_unbiased`, see `rl_algorithms.kl`, or by
+    `file.py:function` of your own. In the loss `k2` and `k3_unbiased` have the gradient of the KL, in the
+    reward `k1`."""
 
     place: Literal["loss", "reward"] = "loss"
     """`reward`: subtracted from the reward before anything is compared, without a gradient of its own."""

@@ -41,6 +41,7 @@ from rl_algorithms.contracts import (
     RequestEngine,
     ResettingEnvironment,
     Rollout,
+    SeededBatchEngine,
 )
 from rl_algorithms.stepping import PhaseTimer
 
@@ -278,8 +279,8 @@ def collect(
     Every episode goes on by itself where it can: with a `RequestEngine` and a `ConversationEnvironment` its next turn
     begins as soon as its own answer has been judged, so that tools and rewards run while others are generated, and a
     slow tool delays one rollout. An engine that only takes batches is asked for all episodes that wait for it, once
-    none is being judged; an environment that only takes batches, once none is being generated: all march in step. The
-    rollouts are the same either way.
+    none is being judged; an environment that only takes batches, once none is being generated: all march in step, and
+    a `SeededBatchEngine` is then asked for batches too. The rollouts are the same either way.
 
     An episode ends when the environment terminates it; truncated, when an answer met its token limit (it is judged, and
     nothing follows), after `max_turns` answers, and when its next answer would begin at `max_length` tokens or later;
@@ -472,8 +473,10 @@ class _Driver(Generic[SamplingT]):
     ) -> None:
         self._engine, self._sampling, self._environment, self._chat = engine, sampling, environment, chat
         self._timer, self._max_turns, self._max_length = timer, max_turns, max_length
-        self._takes_requests = isinstance(engine, RequestEngine)
         self._takes_conversations = isinstance(environment, ConversationEnvironment)
+        # Answers that are judged as a batch are all waited for anyway: a future for each would only cost time.
+        waits_for_all = not self._takes_conversations and isinstance(engine, SeededBatchEngine)
+        self._takes_requests = isinstance(engine, RequestEngine) and not waits_for_all
         self._events: SimpleQueue[tuple[Future[Any], Callable[[Any], None]]] = SimpleQueue()
         """Futures that are done, each with what handles its result."""
         self._under_way: set[Future[Any]] = set()
@@ -528,8 +531,13 @@ class _Driver(Generic[SamplingT]):
 
     def _ask_batch(self) -> None:
         asked, self._unasked = sorted(self._unasked, key=lambda each: each.row), []
+        prompts = [tuple(episode.tokens) for episode in asked]
         with self._timer.phase("generate"):
-            rollouts = self._engine.generate([tuple(episode.tokens) for episode in asked], self._sampling)
+            if isinstance(self._engine, SeededBatchEngine):
+                seeds = [episode_seed(episode.seed, episode.num_answers) for episode in asked]
+                rollouts = self._engine.generate_seeded(prompts, self._sampling, seeds=seeds)
+            else:
+                rollouts = self._engine.generate(prompts, self._sampling)
         if len(rollouts) != len(asked):
             raise ValueError(f"the engine returned {len(rollouts)} rollouts for {len(asked)} prompts")
         with self._timer.phase("reward"):

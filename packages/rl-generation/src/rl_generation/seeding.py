@@ -78,6 +78,14 @@ class SeededEngine:
             self._enter_generating()
         return self._engine.submit(prompt, sampling, seed=seed)
 
+    def generate_seeded(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int]
+    ) -> Sequence[Rollout]:
+        """What `submit` answers to each prompt with its own seed, as one batch, which is no call of the run either."""
+        if self._enter_generating is not None:
+            self._enter_generating()
+        return list(self._engine.generate(prompts, [sampling.for_request(seed) for seed in seeds]))
+
     def reseeded(self, seed: int, *, first_call: int) -> "SeededEngine":
         """The same engine with seeds of its own, so that an evaluation does not change what is trained on."""
         return SeededEngine(self._engine, seeds=CallSeeds(seed, first_call), enter_generating=self._enter_generating)

@@ -94,6 +94,7 @@ class TransformersEngine:
         check_token_ids(stop_token_ids, vocab_size=self._support.vocab_size, name="stop_token_ids")
         check_token_ids([pad_token_id], vocab_size=self._support.vocab_size, name="pad_token_id")
         self.model = model.train(mode=False)
+        self._modules = list(model.named_modules())  # to walk over the model takes longer than a request may
         self._tokenizer, self._ready, self._logp_of = tokenizer, ready, logp_of
         self._stop_token_ids, self._pad_token_id = tuple(stop_token_ids), pad_token_id
         self._max_batch_size = max_batch_size
@@ -406,7 +407,7 @@ class TransformersEngine:
         """Refuse to generate with torn weights, or with a model that somebody trains."""
         if self._ready is not None:
             self._ready()
-        training = next((name for name, module in self.model.named_modules() if module.training), None)
+        training = next((name for name, module in self._modules if module.training), None)
         if training is not None:
             raise ModelError(
                 f"the engine's model is in training mode (module {training!r}): something else uses this model. "

@@ -168,7 +168,8 @@ class _Stages:
         rollouts = self._rollouts(step)
         numbered = number_rows(examples, rollouts, config.objective)
         number = step.step // config.steps_per_generation - 1
-        first = next(iter(grpo.minibatches(numbered, config, seed=episode_seed(self.recipe.seed, number))), None)
+        seed, groups = episode_seed(self.recipe.seed, number), rollouts.groups[numbered.rows]
+        first = next(iter(grpo.minibatches(numbered, config, groups=groups, seed=seed)), None)
         if first is None:
             raise NotReplayable("nothing was trained on in this step")
         recorded = set(np.flatnonzero(step.row("update", missing=0) == 0).tolist())

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +57,7 @@ from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
 from rl_launcher.run.stages import distill, dpo, grpo, kto, orpo, ppo, reward_model, sft
 from rl_launcher.schema import Recipe, steps_of_epochs
-from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests
+from rl_launcher.user_code import NO_OBJECTS, Objects, changed_code, code_digests, named_code
 from rl_observe import (
     LiveView,
     RunDirectory,
@@ -246,6 +246,7 @@ class Run:
         if counted_until is not None:
             elapsed_s = self.keeper.count_time()
         earlier, progress.code = progress.code, code_digests(recipe)
+        _describe_code(directory, recipe, progress.code)
         changed = "".join(f"; {each}" for each in changed_code(recipe, earlier, progress.code))
         discarded = [] if resumption is None else truncate_logs(directory, logs=progress.logs)
         totals = [StageTotal(name=name, steps=stage.max_num_steps) for name, stage in recipe.stages.items()]
@@ -648,3 +649,11 @@ def _describe(resolved: Resolved[Recipe], directory: RunDirectory) -> None:
     write_text(directory.recipe, resolved.to_yaml(hide=redact))
     write_origins(directory, resolved.origins, recipe=to_plain(resolved.value))
     directory.versions.write_text(json.dumps(collect_versions(), indent=2), encoding="utf-8")
+
+
+def _describe_code(directory: RunDirectory, recipe: Recipe, digests: Mapping[str, str]) -> None:
+    """Add the files that the recipe names functions of, with their SHA-256, to the versions: `user_code`, by key."""
+    text = directory.versions.read_text(encoding="utf-8") if directory.versions.exists() else "{}"
+    named = named_code(recipe)
+    code = {key: {"named": named[key], "sha256": digest} for key, digest in digests.items()}
+    directory.versions.write_text(json.dumps({**json.loads(text), "user_code": code}, indent=2), encoding="utf-8")
