@@ -46,18 +46,6 @@ from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_
 from rl_backends.reference import ReferenceModel
 from rl_parallel_plans import TopKLogp
 
-__all__ = [
-    "Backend",
-    "BackendConfig",
-    "DistributedModel",
-    "StageOptimizers",
-    "TrainingBackend",
-    "asked_of",
-    "max_positions",
-    "media_tokens",
-    "vocabulary_size",
-]
-
 WEIGHTS: tuple[Part, ...] = ("weights",)
 PASSES: tuple[Part, ...] = ("weights", "gradients")
 """What a forward and a backward need on the device."""

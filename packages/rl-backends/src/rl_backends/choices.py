@@ -6,8 +6,6 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
-__all__ = ["check_choices", "check_finite", "require_temperature"]
-
 
 def check_choices(config: Any) -> None:
     """Every field that is annotated as a `Literal` has one of its values.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rl_backends.errors import BatchError
 
-__all__ = ["BatchT", "TokenBatch", "require_token_ids", "token_ids_of"]
-
 
 @runtime_checkable
 class TokenBatch(Protocol):

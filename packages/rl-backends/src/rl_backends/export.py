@@ -31,8 +31,6 @@ from rl_backends.loading.weights import first_names, has_conversions
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards
 
-__all__ = ["export_pretrained"]
-
 
 def export_pretrained(
     model: nn.Module,

@@ -10,8 +10,6 @@ from torch import Tensor
 from rl_backends.batching.microbatches import moved
 from rl_backends.examples import BatchT, TokenBatch
 
-__all__ = ["ROUTER_LOSS", "LossFunction", "LossOverMicrobatches", "Output", "Sums", "last_tokens", "through_outputs"]
-
 Sums = dict[str, Tensor]
 Output = Literal["logp", "logp_and_entropy", "logp_of_token_ids", "value", "score"]
 LossFunction = Callable[[Tensor, BatchT], tuple[Tensor, Sums]]

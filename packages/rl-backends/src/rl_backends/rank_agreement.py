@@ -18,18 +18,6 @@ from rl_backends.errors import BatchError, ModelError, RankError
 from rl_backends.examples import TokenBatch, token_ids_of
 from rl_parallel_plans.dtensor import has_numbers
 
-__all__ = [
-    "add_up",
-    "forget_host_group",
-    "gather_text",
-    "host_group",
-    "on_every_rank",
-    "on_rank_0",
-    "raise_together",
-    "require_same_batch",
-    "require_same_model",
-]
-
 T = TypeVar("T")
 
 _host_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

@@ -21,18 +21,6 @@ from rl_backends.lora.layers import adapted_head
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp
 
-__all__ = [
-    "Head",
-    "Reader",
-    "has_language_model_head",
-    "read_entropy",
-    "read_logp",
-    "read_top_k",
-    "read_value",
-    "token_logp_reader",
-    "value_reader",
-]
-
 Reader = Callable[[nn.Module, Tensor, ModelInputs], Any]
 
 

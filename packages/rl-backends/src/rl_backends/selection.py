@@ -13,8 +13,6 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.lora.config import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
 
-__all__ = ["BackendConfigs", "BackendSelection", "select_backend"]
-
 
 @runtime_checkable
 class BackendConfigs(Protocol):

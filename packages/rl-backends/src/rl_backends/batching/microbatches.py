@@ -35,24 +35,6 @@ from torch import Tensor
 from rl_backends.errors import BatchError
 from rl_backends.examples import BatchT, TokenBatch
 
-__all__ = [
-    "Bounds",
-    "Layout",
-    "Microbatch",
-    "MicrobatchLimits",
-    "ModelInputs",
-    "SequenceShard",
-    "SharedPlaces",
-    "cut",
-    "cut_all",
-    "make_inputs",
-    "moved",
-    "packed_groups",
-    "padded_groups",
-    "row_cost",
-    "share_out",
-]
-
 Groups = list[list[int]]
 
 

@@ -46,17 +46,6 @@ from rl_backends.errors import CheckpointError
 from rl_backends.file_names import is_plain_name
 from rl_parallel_plans import Box
 
-__all__ = [
-    "CheckpointReader",
-    "CheckpointWriter",
-    "Contents",
-    "ShardLoadPlanner",
-    "ShardSavePlanner",
-    "StagingBuffers",
-    "describe_failure",
-    "metadata_of",
-]
-
 CHUNK_BYTES = 64 * 2**20
 """Of host memory that is allocated at a time. A power of two, to which torch rounds pinned memory up."""
 

@@ -11,18 +11,6 @@ from typing import Any
 from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
 from rl_backends.errors import CheckpointError
 
-__all__ = [
-    "atomic_folder",
-    "probe_file",
-    "read_marker",
-    "require_shared",
-    "sees",
-    "sync_tree",
-    "unfinished_name",
-    "write_marker",
-    "write_text",
-]
-
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:

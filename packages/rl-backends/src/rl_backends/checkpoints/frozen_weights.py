@@ -17,8 +17,6 @@ from rl_backends.errors import CheckpointError
 from rl_backends.rank_agreement import gather_text
 from rl_parallel_plans import Box, named_shards
 
-__all__ = ["check_frozen_weights", "check_same_digests", "frozen_digests", "tensor_digests"]
-
 MULTIPLIER, ADDEND = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
 """Odd numbers of many bits; torch's int64 wraps, as this needs."""
 

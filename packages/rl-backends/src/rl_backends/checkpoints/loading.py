@@ -49,8 +49,6 @@ from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, on_every_rank
 from rl_parallel_plans import stage_info
 
-__all__ = ["CheckpointState", "OpenCheckpoint", "check_holds", "load_checkpoint", "open_checkpoint", "read_shards"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:

@@ -22,26 +22,6 @@ from torch import Tensor
 from rl_backends.errors import CheckpointError
 from rl_backends.file_names import is_plain_name
 
-__all__ = [
-    "DAMAGED",
-    "INDEX",
-    "MARKER",
-    "STATE",
-    "FileRecord",
-    "Manifest",
-    "check_digest",
-    "check_model",
-    "check_sizes",
-    "digest_of",
-    "read_json",
-    "read_manifest",
-    "sync",
-    "text_digest",
-    "write_json",
-    "write_manifest",
-    "write_safetensors",
-]
-
 MARKER, INDEX, STATE = "checkpoint.json", "tensors.json", "state.json"
 FORMAT, FORMAT_VERSION = "rl-backends checkpoint", 1
 

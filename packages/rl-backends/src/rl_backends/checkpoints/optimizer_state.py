@@ -21,19 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rl_backends.checkpoints.shards import ModelShard, TensorShard, dtype_name, this_rank, whole_tensor
 from rl_backends.errors import CheckpointError
 
-__all__ = [
-    "NOT_RESTORED",
-    "CheckpointedOptimizers",
-    "State",
-    "check_hyperparameters",
-    "check_optimizers",
-    "describe_optimizers",
-    "holds_subclasses",
-    "new_state",
-    "optimizer_shards",
-    "put_state",
-]
-
 State = dict[Tensor, dict[str, Any]]
 JSON_VALUE = bool | int | float | str | None
 

@@ -44,17 +44,6 @@ from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
 from rl_parallel_plans import stage_info
 
-__all__ = [
-    "CheckpointWrite",
-    "as_json",
-    "idle_group",
-    "other_ranks_failures",
-    "release_staging_buffers",
-    "save_checkpoint",
-    "unfinished_name",
-    "write_checkpoint",
-]
-
 
 @contextmanager
 def other_ranks_failures() -> Iterator[None]:

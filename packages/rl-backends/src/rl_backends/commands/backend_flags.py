@@ -10,8 +10,6 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.kernels import KernelsConfig
 from rl_backends.megatron.config import MegatronConfig
 
-__all__ = ["add_backend_flags", "add_model_arguments", "chosen_backend", "chosen_config"]
-
 CONFIGS: Mapping[str, type[Any]] = {"dtensor": DTensorConfig, "megatron": MegatronConfig}
 SHORT: Mapping[str, Mapping[str, str]] = {
     "dtensor": {

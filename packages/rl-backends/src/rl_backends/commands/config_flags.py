@@ -10,8 +10,6 @@ from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["add_config_flags", "config_of", "field_docs", "one_of"]
-
 ConfigT = TypeVar("ConfigT")
 
 

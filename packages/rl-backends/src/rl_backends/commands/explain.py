@@ -17,8 +17,6 @@ from rl_backends.commands.backend_flags import (
 from rl_backends.commands.config_flags import one_of
 from rl_backends.commands.console import CommandError, show, show_json
 
-__all__ = ["add_arguments", "add_chosen_arguments", "run"]
-
 GIB = 2**30
 
 

@@ -29,8 +29,6 @@ from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.installed import INSTALL
 from rl_backends.megatron.transformer_config import padded_vocab_size
 
-__all__ = ["MegatronExplanation", "explain_megatron"]
-
 CHOSEN = (
     "by --backend megatron; in a recipe policy.megatron_cfg.enabled=true chooses it, and takes precedence over "
     "policy.dtensor_cfg.enabled"

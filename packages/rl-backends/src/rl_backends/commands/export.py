@@ -22,8 +22,6 @@ from rl_backends.errors import MissingDependencyError
 if TYPE_CHECKING:
     from rl_backends.loading import ModelSource
 
-__all__ = ["add_arguments", "run"]
-
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -19,8 +19,6 @@ from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.transformer_config import layers_of_stages, padded_vocab_size, require_layout
 
-__all__ = ["Axis", "Stage", "axes_of", "describe_layout", "format_bytes", "readable_layout", "shapes_of", "stages_of"]
-
 MadeT = TypeVar("MadeT")
 
 DOES = {

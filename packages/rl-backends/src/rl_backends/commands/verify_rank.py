@@ -34,8 +34,6 @@ from rl_backends.kernels import KernelsConfig
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans import named_shards
 
-__all__ = ["gradients", "main"]
-
 Part = tuple[str, tuple[int, ...], Tensor]
 
 OPTIMIZER = OptimizerConfig(

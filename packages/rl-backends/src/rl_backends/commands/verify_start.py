@@ -12,8 +12,6 @@ from typing import Any
 
 from rl_backends.commands.console import CommandError
 
-__all__ = ["run_ranks"]
-
 PROGRAM = "rl_backends.commands.verify_rank"
 POLL_S = 0.1
 

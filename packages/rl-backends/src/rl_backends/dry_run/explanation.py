@@ -48,8 +48,6 @@ from rl_backends.errors import ModelError
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans import as_json
 
-__all__ = ["Explanation", "answer_here", "document_of", "explain"]
-
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
 

@@ -54,8 +54,6 @@ from rl_parallel_plans.forecast.tracker import (
     TEMPORARIES,
 )
 
-__all__ = ["BETWEEN_STEPS", "REFERENCE", "CollectiveCounter", "dry_run_here", "rows_of", "run_step"]
-
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
 

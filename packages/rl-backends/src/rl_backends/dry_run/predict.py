@@ -23,24 +23,6 @@ from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import MuonConfig, OptimizerConfig
 
-__all__ = [
-    "Collective",
-    "DryRun",
-    "Phase",
-    "StepRequest",
-    "aligned",
-    "ask_child",
-    "config_from_dict",
-    "config_of_module",
-    "format_bytes",
-    "predict",
-    "request_of",
-    "skeleton_of",
-    "step_asked",
-    "step_from_dict",
-]
-
-
 # ---- The result.
 
 GIB = 2**30

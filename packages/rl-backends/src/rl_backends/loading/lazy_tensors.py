@@ -16,8 +16,6 @@ from torch import Tensor
 
 from rl_backends.errors import ModelError
 
-__all__ = ["FileTensor", "LazyTensor", "UnknownConversionError", "open_tensors"]
-
 PIECE_BYTES = 32 * 2**20
 """Most bytes that are read at once, where a row of a tensor is not larger."""
 

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from rl_backends.errors import ModelError
 from rl_parallel_plans.structure import retie, tied_names
 
-__all__ = ["in_float32", "initial_value", "make_skeleton", "materialize", "original_class", "twin_of"]
-
 
 class _EmptyOnMeta(TorchFunctionMode):
     """Memory without numbers is not taken: what a parameter is made of, and what a computed buffer is not."""

@@ -22,8 +22,6 @@ from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
 from rl_backends.rank_agreement import gather_text, on_every_rank
 
-__all__ = ["Head", "ModelSource", "local_folder", "model_folder", "open_model", "weight_files"]
-
 Head = Literal["causal_lm", "sequence_classification"]
 
 

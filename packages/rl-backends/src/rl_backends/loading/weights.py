@@ -24,19 +24,6 @@ from rl_backends.loading.lazy_tensors import LazyTensor, UnknownConversionError,
 from rl_backends.loading.skeleton import initial_value, twin_of
 from rl_parallel_plans import Box, NamedShard, named_shards, stage_info
 
-__all__ = [
-    "Converted",
-    "LoadReport",
-    "Shard",
-    "as_in_model",
-    "first_names",
-    "has_conversions",
-    "initialise",
-    "load_weights",
-    "shards_by_name",
-    "write_whole",
-]
-
 # ---- Which part of which tensor a rank holds.
 
 ADAPTER = re.compile(r"(^|[._])lora_")

@@ -12,8 +12,6 @@ from typing import Any
 from rl_backends.errors import ModelError
 from rl_backends.megatron.rope import Rope, read_rope, rope_problems
 
-__all__ = ["MODEL_TYPES", "Architecture", "read_architecture"]
-
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The `model_type` of configurations that can be read."""
 

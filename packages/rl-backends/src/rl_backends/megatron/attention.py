@@ -29,8 +29,6 @@ from rl_backends.errors import ModelError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["TorchAttention"]
-
 Run = tuple[Tensor, Tensor, Tensor]
 """Queries [n, L, Q, D], and keys and values of every context-parallel rank [cp, n, L, K, D]."""
 

@@ -40,9 +40,6 @@ from rl_backends.rank_agreement import host_group, on_every_rank, require_same_m
 from rl_backends.readers import Reader, value_reader
 from rl_backends.reference import ReferenceModel, without_weights
 
-__all__ = ["MegatronBackend"]
-
-
 ACCELERATIONS = (
     "bias_activation_fusion",
     "bias_dropout_fusion",

@@ -44,8 +44,6 @@ from rl_backends.megatron.masters import Master, masters_of
 from rl_backends.megatron.optimizer import MegatronOptimizers
 from rl_backends.rank_agreement import gather_text, on_every_rank
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 ADAMW = f"{AdamW.__module__}.{AdamW.__qualname__}"
 """What every backend calls it; Transformer Engine's and Apex's compute the same."""
 ADAMW_WITH_MASTERS = f"{ADAMW} with float32 masters"

@@ -9,8 +9,6 @@ from typing import ClassVar, Literal
 from rl_backends.choices import check_choices, check_finite
 from rl_backends.lora.config import LoraConfig
 
-__all__ = ["MegatronConfig", "MegatronOptimizerConfig", "MegatronSchedulerConfig"]
-
 STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
 

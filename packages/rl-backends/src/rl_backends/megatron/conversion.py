@@ -51,16 +51,6 @@ from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.weights import from_files
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 
-__all__ = [
-    "MANIFEST",
-    "Conversion",
-    "convert",
-    "export_conversion",
-    "is_conversion",
-    "load_weights",
-    "read_conversion",
-]
-
 MANIFEST = "conversion.json"
 FORMAT = "rl-backends conversion 2"
 WEIGHTS = "release"

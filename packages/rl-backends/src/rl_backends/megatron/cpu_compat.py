@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from rl_backends.megatron.installed import require_megatron
 
-__all__ = ["Workaround", "cpu_compat", "entries", "user_code"]
-
 CallRule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Answers a call of a torch function: rule(function, args, kwargs) -> result."""
 

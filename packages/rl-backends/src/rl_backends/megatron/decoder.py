@@ -14,8 +14,6 @@ from torch import Tensor
 
 from rl_backends.megatron.rope import Rope
 
-__all__ = ["Decoder", "FixedRotary"]
-
 
 class FixedRotary(RotaryEmbedding):  # type: ignore[misc]
     """Angles of positions by given frequencies: no base is among its arguments, so that none can be wrong.

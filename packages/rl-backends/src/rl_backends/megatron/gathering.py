@@ -18,8 +18,6 @@ from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.rank_agreement import gather_text, on_every_rank, raise_together
 from rl_parallel_plans import Box
 
-__all__ = ["Gatherer"]
-
 OTHERWISE = ""
 """In place of a name: the dtype of everything that is not named."""
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rl_backends.megatron.decoder import Decoder
     from rl_backends.megatron.groups import ParallelGroups
 
-__all__ = ["RMSNorm", "build_gpt_model", "layer_spec", "transformer_engine_available", "uses_transformer_engine"]
-
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (arXiv:1910.07467)."""

@@ -28,9 +28,6 @@ from rl_backends.optimizers import GradientStep
 from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together
 from rl_backends.readers import Reader
 
-__all__ = ["GradientAccumulation", "clip_and_step", "summed_gradients"]
-
-
 NAMED = 5
 """Parameters that a message names, of those whose gradient is not finite."""
 

@@ -17,8 +17,6 @@ from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.installed import require_megatron
 from rl_backends.process_group import Membership, join_process_group, once_per_process_group
 
-__all__ = ["ParallelGroups", "sizes_of"]
-
 
 @dataclass(slots=True, eq=False)
 class _Arrangement:

@@ -11,8 +11,6 @@ from importlib import metadata
 
 from rl_backends.errors import MissingDependencyError
 
-__all__ = ["require_megatron"]
-
 NEEDED = ">=0.16,<0.17"
 INSTALL = 'pip install "rl-backends[megatron]"'
 

@@ -29,8 +29,6 @@ from rl_backends.lora.layers import A_TAIL, B_TAIL, adapted_layers, base_name, t
 from rl_backends.megatron.mapping import HeldTensor
 from rl_parallel_plans import Box
 
-__all__ = ["Adapters", "add_adapters", "bare_shapes", "is_adapter"]
-
 
 def is_adapter(name: str) -> bool:
     """Whether a tensor of the Hugging Face model is an A or a B."""

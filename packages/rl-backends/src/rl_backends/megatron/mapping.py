@@ -20,8 +20,6 @@ from rl_backends.megatron.architecture import Architecture
 from rl_backends.megatron.groups import ParallelGroups
 from rl_parallel_plans import Box
 
-__all__ = ["HeldTensor", "held_tensors", "names_in_hugging_face"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 Part = tuple[str, tuple[Box, ...]]
 

@@ -29,8 +29,6 @@ from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, tol
 from rl_backends.rank_agreement import on_every_rank, raise_together
 from rl_backends.readers import Reader, has_language_model_head
 
-__all__ = ["Fill", "MegatronModel"]
-
 Fill = Callable[["MegatronModel"], object]
 """Puts weights into a model's parameters, which are 0 until then; raises on every rank if it fails on one."""
 

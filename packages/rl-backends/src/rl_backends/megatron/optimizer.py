@@ -21,9 +21,6 @@ from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
 from rl_backends.optimizers.optimizers import check_schedule, check_schedule_state
 from rl_backends.optimizers.report import explain_schedule
 
-__all__ = ["Adam", "MegatronOptimizers", "MegatronSchedule", "make_optimizers"]
-
-
 STEP_BYTES = 4
 
 

@@ -23,8 +23,6 @@ from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.rank_agreement import gather_text
 from rl_backends.readers import Reader
 
-__all__ = ["OutputHead", "read_hidden", "run_passes", "told_by_last_stage"]
-
 OnHidden = Callable[[int, Tensor], Tensor]
 """Given a microbatch's number and the last stage's hidden states; returns the scalar that backward starts from."""
 

@@ -14,8 +14,6 @@ from rl_backends.errors import ModelError
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.readers import Head, read_logp, value_reader
 
-__all__ = ["prove", "require_own_code"]
-
 NUM_TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Nats. Rounding is far below; something that was missed is far above, unless all logits are near 0."""

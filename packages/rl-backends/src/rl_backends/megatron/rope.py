@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Rope", "read_rope", "rope_problems"]
-
 STATIC = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies are the same for any length."""
 

@@ -20,8 +20,6 @@ from rl_backends.megatron.config import MegatronConfig
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-__all__ = ["layers_of_stages", "padded_vocab_size", "require_layout", "transformer_config"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -12,8 +12,6 @@ from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
 from rl_backends.rank_agreement import on_every_rank
 
-__all__ = ["at_random", "from_files", "from_hugging_face", "from_megatron"]
-
 
 def from_hugging_face(source: nn.Module) -> Fill:
     """This rank's parts of the weights of a model in memory."""

@@ -34,19 +34,6 @@ from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 
-__all__ = [
-    "AttentionFlops",
-    "MatmulDtype",
-    "ModelFlops",
-    "TokenFlops",
-    "attention_widths",
-    "decoder_of",
-    "head_of",
-    "matmul_parameters",
-    "peak_flops_per_s",
-    "peak_of_this_device",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenFlops:

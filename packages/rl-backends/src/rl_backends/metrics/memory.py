@@ -16,17 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rl_parallel_plans.checkpoints import reshard
 
-__all__ = [
-    "CATEGORIES",
-    "MemoryUse",
-    "NamedStorage",
-    "memory_by_category",
-    "named_parameters",
-    "named_storages",
-    "optimizer_tensors",
-    "plain_tensors",
-]
-
 CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers")
 
 

@@ -26,8 +26,6 @@ from rl_backends.examples import TokenBatch
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.metrics.memory import MemoryUse
 
-__all__ = ["StepMeter", "StepMetrics", "StepOutcome", "Work", "work_of"]
-
 
 @dataclass(slots=True)
 class StepOutcome:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 
-__all__ = ["Router", "find_routers"]
-
 _NAMES = ("gate", "router")
 _TOP_K = ("top_k", "moe_top_k", "num_experts_per_tok")
 _LOGITS = re.compile(r"logits")

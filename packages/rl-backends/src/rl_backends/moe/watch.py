@@ -30,8 +30,6 @@ from rl_backends.moe.routers import Router, find_routers
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.structure import matching_modules
 
-__all__ = ["RouterWatch", "router_metrics"]
-
 
 class RouterWatch:
     """Reads what the routers of `model` decide in a forward that is recorded, and makes a loss of it.

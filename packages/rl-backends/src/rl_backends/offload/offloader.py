@@ -32,8 +32,6 @@ from rl_backends.metrics.memory import (
 from rl_backends.offload.stores import DiskStore, HostStore, Store
 from rl_parallel_plans.checkpoints import reshard
 
-__all__ = ["PARTS", "OffloadReport", "Offloader", "Part"]
-
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 _WEIGHTS: tuple[Part, ...] = ("weights",)

@@ -13,8 +13,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["DiskStore", "HostStore", "Store"]
-
 # A power of two, since torch rounds pinned memory up to one; what is packed into such chunks wastes one at most.
 CHUNK_BYTES = 64 * 2**20
 FILE_BYTES = 256 * 2**20
