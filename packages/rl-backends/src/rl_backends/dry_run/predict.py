@@ -56,13 +56,10 @@ class Phase:
 
     name: str
     """between steps, logp, reference logp, forward_backward or optim_step."""
-
     num_bytes: int
     """Alive at that moment."""
-
     by_category: Mapping[str, int]
     """What they are, largest first."""
-
     largest: tuple[tuple[str, str, int], ...]
     """The largest shares: category, module that ran when they were made ("" outside of all), bytes."""
 
@@ -81,19 +78,14 @@ class Collective:
 
     phase: str
     """In which it runs."""
-
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all or broadcast."""
-
     axes: str
     """Names of the axes over which it runs, joined by x."""
-
     ranks: int
     """How many they are."""
-
     count: int
     """How often it runs."""
-
     num_bytes: int
     """Of the whole tensors, all of them together."""
 
@@ -104,31 +96,22 @@ class DryRun:
 
     model: str
     """Class of the model."""
-
     num_parameters: int
     """Of the whole model, ties counted once."""
-
     mesh: Mapping[str, int]
     """Ranks on each axis."""
-
     num_rows: int
     """Of the whole batch, on all ranks together."""
-
     num_tokens: int
     """Of the whole batch, padding left out."""
-
     num_microbatches: int
     """That each rank works on."""
-
     phases: tuple[Phase, ...]
     """In their order. A phase's peak counts what was alive when it began."""
-
     host_bytes: int
     """Held in host memory beside, where parameters or the reference are offloaded from a GPU; else 0."""
-
     collectives: tuple[Collective, ...]
     """What ranks send one another, by phase."""
-
     assumptions: tuple[str, ...]
     """What the figures rest on, and what they leave out."""
 
@@ -214,19 +197,14 @@ class StepRequest:
 
     lengths: tuple[int, ...]
     """Tokens of each row of the whole batch."""
-
     optimizer: OptimizerConfig | None
     """None takes no step, and has no state."""
-
     temperature: float = 1.0
     """Of the log-probabilities."""
-
     reference: bool = False
     """Keep a frozen copy of the policy."""
-
     offload_reference: bool = False
     """Keep that copy in host memory."""
-
     different_tokens: int = DIFFERENT_TOKENS
     """Ids of the rows are from 0 to one less."""
 

@@ -38,52 +38,35 @@ class Architecture:
 
     model_type: str
     """Hugging Face's name of the family."""
-
     num_layers: int
     hidden_size: int
-
     ffn_hidden_size: int
     """Width of the gated block of a dense layer."""
-
     num_attention_heads: int
     """Heads of queries."""
-
     num_query_groups: int
     """Heads of keys and values."""
-
     head_dim: int
-
     vocab_size: int
     """Rows of the embeddings as they lie in a checkpoint; Megatron's are padded to a multiple of tensor ranks."""
-
     tied: bool
     """The output layer is the embedding."""
-
     num_labels: int
     """Numbers that a value or reward head (`score`) says of a token; 0 of a language model."""
-
     qkv_bias: bool
     """Queries, keys and values have biases (Qwen2); nothing else has."""
-
     qk_norm: bool
     """Queries and keys are normed head by head (Qwen3)."""
-
     norm_eps: float
-
     num_experts: int
     """Of every layer; 0 in a dense model."""
-
     experts_per_token: int
     expert_ffn_hidden_size: int
-
     normalise_router: bool
     """The weights of the chosen experts add up to 1 (`norm_topk_prob`)."""
-
     sliding_windows: tuple[int | None, ...]
     """For each layer how many tokens a token sees, itself among them; None sees all before it."""
-
     max_positions: int
-
     rope: Rope
     """How positions turn queries and keys."""
 

@@ -70,7 +70,6 @@ class ParallelGroups:
     """Have rows of their own: data-parallel ranks, experts shared out among them or not."""
     tp_mesh: DeviceMesh | None
     """Of `tp`, with the one axis "tp"; None where it is one rank."""
-
     place: _Place
     """Of this `join`."""
 

@@ -24,10 +24,8 @@ class Rope:
 
     kind: str
     """`rope_type` of the configuration."""
-
     inverse_frequencies: tuple[float, ...]
     """head_dim / 2 numbers, each exact in float32."""
-
     attention_scaling: float
     """What cosines and sines are multiplied by; 1 but for YaRN."""
 

@@ -41,7 +41,6 @@ class TokenFlops:
 
     forward: float
     """2 for each parameter."""
-
     backward: float
     """2 for the gradient of its input, where anything needs it, and 2 for its own, where it is trained."""
 
@@ -52,7 +51,6 @@ class AttentionFlops:
 
     window: int | None
     """Keys that a query sees at most, itself included; None for all before it."""
-
     per_pair: float
     """Of a query and a key that sees it, forward."""
 
@@ -63,10 +61,8 @@ class ModelFlops:
 
     layers: TokenFlops
     """Of each token that is read."""
-
     head: TokenFlops
     """Of each token that is asked about."""
-
     attention: tuple[AttentionFlops, ...]
     """Of each pair of tokens."""
 

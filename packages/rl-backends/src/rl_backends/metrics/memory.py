@@ -25,14 +25,11 @@ class MemoryUse:
 
     by_device: Mapping[str, Mapping[str, int]]
     """Of each of `CATEGORIES` on each device that holds any: {"cuda:0": {"parameters": ..., ...}}."""
-
     cuda: Mapping[str, int] | None
     """What torch's allocator says of the model's GPU: `allocated`, `reserved`, and their peaks since the process began
     or `torch.cuda.reset_peak_memory_stats()`; None where nothing is on a GPU."""
-
     resident: int | None
     """Resident memory of this process, from /proc; None where there is no /proc."""
-
     peak_resident: int | None
     """The most it has been since the process began."""
 
@@ -132,13 +129,10 @@ class NamedStorage:
 
     name: str
     """Of the tensor, for messages."""
-
     storage: torch.UntypedStorage
     """Its memory."""
-
     device: torch.device
     """Where it lies."""
-
     num_bytes: int
     """Its size when it was found."""
 

@@ -33,10 +33,8 @@ class StepOutcome:
 
     grad_norm: float | None = None
     """Before clipping."""
-
     skipped: bool = False
     """Whether the weights were left as they were. A NonFiniteGradientError says so too."""
-
     router: Mapping[str, float] = field(default_factory=dict)
     """Figures of a mixture's router, by name."""
 
@@ -68,74 +66,51 @@ class StepMetrics:
 
     tokens: int
     """Of rows, without padding."""
-
     tokens_read: int
     """That the model computed: with padding, and with microbatches repeated to keep ranks in step."""
-
     padding_share: float
     """Of the tokens that were read, those that no row has, from 0 to 1."""
-
     asked_tokens: int
     """Whose log-probability (or value, or score) the loss was given."""
-
     microbatches: int
     """Of each rank."""
-
     repeated_microbatches: int
     """That did not count."""
-
     load_balance: float
     """FLOPs of the most expensive rank over the mean of all: 1 is perfect."""
-
     forward_backward_s: float
     """Seconds in `forward_backward`."""
-
     optim_s: float
     """Seconds in `optim_step`."""
-
     tokens_per_s: float
     """Real tokens over the seconds of both."""
-
     tokens_per_s_per_rank: float
     """The same, divided by all ranks of the run."""
-
     model_flops: float | None
     """That the mathematics of the step needs; see `ModelFlops`."""
-
     hardware_flops: float | None
     """With padding, repetitions, and what is computed again in backward."""
-
     flops_per_s_per_rank: float | None
     """Model FLOPs a second, of one rank."""
-
     mfu: float | None
     """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
-
     hfu: float | None
     """Hardware FLOPs utilisation."""
-
     mfu_unknown: str | None
     """Why there is no `mfu`; None where there is."""
-
     grad_norm: float | None
     """Before clipping."""
-
     skipped: bool
     """Whether this step left the weights as they were."""
-
     skipped_steps: int
     """How many have, since the meter was made."""
-
     router: Mapping[str, float]
     """Figures of a mixture's router, by name."""
-
     peak_allocated_bytes: int | None
     """The most GPU memory that tensors of this rank had from the step's first forward to the end of its update; None on
     a CPU."""
-
     peak_reserved_bytes: int | None
     """The same of what torch's allocator had taken from the device."""
-
     memory: MemoryUse | None
     """Of this rank, when the metrics were asked for."""
 
@@ -172,25 +147,18 @@ class Work:
 
     tokens: int
     """Of rows, without padding."""
-
     tokens_read: int
     """That the model computes: with padding, and with microbatches that are repeated to keep ranks in step."""
-
     asked_tokens: int
     """That something is wanted of."""
-
     microbatches: int
     """Of each rank; all have equally many."""
-
     repeated_microbatches: int
     """That do not count."""
-
     model_flops: float | None
     """That the mathematics needs; None where the model does not tell."""
-
     hardware_flops: float | None
     """That the devices compute: padding, repetitions and what is recomputed included."""
-
     rank_costs: tuple[float, ...]
     """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
     not known."""

@@ -29,19 +29,14 @@ class Router:
 
     path: str
     """In the model."""
-
     module: nn.Module
     """Whose output is read."""
-
     affinity: Literal["softmax", "sigmoid"]
     """What the model makes of a token's logits."""
-
     logits_at: int | None
     """Place of the logits in what it returns; None where it returns nothing else."""
-
     chosen_at: int | None
     """Place of the chosen experts; None where they are the `top_k` largest logits."""
-
     top_k: int | None
     """Experts of a token, where `chosen_at` is None."""
 
