@@ -8,11 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 
 def check_choices(config: Any) -> None:
-    """Every field that is annotated as a `Literal` has one of its values.
-
-    Raises:
-        ValueError: one has not; the message lists the values, and the nearest.
-    """
+    """Every field that is annotated as a `Literal` has one of its values."""
     for field in fields(config):
         value, allowed = getattr(config, field.name), list(_allowed(field.type))
         if allowed and not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
@@ -21,11 +17,7 @@ def check_choices(config: Any) -> None:
 
 
 def check_finite(config: Any) -> None:
-    """Every float, also in a tuple, is a finite number.
-
-    Raises:
-        ValueError: one is infinite or NaN.
-    """
+    """Every float, also in a tuple, is a finite number."""
     for field in fields(config):
         value = getattr(config, field.name)
         for number in value if isinstance(value, tuple) else (value,):

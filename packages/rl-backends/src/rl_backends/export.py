@@ -249,12 +249,7 @@ class _ShardFiles:
         return self._file_of[name] in self._missing
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, if it is in one of this rank's files; write the file that it completes, in the background.
-
-        Raises:
-            ModelError: the tensor has another shape than planned.
-            OSError: an earlier file could not be written.
-        """
+        """Take a tensor, if it is in one of this rank's files; write the file that it completes, in the background."""
         if not self.is_mine(name):
             return
         planned = self._outputs[name]
@@ -272,13 +267,7 @@ class _ShardFiles:
             self._writing = self._thread.submit(self._write, file, self._held.pop(file))
 
     def finish(self, failure: BaseException | None) -> None:
-        """Wait until this rank's files are on disk.
-
-        Raises:
-            BaseException: `failure`.
-            ModelError: tensors that were to be added were not.
-            OSError: the disk is full or read-only.
-        """
+        """Wait until this rank's files are on disk."""
         self._thread.shutdown()
         if failure is not None:
             raise failure
@@ -325,9 +314,6 @@ def plan_groups(skeleton: Any, tensors: Mapping[str, Tensor]) -> list[Group]:
 
     skeleton: the unsharded model on the meta device, with `_weight_conversions` if it was loaded from files.
     tensors: meta tensors of what is to be written, by name in the model, in its order.
-
-    Raises:
-        ModelError: a conversion of transformers cannot be done group by group, or not at all.
     """
     expected = as_in_files(skeleton, tensors)
     made = {name: as_in_files(skeleton, {name: tensor}) for name, tensor in tensors.items()}
@@ -364,11 +350,7 @@ def _joined(tensors: Mapping[str, Tensor], made_by: Mapping[str, list[str]]) -> 
 
 
 def as_in_files(skeleton: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the model as files have them, by the conversions of the installed transformers.
-
-    Raises:
-        ModelError: transformers fails to convert them.
-    """
+    """Tensors of the model as files have them, by the conversions of the installed transformers."""
     if not has_conversions():
         return {_name_in_files(skeleton, name): tensor for name, tensor in tensors.items()}
     from transformers.core_model_loading import revert_weight_conversion

@@ -82,11 +82,6 @@ def through_outputs(
         outputs: of the model, for the rows of one microbatch.
         counted: False for a microbatch whose gradient shall be 0.
         reserved: names of sums that the loss may not use.
-
-    Raises:
-        TypeError: the result is no pair of a scalar tensor and named numbers.
-        ValueError: no gradient flows from the scalar, or a name is reserved.
-        Exception: what the loss's backward pass raises.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise TypeError(f"a loss returns (scalar, {{name: scalar}}), and this one returned a {type(result).__name__}")

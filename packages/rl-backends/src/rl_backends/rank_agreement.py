@@ -28,10 +28,6 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None = 
     """Let every rank act; if one fails, all raise. Every rank of `group` must call it.
 
     group: None for all ranks; where there is no process group, this process alone.
-
-    Raises:
-        BaseException: this rank's own.
-        RankError: other ranks', in words.
     """
     result: T | None = None
     error: BaseException | None = None
@@ -109,9 +105,6 @@ def require_same_model(model: nn.Module) -> None:
     """Compare names, shapes and dtypes of all parameters and buffers, and their bits where they have numbers.
 
     Every rank must call it. The weights are read once, through the host's memory.
-
-    Raises:
-        ModelError: on every rank; ranks have other weights, or other models.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -133,9 +126,6 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
     Args:
         examples: of this rank.
         with_token_ids: compare `examples.token_ids` as well: ranks that share a row must ask about the same tokens.
-
-    Raises:
-        BatchError: on every rank; the ranks have other batches.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -201,11 +191,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device) -> dict[str, Tensor]:
-    """Scalars by name, added over the ranks of `group`; float64, which counts every token.
-
-    Raises:
-        ValueError: the ranks have other names.
-    """
+    """Scalars by name, added over the ranks of `group`; float64, which counts every token."""
     names = sorted(sums)
     together = dist.get_world_size(group) > 1
     if together:

@@ -43,11 +43,7 @@ class Head:
 
     @classmethod
     def of(cls, model: nn.Module, kernels: KernelsConfig | None = None) -> "Head":
-        """As the model's configuration says it, read by the kernel of the loss.
-
-        Raises:
-            ModelError: the model has no language-model head.
-        """
+        """As the model's configuration says it, read by the kernel of the loss."""
         if not has_language_model_head(model):
             raise ModelError(
                 f"{type(model).__qualname__} has no language-model head, so it has no log-probabilities; load it with "
@@ -81,9 +77,6 @@ def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
 
     "logp" [n], its log-probability; "logp_and_entropy" [n, 2], with the entropy in nats of the distribution that it was
     drawn from; "logp_of_token_ids" [n, k], the log-probabilities of the k tokens asked about in its place.
-
-    Raises:
-        ValueError: it is no output of a language model.
     """
     if output not in {"logp", "logp_and_entropy", "logp_of_token_ids"}:
         raise ValueError(f"output={output!r} must be one of {', '.join(map(repr, get_args(Output)))}")
@@ -136,11 +129,7 @@ def read_top_k(head: Head, temperature: float, k: int) -> Reader:
 
 
 def value_reader(model: nn.Module) -> Reader:
-    """What reads the number that a head says of each asked place.
-
-    Raises:
-        ModelError: the model has no such head.
-    """
+    """What reads the number that a head says of each asked place."""
     if not hasattr(model, "score"):
         raise ModelError(
             f"{type(model).__qualname__} has no head `score` that gives a number; load it with "

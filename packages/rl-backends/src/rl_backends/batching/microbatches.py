@@ -442,9 +442,6 @@ def cut_all(
         num_ranks: data-parallel ranks.
         token_multiple: what a row's tokens are rounded up to: 2 · ranks under context parallelism.
         vocabulary_size: ids are below it; None does not look at them.
-
-    Raises:
-        BatchError: no rows, rows that no model can compute, or a unit that is too large for a microbatch.
     """
     lengths: list[int] = examples.lengths.tolist()
     check_examples(examples, lengths, limits, vocabulary_size=vocabulary_size)
@@ -501,9 +498,6 @@ def check_examples(
     """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `cut_all`.
 
     lengths: `examples.lengths`, on the host.
-
-    Raises:
-        BatchError: it names the row and what to do.
     """
     if not lengths:
         raise BatchError("the batch has no rows (B=0): there is nothing to compute; do not ask with an empty batch")

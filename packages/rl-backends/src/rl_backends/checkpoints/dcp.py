@@ -127,11 +127,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self._boxes = _by_index(state_dict, saved=False)
 
     def create_local_plan(self) -> LoadPlan:
-        """Which parts of saved boxes fill the boxes of this rank.
-
-        Raises:
-            CheckpointError: a tensor is missing, has another shape or dtype, or its saved boxes leave a gap.
-        """
+        """Which parts of saved boxes fill the boxes of this rank."""
         items: list[ReadItem] = []
         for name, shard in self._shards.items():
             if not shard.boxes:
@@ -322,11 +318,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads boxes, or parts of them, from a complete checkpoint.
-
-    Raises:
-        CheckpointError: the index names a file outside of the folder.
-    """
+    """Reads boxes, or parts of them, from a complete checkpoint."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
         super().__init__(folder)

@@ -45,21 +45,13 @@ def frozen_digests(model: nn.Module, *, group: dist.ProcessGroup | None) -> dict
 def check_frozen_weights(
     source: object, saved: Mapping[str, int], model: nn.Module, *, group: dist.ProcessGroup | None
 ) -> None:
-    """Refuse a checkpoint of adapters that were trained on other frozen weights; every rank must call it.
-
-    Raises:
-        CheckpointError: on every rank; it names the first weight that differs.
-    """
+    """Refuse a checkpoint of adapters that were trained on other frozen weights; every rank must call it."""
     here = tensor_digests((each for each in named_shards(model) if each.name in saved), group=group)
     check_same_digests(source, saved, here)
 
 
 def check_same_digests(source: object, saved: Mapping[str, int], here: Mapping[str, int]) -> None:
-    """Refuse a checkpoint of adapters whose frozen weights have other digests than those of the model.
-
-    Raises:
-        CheckpointError: it names the first weight that differs.
-    """
+    """Refuse a checkpoint of adapters whose frozen weights have other digests than those of the model."""
     apart = [name for name, digest in saved.items() if here.get(name) != digest]
     if apart:
         raise CheckpointError(

@@ -204,9 +204,6 @@ def write_checkpoint(
         collect: returns this rank's shards by name, and what rank 0 writes besides; it may communicate over the group.
         folder: the checkpoint to be written.
         asynchronous: return when the copies to host memory are made or queued.
-
-    Raises:
-        CheckpointError: on every rank: see `save_checkpoint`.
     """
     start, running = time.perf_counter(), any(not write.done for write in _last)
     group = idle_group()
@@ -276,9 +273,6 @@ def as_json(what: str, value: Any, *, exact: bool = False) -> Any:
     """A copy of a value as JSON returns it, which the caller cannot change while it is written.
 
     exact: refuse values that would come back changed.
-
-    Raises:
-        CheckpointError: JSON cannot hold it.
     """
     try:
         again = json.loads(json.dumps(value))

@@ -66,11 +66,7 @@ def add_backend_flags(parser: argparse.ArgumentParser, backend: str, *, leave_ou
 
 
 def chosen_config(arguments: argparse.Namespace, **others: Any) -> Any:
-    """The configuration of the chosen backend; `others` go before its defaults, and flags before them.
-
-    Raises:
-        ValueError: what the configuration refuses.
-    """
+    """The configuration of the chosen backend; `others` go before its defaults, and flags before them."""
     config = CONFIGS[arguments.backend]
     if "kernels" in {field.name for field in dataclasses.fields(config)}:
         others = {"kernels": config_of(KernelsConfig, arguments, prefix=KERNELS_PREFIX), **others}

@@ -45,11 +45,7 @@ def add_config_flags(
 
 
 def config_of(config: type[ConfigT], arguments: argparse.Namespace, *, prefix: str = "", **others: Any) -> ConfigT:
-    """The configuration that the flags ask for; `others` go before its defaults, and flags before them.
-
-    Raises:
-        ValueError: what the configuration refuses.
-    """
+    """The configuration that the flags ask for; `others` go before its defaults, and flags before them."""
     names = {f"{prefix}{field.name}": field.name for field in fields(config)}  # type: ignore[arg-type]
     given = {names[name]: value for name, value in vars(arguments).items() if name in names}
     return config(**{**others, **given})

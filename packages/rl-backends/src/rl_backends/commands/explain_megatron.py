@@ -113,11 +113,7 @@ class MegatronExplanation:
 
 
 def explain_megatron(arguments: argparse.Namespace) -> MegatronExplanation:
-    """Read the model's configuration, and lay it out.
-
-    Raises:
-        ValueError: the configuration, the architecture or the layout is refused; every reason is in the message.
-    """
+    """Read the model's configuration, and lay it out."""
     source = _source(arguments)
     hf_config = _read_config(arguments) if source is None else source.config
     architecture, config = readable_layout(hf_config, lambda: chosen_config(arguments), ranks=arguments.ranks)

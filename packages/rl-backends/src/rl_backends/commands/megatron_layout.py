@@ -74,9 +74,6 @@ def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfi
         skeleton: the model on the meta device, with its `config`.
         make_config: makes the backend's configuration.
         ranks: of the trainer.
-
-    Raises:
-        ValueError: the configuration, the architecture or the layout is refused; every reason is in the message.
     """
     architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
     fullest = max(
@@ -110,11 +107,7 @@ def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[in
 def readable_layout(
     hf_config: Any, make_config: Callable[[], MegatronConfig], *, ranks: int
 ) -> tuple[Architecture, MegatronConfig]:
-    """The architecture of a configuration, and how it is asked to be laid over so many ranks.
-
-    Raises:
-        CommandError: it cannot be; every reason is in the message.
-    """
+    """The architecture of a configuration, and how it is asked to be laid over so many ranks."""
     problems: list[str] = []
     config = _tried(make_config, problems)
     architecture = _tried(lambda: read_architecture(hf_config), problems)

@@ -75,9 +75,6 @@ def save_small_model(
     tp: ranks that its heads can be shared out to.
     pp: stages that its layers can be shared out to.
     keep_heads: leave the size of a head as it is, on which kernels of attention depend.
-
-    Raises:
-        PlanError: `source` names no model, or one that cannot be made small.
     """
     from transformers.utils import logging
 

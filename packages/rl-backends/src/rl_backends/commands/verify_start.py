@@ -17,13 +17,7 @@ POLL_S = 0.1
 
 
 def run_ranks(task: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Run the task on `task["ranks"]` processes over gloo; what they found lies in `task["folder"]`.
-
-    Raises:
-        CommandError: the backend refuses what was asked.
-        RuntimeError: a rank failed.
-        TimeoutError: not all were done in time.
-    """
+    """Run the task on `task["ranks"]` processes over gloo; what they found lies in `task["folder"]`."""
     folder, ranks = Path(task["folder"]), int(task["ranks"])
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_ended(_start(task, rank, folder))) for rank in range(ranks)]

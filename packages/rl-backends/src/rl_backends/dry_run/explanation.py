@@ -217,11 +217,7 @@ def answer_here(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int) -> dict[str, Any]:
-    """The document of a model on the meta device, which is taken over.
-
-    Raises:
-        ModelError, PlanError, ValueError: as `dry_run_here`.
-    """
+    """The document of a model on the meta device, which is taken over."""
     from rl_backends.dry_run.fake import dry_run_here
 
     started = time.monotonic()

@@ -188,10 +188,6 @@ def dry_run_here(
     """Let a backend of `skeleton`, which lies on the meta device and is taken over, take a step as rank 0.
 
     Returns what was counted, and the plan by which the backend has sharded the model.
-
-    Raises:
-        ModelError: this process has a process group, or the model computes what depends on the numbers in a tensor.
-        PlanError, ValueError: as `DTensorBackend`.
     """
     if dist.is_initialized():
         raise ModelError(

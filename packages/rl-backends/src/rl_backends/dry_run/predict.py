@@ -285,11 +285,7 @@ def step_asked(
     reference: bool,
     offload_reference: bool,
 ) -> StepRequest:
-    """The step that `predict` is asked for.
-
-    Raises:
-        ValueError: sizes that are none.
-    """
+    """The step that `predict` is asked for."""
     for name, value in (("world_size", world_size), ("rows", rows), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be >= 1")
@@ -315,11 +311,7 @@ def request_of(
     revision: str | None,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """A step in plain values, for `ask_child`.
-
-    Raises:
-        ModelError: a module without a configuration.
-    """
+    """A step in plain values, for `ask_child`."""
     in_hand = isinstance(model, nn.Module)
     return {
         "source": None if in_hand else str(model),
@@ -351,13 +343,7 @@ def step_from_dict(values: Mapping[str, Any]) -> StepRequest:
 
 
 def ask_child(request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """The answer of an interpreter of its own to a request in plain values.
-
-    Raises:
-        ModelError: it refused, in its words.
-        TimeoutError: it took longer than `timeout_s`; it is ended.
-        RuntimeError: it died.
-    """
+    """The answer of an interpreter of its own to a request in plain values."""
     found = [os.environ.get("PYTHONPATH", ""), *sys.path]
     try:
         child = subprocess.run(  # noqa: S603 - this interpreter, this package
@@ -406,10 +392,6 @@ def skeleton_of(
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that comes with the model.
         model_config: what `config_of_module` has returned.
-
-    Raises:
-        ModelError: there is no such model, or transformers cannot make it.
-        PlanError: the same, of a file or a type of model.
     """
     import transformers
 
@@ -430,11 +412,7 @@ def skeleton_of(
 
 
 def config_of_module(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a model of transformers in plain values.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """The configuration of a model of transformers in plain values."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise ModelError(

@@ -212,11 +212,7 @@ class FileTensor(LazyTensor):
 
 @contextmanager
 def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, LazyTensor]]:
-    """Every tensor of safetensors files under its name there, to be read until the end of the context.
-
-    Raises:
-        ModelError: a file is damaged, or holds a dtype that cannot be trained.
-    """
+    """Every tensor of safetensors files under its name there, to be read until the end of the context."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, LazyTensor] = {}

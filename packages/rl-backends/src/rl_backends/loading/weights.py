@@ -56,9 +56,6 @@ def shards_by_name(model: nn.Module, skeleton: nn.Module) -> dict[str, list[Name
     """What this rank holds of each tensor of `skeleton`, by its first name; adapters are left out.
 
     Several shards are of one tensor where an adapter keeps a copy of it. A pipeline stage has some of the tensors.
-
-    Raises:
-        ModelError: the model is not `skeleton` sharded, or its parameters have no memory yet.
     """
     first = first_names(skeleton)
     shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
@@ -110,11 +107,7 @@ def has_conversions() -> bool:
 
 
 def as_in_model(skeleton: nn.Module, found: Mapping[str, LazyTensor]) -> Converted:
-    """The tensors of files as `skeleton` has them; nothing is read.
-
-    Raises:
-        ModelError: a conversion cannot be done on slices, or the files do not fit it.
-    """
+    """The tensors of files as `skeleton` has them; nothing is read."""
     return _converted(skeleton, found) if has_conversions() else _renamed(skeleton, found)
 
 

@@ -85,9 +85,6 @@ def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
     Args:
         hf_config: a `transformers` configuration, of releases 4.57 to 5.x.
         scores: the model is a `ForSequenceClassification`, which has no output layer.
-
-    Raises:
-        ModelError: it is of another family, or asks for what is not built here. All reasons are in one message.
     """
     _require_family(hf_config)
     problems = [

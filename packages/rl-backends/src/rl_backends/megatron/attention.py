@@ -62,9 +62,6 @@ class TorchAttention(nn.Module):
             pg_collection: Megatron's process groups; those of its parallel_state where it is None.
             sliding_window: tokens that a query sees, itself among them; None for all up to it. From the ModuleSpec's
                 `params`.
-
-        Raises:
-            ModelError: the configuration asks for what would be left out.
         """
         super().__init__()
         self.layer_number = layer_number
@@ -109,9 +106,6 @@ class TorchAttention(nn.Module):
                 context-parallel ranks, multiples of 2·cp.
 
         Returns [S, b, Q·D], or [t, Q, D] of packed rows.
-
-        Raises:
-            ModelError: the call asks for what would be left out.
         """
         packed = packed_seq_params
         self._refuse(

@@ -105,11 +105,7 @@ def describe(
     *,
     group: dist.ProcessGroup | None,
 ) -> Description:
-    """What all ranks hold; every rank must call it.
-
-    Raises:
-        CheckpointError: another rank could not tell.
-    """
+    """What all ranks hold; every rank must call it."""
     text = on_every_rank(lambda: json.dumps(asdict(_describe(held, optimizers, masters))), group=group)
     found = Description()
     for each in map(json.loads, gather_text(text, group=group)):

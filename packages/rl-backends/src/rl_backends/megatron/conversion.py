@@ -138,11 +138,6 @@ def convert(
         config: the layout to write from; any layout reads what any other wrote. Its precision is not looked at.
         directory: of all conversions, the same for all ranks; None for `megatron_checkpoint_dir()`.
         progress: called on rank 0 with a line of text now and then.
-
-    Raises:
-        CheckpointError: the one that is there is damaged, by the name of the file; the disk is full or read-only.
-        ModelError: an architecture that is not mapped, or files that are absent or damaged.
-        RankError: on the ranks that did not fail.
     """
     say: Say = progress if progress is not None and _is_rank_0() else lambda _line: None
     about = _from_rank_0(lambda: _describe(source, directory))
@@ -185,9 +180,6 @@ def read_conversion(folder: str | Path, *, found: bool = True, check: bool = Tru
     """Read the manifest of a conversion, and compare every byte of every file with it.
 
     check: False reads the manifest alone.
-
-    Raises:
-        CheckpointError: it is not complete, of another format, or damaged; the file is named.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -226,10 +218,6 @@ def load_weights(conversion: Conversion, gpt: Any) -> None:
 
     Rows that pad a vocabulary become 0. That the vocabulary itself is the same cannot be seen here, because every
     layout pads it otherwise.
-
-    Raises:
-        CheckpointError: tensors are missing, left over or of another shape; the model is unusable afterwards.
-        RankError: on the ranks on which nothing failed.
     """
     from megatron.core.dist_checkpointing import load
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -272,13 +260,6 @@ def export_conversion(
         dtype: of the folder; None for that of the model's own files.
         max_shard_bytes: most bytes in one file.
         tokenizer: saved beside the model where it is given.
-
-    Raises:
-        CheckpointError: the conversion does not hold this model.
-        FileExistsError: `folder` is there already.
-        MissingDependencyError: megatron-core is absent, or another release.
-        ModelError: an architecture that is not mapped.
-        OSError: the disk is full or read-only.
     """
     if source.config.vocab_size != conversion.vocab_size:
         raise CheckpointError(
@@ -451,11 +432,7 @@ def _checked_by_rank_0(folder: Path, *, found: bool) -> Conversion:
 
 
 def require_plain_metadata(path: Path) -> None:
-    """Read torch's pickled metadata with an unpickler that makes nothing but its classes.
-
-    Raises:
-        CheckpointError: it is damaged, or would have run something else.
-    """
+    """Read torch's pickled metadata with an unpickler that makes nothing but its classes."""
     try:
         with path.open("rb") as file:
             _MetadataUnpickler(file).load()

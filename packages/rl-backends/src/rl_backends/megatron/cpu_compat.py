@@ -302,9 +302,6 @@ def cpu_compat() -> Iterator[None]:
 
     It may be nested, in itself and in `user_code`, and holds for the thread that entered it, in which torch runs
     backward passes on the CPU too. A tensor's `type()` lies inside, on purpose: keep it around Megatron.
-
-    Raises:
-        MissingDependencyError: see `require_megatron`.
     """
     if torch.cuda.is_available():
         yield

@@ -28,9 +28,6 @@ class Gatherer:
     Args:
         held: of this rank.
         shapes: of all tensors, in the order in which they are wanted.
-
-    Raises:
-        ModelError: on every rank; the ranks together do not hold all of some tensor.
     """
 
     def __init__(self, held: Sequence[HeldTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -54,11 +51,6 @@ class Gatherer:
 
         local: what to gather instead of the weights, shaped like them: `held.view(of another tensor)`. Called twice for
             each, and of any dtype, the same on all ranks that hold parts of one tensor.
-
-        Raises:
-            BaseException: this rank's own: what `local` raised, or no memory for a tensor on rank 0.
-            ModelError: on every rank: a tensor is of several dtypes.
-            RankError: on the ranks that did not fail.
         """
         read = (lambda each: each.local) if local is None else local
         rounds = self._rounds(read, self._dtypes(read))

@@ -58,11 +58,7 @@ class RMSNorm(nn.Module):
 
 
 def transformer_engine_available() -> bool:
-    """Whether layers can be Transformer Engine's: it is installed, and there is a GPU.
-
-    Raises:
-        MissingDependencyError: megatron-core is absent, or another release.
-    """
+    """Whether layers can be Transformer Engine's: it is installed, and there is a GPU."""
     require_megatron()
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -161,10 +157,6 @@ def build_gpt_model(
         architecture: of `read_architecture`.
         config: the layout; `groups` are joined for the same.
         groups: that the model is laid over.
-
-    Raises:
-        MissingDependencyError: megatron-core is absent, or another release.
-        ModelError: the architecture cannot be laid out like this, or Transformer Engine is absent and not waived.
     """
     require_megatron()
     from rl_backends.megatron.decoder import Decoder
@@ -199,11 +191,7 @@ def build_gpt_model(
 
 
 def uses_transformer_engine(config: MegatronConfig) -> bool:
-    """Whether layers are Transformer Engine's. They are on a GPU, unless `transformer_impl` says otherwise.
-
-    Raises:
-        ModelError: they would be, and Transformer Engine is not installed.
-    """
+    """Whether layers are Transformer Engine's. They are on a GPU, unless `transformer_impl` says otherwise."""
     if config.device == "cpu" or config.transformer_impl == "local":
         return False
     if not transformer_engine_available():

@@ -49,11 +49,7 @@ class GradientAccumulation:
         reader: Reader,
         output: Output,
     ) -> Sums:
-        """Add the gradient of `loss` over all microbatches; return the sums of all ranks.
-
-        Raises:
-            RankError: another rank's loss raised; this rank's own is raised as it is.
-        """
+        """Add the gradient of `loss` over all microbatches; return the sums of all ranks."""
         model = self._model
         rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
         asked = [asked_of(each, output) for each in rows]

@@ -78,11 +78,6 @@ class ParallelGroups:
         """Arrange all ranks by the sizes in `config`; each `join` needs a `leave`. If it raises, nothing has changed.
 
         Joins the process group of `torchrun`, or makes one of this process alone, where there is none.
-
-        Raises:
-            MissingDependencyError: megatron-core is absent, or another release.
-            ValueError: `cuda` is asked for and absent, the ranks are not a multiple of the sizes, or a model of other
-                sizes lives in this process.
         """
         require_megatron()
         _require_device(config)
@@ -126,11 +121,7 @@ class ParallelGroups:
 
 
 def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
-    """Ranks along every axis, of `num_ranks`. No Megatron is asked.
-
-    Raises:
-        ValueError: the ranks cannot be cut like this.
-    """
+    """Ranks along every axis, of `num_ranks`. No Megatron is asked."""
     sizes = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,

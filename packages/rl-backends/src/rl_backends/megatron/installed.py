@@ -43,11 +43,7 @@ KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 
 @functools.cache
 def require_megatron() -> None:
-    """Import megatron-core, quietly; the next calls cost nothing.
-
-    Raises:
-        MissingDependencyError: megatron-core or psutil is absent, or megatron-core is of another release.
-    """
+    """Import megatron-core, quietly; the next calls cost nothing."""
     problems = [problem for problem in (_megatron_problem(), _psutil_problem()) if problem]
     if problems:
         raise MissingDependencyError(f"the Megatron backend cannot be used: {'; '.join(problems)}. Install: {INSTALL}")

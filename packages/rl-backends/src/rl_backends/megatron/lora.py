@@ -108,11 +108,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Compute with W alone inside.
-
-        Raises:
-            ModelError: other weights train too, so that the model without adapters is not the one they were put into.
-        """
+        """Compute with W alone inside."""
         if others := trained_whole(self._skeleton):
             raise ModelError(
                 f"without_adapters=True of a policy that also trains {next(iter(others))}: freeze a copy instead"

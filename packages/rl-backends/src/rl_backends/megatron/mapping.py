@@ -98,9 +98,6 @@ def held_tensors(
         architecture: what it was made of.
         shapes: of the tensors of the Hugging Face model, tied ones once, under the first name.
         groups: that it is laid over.
-
-    Raises:
-        ModelError: a parameter without a place, or a tensor that `shapes` does not have.
     """
     table = _Table(architecture, shapes, rank=groups.tp.rank(), num_ranks=groups.tp.size())
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]  # type: ignore[union-attr]

@@ -43,11 +43,6 @@ class MegatronModel(DistributedModel):
         fill: puts the weights in.
         trainable: with buffers for gradients of what the skeleton does not freeze; False for a reference.
         groups: of a model that is laid out alike and will be there as long as this one; None joins them.
-
-    Raises:
-        ModelError: an architecture that is not mapped, or sizes that do not divide it.
-        MissingDependencyError: megatron-core is absent, or another release.
-        ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
     """
 
     def __init__(
@@ -202,11 +197,7 @@ def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
 
 
 def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | None, *, config: MegatronConfig) -> None:
-    """Make parameters require a gradient as those of `skeleton` do; none of them where it is None.
-
-    Raises:
-        ModelError: tensors that Megatron has fused into one parameter are frozen in part.
-    """
+    """Make parameters require a gradient as those of `skeleton` do; none of them where it is None."""
     if skeleton is None:
         gpt.requires_grad_(requires_grad=False)
         return
@@ -235,11 +226,7 @@ def _require_grad(_module: nn.Module, _arguments: object, embedded: Tensor) -> T
 
 
 def require_trainable(gpt: nn.Module) -> None:
-    """Something on this pipeline stage trains.
-
-    Raises:
-        ModelError: nothing does.
-    """
+    """Something on this pipeline stage trains."""
     if not any(parameter.requires_grad for parameter in gpt.parameters()):
         raise ModelError(
             "no parameter of this pipeline stage requires a gradient, so there is nothing to optimize, and nothing "

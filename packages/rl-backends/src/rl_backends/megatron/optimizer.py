@@ -26,11 +26,7 @@ STEP_BYTES = 4
 
 @final
 class NeutralSchedule:
-    """The schedule of `OptimizerConfig`.
-
-    Raises:
-        ValueError: it does not fit into `num_steps`.
-    """
+    """The schedule of `OptimizerConfig`."""
 
     def __init__(self, inner: Any, config: OptimizerConfig, *, num_steps: int) -> None:
         check_schedule(config, num_steps=num_steps)
@@ -55,11 +51,7 @@ class NeutralSchedule:
 
 @final
 class MegatronSchedule:
-    """Megatron's own schedule, of learning rate and weight decay.
-
-    Raises:
-        ValueError: what Megatron would assert; all of it at once.
-    """
+    """Megatron's own schedule, of learning rate and weight decay."""
 
     def __init__(
         self, inner: Any, optimizer: MegatronOptimizerConfig, scheduler: MegatronSchedulerConfig, *, num_steps: int
@@ -263,11 +255,7 @@ class MegatronOptimizers:
         return {"num_steps_taken": self.num_steps_taken, "num_steps_skipped": self.num_steps_skipped}
 
     def load_schedule_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `schedule_state` was taken, along this stage's own schedule.
-
-        Raises:
-            CheckpointError: the state is not one, or the stage is over by then.
-        """
+        """Go on where `schedule_state` was taken, along this stage's own schedule."""
         check_schedule_state(state, num_steps=self._num_steps)
         self.num_steps_taken = state["num_steps_taken"]
         self.num_steps_skipped = state["num_steps_skipped"]

@@ -30,11 +30,7 @@ class _Rows:
 
 
 def require_own_code(model: nn.Module) -> None:
-    """The model's class is one of transformers.
-
-    Raises:
-        ModelError: it is somebody's own, of which nobody knows what it computes.
-    """
+    """The model's class is one of transformers."""
     if not type(model).__module__.startswith("transformers."):
         raise ModelError(
             f"{type(model).__module__}.{type(model).__qualname__} is no class of transformers, and Megatron would "
@@ -46,9 +42,6 @@ def prove(model: MegatronModel, *, source: Any) -> None:
     """Compare log-probabilities of a row, or what a value head says of its tokens, with those of the model in memory.
 
     Every rank must call it.
-
-    Raises:
-        ModelError: on every rank; they differ by more than rounding.
     """
     length = min(NUM_TOKENS, model.architecture.max_positions, _most_tokens(model))
     tokens = (torch.arange(length) * 7 + 3) % model.architecture.vocab_size

@@ -59,11 +59,7 @@ class Router:
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """Every router of `model`, in its order.
-
-    Raises:
-        ModelError: it has none, or one whose decisions cannot be read; the message says which.
-    """
+    """Every router of `model`, in its order."""
     found = [
         _router(f"{path}.{name}", child, block)
         for path, block in model.named_modules()

@@ -46,9 +46,6 @@ class RouterWatch:
     Args:
         model: sharded or not; hooks are put on its routers.
         plan: by which it is tensor parallel.
-
-    Raises:
-        ModelError: the model has no routers, or some that cannot be read, or whose gradients its plan does not sum.
     """
 
     def __init__(self, model: nn.Module, *, plan: ParallelPlan | None = None) -> None:
@@ -88,9 +85,6 @@ class RouterWatch:
             counted: whether these rows are in the statistics; multiply the loss by it too.
             context_group: ranks that hold other tokens of the same rows (context parallelism); each one's loss is then
                 a term of the sum over them, and so is its gradient.
-
-        Raises:
-            RuntimeError: no forward was recorded.
         """
         if missing := [router.path for router in self._routers if router.path not in self._seen]:
             raise RuntimeError(

@@ -355,12 +355,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def make_resizable(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Give each of `tensors`, named for messages, memory of its own where what it has cannot be resized. Ties stay.
-
-    Raises:
-        RuntimeError: such a tensor is inside of a DTensor or another wrapper, which may know the old address; or other
-            processes share the memory, and would see another from then on.
-    """
+    """Give each of `tensors`, named for messages, memory of its own where what it has cannot be resized. Ties stay."""
     own: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in tensors:
         for plain in plain_tensors(tensor):

@@ -58,11 +58,7 @@ class HostStore:
         return len(self._chunks) * self._chunk_bytes
 
     def put(self, pieces: Sequence[Tensor]) -> None:
-        """Copy `pieces` one after the other into the chunks, of which there will be as many as it takes.
-
-        Raises:
-            RuntimeError: there is no host memory left to allocate, or to pin.
-        """
+        """Copy `pieces` one after the other into the chunks, of which there will be as many as it takes."""
         while self.host_bytes < sum(piece.numel() for piece in pieces):
             self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
         for part, place in self._places(pieces):
@@ -114,11 +110,7 @@ class DiskStore:
         return 0
 
     def put(self, pieces: Sequence[Tensor]) -> None:
-        """Write `pieces`.
-
-        Raises:
-            OSError: the disk is full, or the directory cannot be written.
-        """
+        """Write `pieces`."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -133,12 +125,7 @@ class DiskStore:
             self._files.append((path, len(group)))
 
     def get(self, into: Sequence[Tensor]) -> None:
-        """Read them back.
-
-        Raises:
-            OSError: a file is gone.
-            RuntimeError: a file was changed by somebody.
-        """
+        """Read them back."""
         from safetensors import SafetensorError, safe_open
 
         pieces = iter(into)
