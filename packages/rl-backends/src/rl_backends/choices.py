@@ -1,7 +1,7 @@
 """Checks that every configuration makes: text that must be one of a few values, numbers that must be finite."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
@@ -23,6 +23,32 @@ def check_finite(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ValueError(f"{field.name}={value} must be finite")
+
+
+BOUNDS: Mapping[str, Callable[[float], bool]] = {
+    "> 0": lambda value: value > 0,
+    ">= 0": lambda value: value >= 0,
+    ">= 1": lambda value: value >= 1,
+}
+
+
+def out_of_bounds(config: Any, bounds: Mapping[str, str]) -> Iterator[str]:
+    """What to say of numbers outside of their bounds; a field that may be None has none then.
+
+    bounds: "> 0", ">= 0" or ">= 1" -> names of fields, with spaces between them.
+    """
+    optional = {field.name for field in fields(config) if field.default is None}
+    for bound, names in bounds.items():
+        for name in names.split():
+            value = getattr(config, name)
+            if value is not None and not BOUNDS[bound](value):
+                yield f"{name}={value} must be {bound}{', or None' if name in optional else ''}"
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """One ValueError for all that is wrong, not one a try."""
+    if found := list(problems):
+        raise ValueError("; ".join(found))
 
 
 def require_temperature(temperature: float) -> None:

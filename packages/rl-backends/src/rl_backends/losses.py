@@ -23,12 +23,6 @@ class LossOverMicrobatches(Generic[BatchT]):
 
     A loss that raises must not stop its rank alone, since other ranks wait in the collectives of the model's backward:
     the first error is kept in `failure`, and this rank goes on with a loss of 0 until all ranks can raise together.
-
-    Args:
-        loss: of outputs and rows, to a scalar and named scalars.
-        device: where its rows are moved to.
-        reserved: names of sums that the loss may not use.
-        around: entered around every call of the loss.
     """
 
     def __init__(

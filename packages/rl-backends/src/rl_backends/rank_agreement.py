@@ -5,7 +5,8 @@ of its own, both silently; comparing CRC-32 of the bytes finds any accident. Not
 ranks as bytes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from zlib import crc32
@@ -70,6 +71,33 @@ def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[st
     return [each.cpu().numpy().tobytes().rstrip(b"\0").decode() for each in gathered]
 
 
+def told_by_last_rank(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, device: torch.device | str
+) -> list[Tensor]:
+    """What the last rank of `group`, such as the last stage of a pipeline, passes, on every rank; others pass none."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return list(tensors)
+    kinds = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
+    kinds = json.loads(gather_text(json.dumps(kinds), group=group)[-1])
+    if dist.get_rank(group) == size - 1:
+        told = [each.detach().to(device).contiguous() for each in tensors]
+    else:
+        told = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in kinds]
+    for each in told:
+        dist.broadcast(each, src=dist.get_global_rank(group, size - 1), group=group)
+    return told
+
+
+def sums_of_last_rank(
+    sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device
+) -> dict[str, Tensor]:
+    """The same of named scalars."""
+    names = json.loads(gather_text(json.dumps(list(sums)), group=group)[-1])
+    told = told_by_last_rank([torch.stack(list(sums.values()))] if sums else [], group, device=device)
+    return dict(zip(names, told[0].unbind(), strict=True)) if names else {}
+
+
 def host_group() -> dist.ProcessGroup | None:
     """All ranks over the host's network, apart from the collectives of training; None without a process group.
 
@@ -121,12 +149,7 @@ def require_same_model(model: nn.Module) -> None:
 
 
 def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) -> None:
-    """Compare tokens, lengths and which tokens train; every rank must call it.
-
-    Args:
-        examples: of this rank.
-        with_token_ids: compare `examples.token_ids` as well: ranks that share a row must ask about the same tokens.
-    """
+    """Compare tokens, lengths and which tokens train; every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = [examples.tokens, examples.lengths, examples.trainable]

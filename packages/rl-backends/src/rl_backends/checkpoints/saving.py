@@ -198,13 +198,7 @@ def write_checkpoint(
     *,
     asynchronous: bool,
 ) -> CheckpointWrite:
-    """Write what `collect` returns on each rank. It is called when nothing else is being written.
-
-    Args:
-        collect: returns this rank's shards by name, and what rank 0 writes besides; it may communicate over the group.
-        folder: the checkpoint to be written.
-        asynchronous: return when the copies to host memory are made or queued.
-    """
+    """Write what `collect` returns on each rank. It is called when nothing else is being written."""
     start, running = time.perf_counter(), any(not write.done for write in _last)
     group = idle_group()
     waited_s = time.perf_counter() - start if running else 0.0

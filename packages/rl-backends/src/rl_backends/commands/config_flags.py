@@ -22,16 +22,7 @@ def add_config_flags(
     prefix: str = "",
     title: str,
 ) -> None:
-    """Declare a flag for each field of the dataclass `config`.
-
-    Args:
-        parser: where to.
-        config: whose fields are of bool, int, float, str, Literal, or one of these or None.
-        leave_out: fields that get no flag.
-        short: another flag, by field.
-        prefix: of every flag, and of where its value lies in what is parsed.
-        title: of the group of flags.
-    """
+    """Declare a flag for each field of the dataclass `config`."""
     group = parser.add_argument_group(title)
     docs, hints = field_docs(config), get_type_hints(config)
     for field in fields(config):

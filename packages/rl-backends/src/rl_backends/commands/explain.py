@@ -73,7 +73,7 @@ def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
     from rl_backends.dry_run.explanation import Explanation, answer_here
 
     # This process has nothing to keep: no other one need be started.
-    explanation = Explanation(answer_here({"what": "explain", **_request(arguments)}))
+    explanation = Explanation(answer_here(_request(arguments)))
     return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes
 
 

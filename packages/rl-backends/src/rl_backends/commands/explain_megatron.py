@@ -6,12 +6,8 @@ No ranks, no weights, and no megatron-core are needed. Activations are not predi
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.commands.backend_flags import chosen_config
@@ -19,12 +15,12 @@ from rl_backends.commands.megatron_layout import (
     Axis,
     Stage,
     axes_of,
-    format_bytes,
     readable_layout,
     shapes_of,
     stages_of,
 )
-from rl_backends.loading import ModelSource, open_model
+from rl_backends.dry_run.explanation import release_of
+from rl_backends.dry_run.predict import format_bytes, skeleton_of
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.installed import INSTALL
 from rl_backends.megatron.transformer_config import padded_vocab_size
@@ -105,19 +101,15 @@ class MegatronExplanation:
         yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {where}"
 
     def _workarounds(self) -> Iterator[str]:
-        entries = self.document["workarounds"]
-        if entries:
+        if entries := self.document["workarounds"]:
             yield f"without CUDA {len(entries)} assumptions of megatron-core are worked around"
-        for entry in entries:
-            yield f"  {entry['name']} (seen in {entry['seen_in']})"
+        yield from (f"  {entry['name']} (seen in {entry['seen_in']})" for entry in entries)
 
 
 def explain_megatron(arguments: argparse.Namespace) -> MegatronExplanation:
     """Read the model's configuration, and lay it out."""
-    source = _source(arguments)
-    hf_config = _read_config(arguments) if source is None else source.config
-    architecture, config = readable_layout(hf_config, lambda: chosen_config(arguments), ranks=arguments.ranks)
-    skeleton = _skeleton(arguments) if source is None else source.skeleton()
+    skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    architecture, config = readable_layout(skeleton.config, lambda: chosen_config(arguments), ranks=arguments.ranks)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     axes = axes_of(config, ranks=arguments.ranks)
     stages = stages_of(architecture, shapes_of(skeleton, config), config, ranks=arguments.ranks)
@@ -128,7 +120,7 @@ def explain_megatron(arguments: argparse.Namespace) -> MegatronExplanation:
         "model": {"class": type(skeleton).__name__, "type": architecture.model_type, "parameters": parameters},
         "world_size": arguments.ranks,
         "config": asdict(config),
-        "versions": {name: _release(name) for name in ("megatron-core", "torch", "transformers")},
+        "versions": {name: release_of(name) for name in ("megatron-core", "torch", "transformers")},
         "layout": [asdict(axis) for axis in axes],
         "stages": [{**asdict(stage), "bytes": stage.num_bytes} for stage in stages],
         "memory": {"fullest_rank_bytes": max(stage.num_bytes for stage in stages)},
@@ -145,36 +137,6 @@ def explain_megatron(arguments: argparse.Namespace) -> MegatronExplanation:
         "workarounds": _workarounds(config),
     }
     return MegatronExplanation(document=document, axes=axes, stages=stages)
-
-
-def _source(arguments: argparse.Namespace) -> ModelSource | None:
-    """None where MODEL is a configuration alone."""
-    from transformers import CONFIG_MAPPING
-
-    path = Path(arguments.model).expanduser()
-    if path.is_file() or (not path.exists() and arguments.model in CONFIG_MAPPING):
-        return None
-    asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-    return open_model(arguments.model, **asked)
-
-
-def _read_config(arguments: argparse.Namespace) -> Any:
-    from rl_parallel_plans.model_source import read_config
-
-    return read_config(arguments.model, trust_remote_code=arguments.trust_remote_code)
-
-
-def _skeleton(arguments: argparse.Namespace) -> nn.Module:
-    from rl_backends.dry_run.predict import skeleton_of
-
-    return skeleton_of(arguments.model, revision=None, trust_remote_code=arguments.trust_remote_code)
-
-
-def _release(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _workarounds(config: MegatronConfig) -> list[dict[str, str]]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rl_backends.commands.console import CommandError
+from rl_backends.dry_run.predict import format_bytes
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
@@ -68,13 +69,7 @@ class Stage:
 
 
 def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfig], *, ranks: int) -> tuple[str, int]:
-    """Describe the axes and the memory of the fullest rank, and return that rank's bytes, without activations.
-
-    Args:
-        skeleton: the model on the meta device, with its `config`.
-        make_config: makes the backend's configuration.
-        ranks: of the trainer.
-    """
+    """Describe the axes and the memory of the fullest rank, and return that rank's bytes, without activations."""
     architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
     fullest = max(
         stages_of(architecture, shapes_of(skeleton, config), config, ranks=ranks), key=lambda stage: stage.num_bytes
@@ -163,11 +158,6 @@ def stages_of(
         )
         made.append(stage)
     return made
-
-
-def format_bytes(num_bytes: int) -> str:
-    """In MiB or GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _tried(action: Callable[[], MadeT], problems: list[str]) -> MadeT | None:

@@ -75,14 +75,7 @@ def run_step(
     ledger: Ledger,
     also: Callable[[Any, Any, Any], None] | None = None,
 ) -> None:
-    """Make a backend and let it take a step; the phases in `ledger` have the names at the head of this file.
-
-    Args:
-        make_backend: called once, under the count.
-        asked: rows and optimizer.
-        ledger: the account to write into.
-        also: called with each operator, its arguments and its result.
-    """
+    """Make a backend and let it take a step; the phases in `ledger` have the names at the head of this file."""
     rows, names = rows_of(asked.lengths, different_tokens=asked.different_tokens), dict[nn.Module, str]()
     with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
         backend = make_backend()

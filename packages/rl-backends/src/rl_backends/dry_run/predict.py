@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
@@ -220,57 +219,15 @@ def predict(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None = None,
-    rows: int | None = None,
-    length: int = 2048,
-    lengths: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    reference: bool = False,
-    offload_reference: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    timeout_s: float = 600.0,
+    **asked: Any,
 ) -> DryRun:
     """Run a step of `DTensorBackend` on fake tensors and ranks, and count what one of them holds.
 
-    Args:
-        model: a causal LM, which is not changed; or a folder, a config.json or a hub id, of which no weights are read.
-        config: as for the backend.
-        world_size: ranks of the run; none of them is started.
-        optimizer: None leaves the optimizer out: no state, no step.
-        rows: of the whole batch, all of `length` tokens; None takes two microbatches for each rank.
-        length: tokens of a row.
-        lengths: of each row of the batch, instead of `rows` and `length`.
-        temperature: divides the logits.
-        reference: keep a frozen copy of the policy too.
-        offload_reference: keep that copy in host memory.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run the model's own Python code. Only for code that you have read.
-        timeout_s: after which another process is given up.
-
-    Raises:
-        ModelError: the model cannot be built or run so; or this process has a process group, and a module no `config`.
-        PlanError, ValueError: what the backend would refuse.
-        TimeoutError: the other process took too long.
+    Args and errors as `rl_backends.explain`, which tells more; without an optimizer there is no state and no step.
     """
-    asked = step_asked(
-        config,
-        world_size=world_size,
-        optimizer=optimizer,
-        rows=rows,
-        length=length,
-        lengths=lengths,
-        temperature=temperature,
-        reference=reference,
-        offload_reference=offload_reference,
-    )
-    if isinstance(model, nn.Module) and not dist.is_initialized():
-        from rl_backends.dry_run.fake import dry_run_here
-        from rl_backends.reference import without_weights
+    from rl_backends.dry_run.explanation import explain
 
-        return dry_run_here(without_weights(model), config, asked, world_size=world_size)[0]
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    request = request_of(model, config, asked, world_size=world_size, **options)
-    return DryRun.from_dict(ask_child({"what": "predict", **request}, timeout_s=timeout_s)["dry_run"])
+    return explain(model, config, world_size=world_size, optimizer=optimizer, **asked).dry_run
 
 
 def step_asked(
@@ -385,14 +342,7 @@ def _default_rows(config: DTensorConfig, *, world_size: int, length: int) -> int
 def skeleton_of(
     source: str | None, *, revision: str | None, trust_remote_code: bool, model_config: dict[str, Any] | None = None
 ) -> nn.Module:
-    """In float32, its parameters on the meta device.
-
-    Args:
-        source: where it lies; None where `model_config` says it all.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run code that comes with the model.
-        model_config: what `config_of_module` has returned.
-    """
+    """In float32, its parameters on the meta device."""
     import transformers
 
     if model_config is not None:

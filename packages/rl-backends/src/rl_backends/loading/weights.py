@@ -38,6 +38,14 @@ class Shard(Protocol):
     """This rank's part of one tensor, whatever has cut it."""
 
     @property
+    def name(self) -> str:
+        """In the Hugging Face model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the unsharded tensor."""
+
+    @property
     def local(self) -> Tensor:
         """This rank's memory."""
 

@@ -80,12 +80,7 @@ class Architecture:
 
 
 def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
-    """Read the configuration of a causal language model, or of one with a value or reward head.
-
-    Args:
-        hf_config: a `transformers` configuration, of releases 4.57 to 5.x.
-        scores: the model is a `ForSequenceClassification`, which has no output layer.
-    """
+    """Read the configuration of a causal language model, or of one with a value or reward head."""
     _require_family(hf_config)
     problems = [
         *_number_problems(hf_config),
@@ -146,14 +141,14 @@ def _require_family(hf_config: Any) -> None:
 
 def _number_problems(hf_config: Any) -> list[str]:
     heads, groups, head_dim = hf_config.num_attention_heads, _groups(hf_config), _head_dim(hf_config)
-    return [
-        *(
-            [f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; both must be positive"]
-            if groups < 1 or heads % groups
-            else []
-        ),
-        *([f"head_dim={head_dim} is odd, and rotary positions turn pairs"] if head_dim % 2 else []),
-    ]
+    problems = []
+    if groups < 1 or heads % groups:
+        problems.append(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; both must be positive"
+        )
+    if head_dim % 2:
+        problems.append(f"head_dim={head_dim} is odd, and rotary positions turn pairs")
+    return problems
 
 
 def _layer_problems(hf_config: Any) -> list[str]:

@@ -49,20 +49,7 @@ class TorchAttention(nn.Module):
         pg_collection: Any = None,
         sliding_window: int | None = None,
     ) -> None:
-        """As megatron-core builds its `core_attention`.
-
-        Args:
-            config: Megatron's TransformerConfig.
-            layer_number: from 1; for messages.
-            attn_mask_type: Megatron's AttnMaskType; a causal one.
-            attention_type: "self".
-            attention_dropout: of this layer; the configuration's where it is None. 0.
-            softmax_scale: of scores; D to the power of -1/2 where it is None.
-            cp_comm_type: how Transformer Engine would send keys and values. It changes no result.
-            pg_collection: Megatron's process groups; those of its parallel_state where it is None.
-            sliding_window: tokens that a query sees, itself among them; None for all up to it. From the ModuleSpec's
-                `params`.
-        """
+        """As megatron-core builds its `core_attention`."""
         super().__init__()
         self.layer_number = layer_number
         self.sliding_window = sliding_window
@@ -93,19 +80,10 @@ class TorchAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Each token's attention to those of its row up to itself.
+        """Each token's attention to those of its row up to itself: [S, b, Q·D], or [t, Q, D] of packed rows.
 
-        Args:
-            query: [S, b, Q, D], or [t, Q, D] of packed rows.
-            key: [S, b, K, D] or [t, K, D], where K divides Q.
-            value: the same.
-            attention_mask: None; it could know only this rank's tokens.
-            attn_mask_type: a causal one, or None.
-            attention_bias: None.
-            packed_seq_params: Megatron's PackedSeqParams of "thd" rows; their lengths are those over all
-                context-parallel ranks, multiples of 2·cp.
-
-        Returns [S, b, Q·D], or [t, Q, D] of packed rows.
+        Queries are [S, b, Q, D], or [t, Q, D] of packed rows; keys and values have K heads, where K divides Q. Packed
+        rows are "thd"; their lengths are those over all context-parallel ranks, multiples of 2·cp.
         """
         packed = packed_seq_params
         self._refuse(

@@ -88,7 +88,12 @@ class MegatronBackend(Backend):
             add_lora(model, config.lora_cfg, seed=seed, layers_only=True)
         super().__init__(config, without_weights(model))
         source = from_hugging_face(_with_weights(model)) if fill is None else fill
-        self._distributed = MegatronModel(self._skeleton, config, fill=partial(_same_then, source, model))
+
+        def fill_alike(distributed: MegatronModel) -> None:
+            require_same_model(model)
+            source(distributed)
+
+        self._distributed = MegatronModel(self._skeleton, config, fill=fill_alike)
         try:
             if fill is None:
                 prove(self._distributed, source=model)
@@ -222,8 +227,9 @@ class MegatronBackend(Backend):
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         self._require_on_device("save_adapter", WEIGHTS)
-        trainable = self._require_adapters().trainable()
-        shapes = {name: shape for name, shape in self._distributed.shapes.items() if _is_trained(self._skeleton, name)}
+        trainable, whole = self._require_adapters().trainable(), trained_whole(self._skeleton)
+        of_all = self._distributed.shapes.items()
+        shapes = {name: shape for name, shape in of_all if is_adapter(name) or name in whole}
         self._distributed.finish_param_gather()
         tensors = Gatherer(trainable, shapes).tensors()
         save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
@@ -249,7 +255,8 @@ class MegatronBackend(Backend):
         adapters, gatherer = self._distributed.adapters, self._gatherer
         if adapters is not None:
             gatherer = Gatherer(adapters.merged(), bare_shapes(self._distributed.shapes))
-        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=gatherer.tensors())
+        tensors = gatherer.tensors()
+        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
 
     def _write_checkpoint(
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
@@ -299,10 +306,6 @@ class MegatronBackend(Backend):
         self._distributed.close()
 
 
-def _is_trained(skeleton: nn.Module, name: str) -> bool:
-    return is_adapter(name) or name in trained_whole(skeleton)
-
-
 def _visiting(model: MegatronModel) -> Callable[[], AbstractContextManager[None]]:
     """Keep a model in pinned host memory but for the time of a visit to its device."""
     offloader = Offloader(model.gpt)
@@ -326,12 +329,6 @@ def _with_weights(model: nn.Module) -> nn.Module:
             f"fill= to put weights into it"
         )
     return model
-
-
-def _same_then(fill: Fill, source: nn.Module, model: MegatronModel) -> None:
-    """Fill, from a source that is the same on every rank."""
-    require_same_model(source)
-    fill(model)
 
 
 def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizers | None) -> str:
@@ -363,6 +360,7 @@ def _implementation(model: MegatronModel) -> str:
     kernels = {
         "TorchAttention": "torch's scaled_dot_product_attention",
         "TEDotProductAttention": "Transformer Engine's attention",
+        "GatedMLP": "torch's SwiGLU",
         "SequentialMLP": "experts one after the other",
         "TEGroupedMLP": "Transformer Engine's grouped GEMM for experts",
     }

@@ -16,20 +16,17 @@ from torch import Tensor, nn
 
 from rl_backends.backend import asked_of
 from rl_backends.batching.microbatches import Microbatch
-from rl_backends.errors import NonFiniteGradientError
 from rl_backends.examples import BatchT
 from rl_backends.losses import LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.megatron.cpu_compat import cpu_compat, user_code
 from rl_backends.megatron.masters import masters_of
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers
-from rl_backends.megatron.passes import run_passes, told_by_last_stage
+from rl_backends.megatron.passes import run_passes
 from rl_backends.optimizers import GradientStep
-from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together
+from rl_backends.optimizers.optimizers import NAMED, nonfinite_error
+from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together, sums_of_last_rank
 from rl_backends.readers import Reader
-
-NAMED = 5
-"""Parameters that a message names, of those whose gradient is not finite."""
 
 
 class GradientAccumulation:
@@ -73,7 +70,9 @@ class GradientAccumulation:
 
         run_passes(model.ddp, inputs, read_and_ask)
         raise_together(loss_of.failure)
-        return self._added_up(loss_of.sums)
+        groups, device = model.groups, torch.device(model.config.device)
+        sums = on_every_rank(lambda: add_up(loss_of.sums, groups.rows, device=device) if groups.last_stage else {})
+        return sums_of_last_rank(sums, groups.pp, device=device)
 
     def discard(self) -> None:
         """Forget the gradient."""
@@ -85,14 +84,6 @@ class GradientAccumulation:
                 group.per_param_grad_ready_counts = {}
         self._model.ddp.zero_grad_buffer()
         self._model.gpt.zero_grad()  # what a backward that failed half-way has not yet added to the buffer
-
-    def _added_up(self, sums: Sums) -> Sums:
-        groups, device = self._model.groups, torch.device(self._model.config.device)
-        sums = on_every_rank(lambda: add_up(sums, groups.rows, device=device) if groups.last_stage else {})
-        names = gather_text("\n".join(sums) if groups.last_stage else "", group=groups.pp)[-1]
-        values = [torch.stack(list(sums.values()))] if sums else []
-        told = told_by_last_stage(values if groups.last_stage else None, groups, device=device)
-        return dict(zip(names.split("\n"), told[0].unbind(), strict=True)) if told else {}
 
 
 @torch.no_grad()
@@ -144,12 +135,9 @@ def _agree_on_norm(optimizers: MegatronOptimizers, device: torch.device) -> floa
 
 def _finite_outside_the_norm(optimizers: MegatronOptimizers) -> bool:
     counted = {id(grad) for part in optimizers.parts for grad in part.get_main_grads_for_grad_norm()}
-    others = [grad for grad in _gradients(optimizers) if id(grad) not in counted]
+    gradients = [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
+    others = [grad for grad in gradients if id(grad) not in counted]
     return not others or bool(nn.utils.get_total_norm(others).isfinite())
-
-
-def _gradients(optimizers: MegatronOptimizers) -> list[Tensor]:
-    return [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
 
 
 def _clip(optimizers: MegatronOptimizers, norm: float) -> bool:
@@ -167,10 +155,7 @@ def _leave_out(optimizers: MegatronOptimizers, *, norm: float, version: int, nam
     found = _nonfinite_gradients(optimizers, names)
     optimizers.zero_grad()
     if optimizers.adam.on_nonfinite_gradient == "raise":
-        raise NonFiniteGradientError(
-            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow{_listed(found)}. "
-            f"The weights are as they were after step {version}; look at the rewards and the learning rate"
-        )
+        raise nonfinite_error(found, norm=norm, version=version)
     optimizers.num_steps_skipped += 1
     return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=found[:NAMED])
 
@@ -183,12 +168,6 @@ def _nonfinite_gradients(optimizers: MegatronOptimizers, names: Mapping[str, str
         if not torch.isfinite(parameter.main_grad).all()  # type: ignore[attr-defined] # Megatron's DDP hangs it there
     ]
     return tuple(dict.fromkeys(name for text in gather_text(json.dumps(own)) for name in json.loads(text)))
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    if not names:
-        return ", in the norm alone and in no parameter"
-    return f", in {len(names)} parameters ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
 
 
 @torch.no_grad()

@@ -231,7 +231,7 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
     for name, value in list(vars(parallel_state).items()):  # what it forgets to forget
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
-    kept = _mesh_groups()
+    kept = [mesh.get_group() for mesh in _meshes().values()] if dist.is_initialized() else []
     for group in groups:
         if group in _groups_of_process() and group not in kept:
             dist.destroy_process_group(group)
@@ -263,10 +263,6 @@ def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:
     if key not in meshes:
         meshes[key] = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",))
     return meshes[key]
-
-
-def _mesh_groups() -> list[dist.ProcessGroup]:
-    return [mesh.get_group() for mesh in _meshes().values()] if dist.is_initialized() else []
 
 
 def _meshes() -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:

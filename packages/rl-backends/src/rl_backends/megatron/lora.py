@@ -41,14 +41,7 @@ def bare_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, .
 
 
 class LowRankUpdate(nn.Module):
-    """The adapters in one weight of Megatron, by the last token of their names (`q_proj`).
-
-    Args:
-        base: what this rank holds of each adapted Hugging Face weight in it.
-        rank: of the adapters.
-        scaling: what B A is multiplied by.
-        tensor_parallel: whether several ranks share the weight.
-    """
+    """The adapters in one weight of Megatron, by the last token of their names (`q_proj`)."""
 
     rows: Tensor
 
@@ -174,14 +167,7 @@ class Adapters:
 def add_adapters(
     gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module, *, tensor_ranks: int
 ) -> tuple[Adapters, list[HeldTensor]]:
-    """Put the adapters of `skeleton` into Megatron's model; return them, and all that this rank holds then.
-
-    Args:
-        gpt: of `build_gpt_model`.
-        held: of it, under the names of the model without adapters.
-        skeleton: the Hugging Face model with adapters (`add_lora`).
-        tensor_ranks: of tensor parallelism.
-    """
+    """Put the adapters of `skeleton` into Megatron's model; return them, and all that this rank holds then."""
     layers = {f"{layer.name}.weight": layer for layer in adapted_layers(skeleton)}
     of_parameter: dict[int, list[HeldTensor]] = {}
     for each in held:

@@ -25,8 +25,8 @@ from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.lora import Adapters, add_adapters, bare_shapes
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
-from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
-from rl_backends.rank_agreement import on_every_rank, raise_together
+from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes
+from rl_backends.rank_agreement import on_every_rank, raise_together, told_by_last_rank
 from rl_backends.readers import Reader, has_language_model_head
 
 Fill = Callable[["MegatronModel"], object]
@@ -141,8 +141,8 @@ class MegatronModel(DistributedModel):
         raise_together(failure)
 
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
-        values = [out[number] for number in sorted(out)] if self.groups.last_stage else None
-        return dict(enumerate(told_by_last_stage(values, self.groups, device=self.config.device)))
+        values = [out[number] for number in sorted(out)] if self.groups.last_stage else []
+        return dict(enumerate(told_by_last_rank(values, self.groups.pp, device=self.config.device)))
 
     def finish_param_gather(self) -> None:
         """Wait for, or make, what overlaps with the next forward: weights of other ranks' shares are stale before.
@@ -218,11 +218,9 @@ def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | Non
     embedding = parts.get("embedding.word_embeddings.weight")
     if config.recompute_granularity == "full" and embedding and not embedding[0].parameter.requires_grad:
         # A layer is computed again only where its input requires a gradient, which that of a frozen embedding does not.
-        gpt.get_submodule("embedding").register_forward_hook(_require_grad)
-
-
-def _require_grad(_module: nn.Module, _arguments: object, embedded: Tensor) -> Tensor:
-    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+        gpt.get_submodule("embedding").register_forward_hook(
+            lambda _module, _arguments, embedded: embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+        )
 
 
 def require_trainable(gpt: nn.Module) -> None:

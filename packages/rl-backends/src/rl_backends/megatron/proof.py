@@ -43,7 +43,8 @@ def prove(model: MegatronModel, *, source: Any) -> None:
 
     Every rank must call it.
     """
-    length = min(NUM_TOKENS, model.architecture.max_positions, _most_tokens(model))
+    bound = model.config.micro_batch_tokens or NUM_TOKENS  # of a row that fits into a microbatch
+    length = min(NUM_TOKENS, model.architecture.max_positions, max(2, bound - bound % model.token_multiple))
     tokens = (torch.arange(length) * 7 + 3) % model.architecture.vocab_size
     rows = _Rows(tokens=tokens[None], lengths=torch.tensor([length]), trainable=torch.arange(length)[None] > 0)
     scores = model.architecture.num_labels > 0
@@ -61,12 +62,6 @@ def prove(model: MegatronModel, *, source: Any) -> None:
             f"Megatron: hooks, buffers or attributes of this model were changed; train it with "
             f"policy.dtensor_cfg.enabled=true, which runs its code"
         )
-
-
-def _most_tokens(model: MegatronModel) -> int:
-    """Of a row that fits into a microbatch."""
-    bound, multiple = model.config.micro_batch_tokens or NUM_TOKENS, model.token_multiple
-    return max(2, bound - bound % multiple)
 
 
 @torch.no_grad()

@@ -26,13 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(
     architecture: Architecture, config: MegatronConfig, *, transformer_engine: bool = False
 ) -> "TransformerConfig":
-    """The configuration of every layer.
-
-    Args:
-        architecture: of the Hugging Face model.
-        config: how it is laid over ranks.
-        transformer_engine: the layers will be Transformer Engine's, which read sliding windows here.
-    """
+    """The configuration of every layer."""
     from megatron.core.transformer import TransformerConfig
 
     require_layout(architecture, config)

@@ -28,14 +28,7 @@ def from_hugging_face(source: nn.Module) -> Fill:
 
 
 def from_files(source: ModelSource, skeleton: nn.Module, *, new_head: bool = False, seed: int = 0) -> Fill:
-    """This rank's parts, read from the safetensors files one by one.
-
-    Args:
-        source: the files.
-        skeleton: of `source`.
-        new_head: draw the head at random where the files have none, as for a reward model from a language model.
-        seed: of that head, and of adapters.
-    """
+    """This rank's parts, read from the safetensors files one by one."""
 
     def read(model: MegatronModel) -> None:
         source.load_shards(_by_name(model), skeleton, new_head=new_head, seed=seed)

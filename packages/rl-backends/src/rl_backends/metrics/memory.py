@@ -143,12 +143,7 @@ class NamedStorage:
 
 
 def named_storages(tensors: Iterable[tuple[str, Tensor]], *, seen: set[int] | None = None) -> Iterator[NamedStorage]:
-    """Each storage under `tensors` once; those without bytes, and those on the meta device, not at all.
-
-    Args:
-        tensors: with a name each.
-        seen: storages that are left out; those found are added.
-    """
+    """Each storage under `tensors` once; those without bytes, and those on the meta device, not at all."""
     seen = set() if seen is None else seen
     for name, tensor in tensors:
         for plain in plain_tensors(tensor):

@@ -243,18 +243,7 @@ def work_of(
 
 
 class StepMeter:
-    """Measures steps one after another.
-
-    Args:
-        flops: what a token costs, or why that is not known.
-        device: where the model is.
-        num_ranks: of the run, on all axes of the mesh.
-        layout: of microbatches.
-        token_multiple: what rows are rounded up to: 2 · ranks under context parallelism.
-        recomputed: whether backward computes whole layers again (`activation_checkpointing="full"`).
-        peak_flops_per_s: of one device, in the dtype of the computation; None where it is not known.
-        memory: what takes the account of memory, when metrics are asked for.
-    """
+    """Measures steps one after another."""
 
     def __init__(
         self,
@@ -299,13 +288,7 @@ class StepMeter:
         *,
         asked: Int[Tensor, " B"] | None = None,
     ) -> Iterator[None]:
-        """Around the passes over all microbatches. What raises forgets the step so far, as its gradient is cleared.
-
-        Args:
-            examples: the whole batch.
-            cut: microbatches of every data-parallel rank.
-            asked: tokens of each row that something is wanted of; None for all of `examples.trainable`.
-        """
+        """Around the passes over all microbatches. What raises forgets the step so far, as its gradient is cleared."""
         if not self._passes and self._device.type == "cuda":  # a step begins, and its peak memory is its own
             torch.cuda.reset_peak_memory_stats(self._device)
         start = self._now()

@@ -42,10 +42,6 @@ class RouterWatch:
     Under tensor parallelism every rank routes all tokens, and what reaches a router and its input is summed over ranks:
     the gradient of the loss is divided by their number, its value is not. Recomputation in backward (activation
     checkpointing) is not recorded. Both losses must go through one backward, before the next recording.
-
-    Args:
-        model: sharded or not; hooks are put on its routers.
-        plan: by which it is tensor parallel.
     """
 
     def __init__(self, model: nn.Module, *, plan: ParallelPlan | None = None) -> None:

@@ -40,12 +40,7 @@ class Store(Protocol):
 
 
 class HostStore:
-    """Chunks of host memory that are kept for the next time.
-
-    Args:
-        pinned: lock the memory, so that a GPU copies to and from it at full speed.
-        chunk_bytes: of one chunk.
-    """
+    """Chunks of host memory that are kept for the next time."""
 
     def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._pinned = pinned

@@ -43,6 +43,7 @@ __all__ = [
     "clip_and_step",
     "learning_rate_factor",
     "make_optimizers",
+    "nonfinite_error",
     "nonfinite_gradients",
 ]
 
@@ -373,15 +374,16 @@ def _leave_out(optimizers: Optimizers, config: OptimizerConfig, *, norm: float, 
     names = nonfinite_gradients(optimizers.named_parameters)
     optimizers.zero_grad()
     if config.on_nonfinite_gradient == "raise":
-        raise NonFiniteGradientError(
-            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow{_listed(names)}. "
-            f"The weights are as they were after step {version}; look at the rewards and the learning rate"
-        )
+        raise nonfinite_error(names, norm=norm, version=version)
     optimizers.num_steps_skipped += 1
     return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    if not names:
-        return ", in the norm alone and in no parameter"
-    return f", in {len(names)} parameters ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
+def nonfinite_error(names: tuple[str, ...], *, norm: float, version: int) -> NonFiniteGradientError:
+    """Of a step after `version` others, with the first of the parameters that have a gradient which is not finite."""
+    some = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
+    where = f"in {len(names)} parameters ({some})" if names else "in the norm alone and in no parameter"
+    return NonFiniteGradientError(
+        f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow, {where}. The weights "
+        f"are as they were after step {version}; look at the rewards and the learning rate"
+    )
