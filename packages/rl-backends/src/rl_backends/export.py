@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from rl_backends.checkpoints.folders import probe_file, sees
 from rl_backends.checkpoints.manifest import sync
+from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
 from rl_backends.loading.pretrained import dtype_of_config
 from rl_backends.loading.skeleton import twin_of
@@ -95,7 +96,7 @@ def export_pretrained(
         stream = export_state_dict(model, every_rank=True, device=None) if tensors is None else tensors
         failure = _write_stream(stream, groups, files=files, skeleton=skeleton)
     except BaseException:
-        if _this_rank() == 0:
+        if this_rank() == 0:
             remove()
         raise
     try:
@@ -122,15 +123,11 @@ def export_pretrained(
     on_rank_0(finish)
 
 
-def _this_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _ranks_that_see(folder: Path) -> list[int]:
     """The ranks to which rank 0's `folder` is the same folder: without a shared file system, those of its node."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [0]
-    with probe_file(folder) if _this_rank() == 0 else nullcontext(("", "")) as probe:
+    with probe_file(folder) if this_rank() == 0 else nullcontext(("", "")) as probe:
         path, token = json.loads(gather_text(json.dumps(probe))[0])
         seen = gather_text("yes" if sees(path, token) else "")
     return [rank for rank, answer in enumerate(seen) if answer]
@@ -238,7 +235,7 @@ class _ShardFiles:
         }
         self._missing: dict[str, set[str]] = {}
         for name, at in number_of.items():
-            if writers[at % len(writers)] == _this_rank():
+            if writers[at % len(writers)] == this_rank():
                 self._missing.setdefault(self._file_of[name], set()).add(name)
         self._held: dict[str, dict[str, Tensor]] = {}
         self._thread = ThreadPoolExecutor(1)

@@ -137,7 +137,8 @@ def require_same_model(model: nn.Module) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if _differ(crc32("\n".join(map(_described, tensors, tensors.values())).encode())):
+    described = [f"{name} {each.dtype} {tuple(each.shape)} {each.is_meta}" for name, each in tensors.items()]
+    if _differ(crc32("\n".join(described).encode())):
         models = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_text(_summary(model, tensors))))
         raise ModelError(f"every rank must be given the same model, and these are different ones: {models}")
     if all(map(has_numbers, tensors.values())) and (difference := _first_difference(tensors)) is not None:
@@ -165,17 +166,17 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
         )
 
 
-def _differ(digest: int) -> bool:
+def _differ(digest: int, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ranks have other digests: one small reduction."""
-    extremes = torch.tensor([digest, -digest], device=_device())
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    extremes = torch.tensor([digest, -digest], device=_device_of(group))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     most, least = extremes.tolist()
     return bool(most != -least)
 
 
 def _first_difference(tensors: dict[str, Tensor]) -> tuple[str, list[int]] | None:
     """The first tensor that is not alike everywhere, and the ranks where it is not what rank 0 has."""
-    own = torch.tensor([_digest([tensor]) for tensor in tensors.values()], device=_device())
+    own = torch.tensor([_digest([tensor]) for tensor in tensors.values()], device=_device_of(None))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     apart = torch.stack(gathered).cpu() != gathered[0].cpu()
@@ -191,16 +192,6 @@ def _digest(tensors: Iterable[Tensor], start: int = 0) -> int:
     return start
 
 
-def _device() -> str:
-    """Where collectives of all ranks take tensors from; the host, if they can."""
-    backend = dist.get_backend()
-    return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
-
-
-def _described(name: str, tensor: Tensor) -> str:
-    return f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.is_meta}"
-
-
 def _summary(model: nn.Module, tensors: dict[str, Tensor]) -> str:
     numbers = sum(tensor.numel() for tensor in tensors.values())
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
@@ -213,25 +204,17 @@ def _named(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device) -> dict[str, Tensor]:
+def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Scalars by name, added over the ranks of `group`; float64, which counts every token."""
     names = sorted(sums)
     together = dist.get_world_size(group) > 1
-    if together:
-        _require_same_names(names, group, device=device)
+    if together and _differ(crc32("\n".join(names).encode()), group):
+        raise ValueError(
+            f"ranks returned sums of different names, {names} here; a loss must return the same names for any rows"
+        )
     if not names:
         return {}
     stacked = torch.stack([sums[name].to(torch.float64) for name in names])
     if together:
         dist.all_reduce(stacked, group=group)
     return dict(zip(names, stacked.unbind(), strict=True))
-
-
-def _require_same_names(names: list[str], group: dist.ProcessGroup, *, device: torch.device) -> None:
-    digest = crc32("\n".join(names).encode())
-    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    if int(extremes[0]) != -int(extremes[1]):
-        raise ValueError(
-            f"ranks returned sums of different names, {names} here; a loss must return the same names for any rows"
-        )

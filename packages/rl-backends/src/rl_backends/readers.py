@@ -106,16 +106,8 @@ def read_logp(head: Head, temperature: float) -> Reader:
 
 def read_entropy(head: Head, temperature: float) -> Reader:
     """Entropy in nats of the distribution that each asked token was drawn from: float32 [n]."""
-
-    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
-        lm_head, hidden = adapted_head(model.get_output_embeddings(), hidden)
-        options = head.options(temperature)
-        _, entropy = linear_logp(
-            hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, kernel=head.kernel, **options
-        )
-        return entropy
-
-    return read
+    both = token_logp_reader("logp_and_entropy", head, temperature)
+    return lambda model, hidden, inputs: both(model, hidden, inputs)[:, 1]
 
 
 def read_top_k(head: Head, temperature: float, k: int) -> Reader:

@@ -198,20 +198,17 @@ def _numbers(
     padding = padded_vocab_size(architecture, config) - architecture.vocab_size
     for name, shape in shapes.items():
         numbers = math.prod(shape)
+        # Of an adapter's two, tensor parallelism does not shard B where W is cut by columns, else A.
+        replicated = B_TAIL if ".o_proj." in name or ".down_proj." in name else A_TAIL
         if ".mlp.experts." in name:
             experts += numbers
         elif name in {"model.embed_tokens.weight", "lm_head.weight"}:
             dense += (numbers + padding * shape[1]) // ranks
-        elif "norm" in name or name.endswith((".mlp.gate.weight", "score.weight", _replicated(name))):
+        elif "norm" in name or name.endswith((".mlp.gate.weight", "score.weight", replicated)):
             dense += numbers
         else:
             dense += numbers // ranks
     return dense, experts // config.expert_model_parallel_size
-
-
-def _replicated(name: str) -> str:
-    """Which of an adapter's two tensor parallelism does not shard: B where W is cut by columns, else A."""
-    return B_TAIL if ".o_proj." in name or ".down_proj." in name else A_TAIL
 
 
 def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks: int) -> int:

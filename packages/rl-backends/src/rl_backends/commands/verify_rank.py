@@ -64,18 +64,16 @@ def _result(task: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     backend.forward_backward(rows, loss)
     found |= _boxes("gradients", gradients(backend))
     backend.start_training(OPTIMIZER, num_steps=STEPS)  # from no gradient
-    norms = [_step(backend, rows, loss) for _ in range(STEPS)]
-    found["grad_norm"] = torch.tensor(norms[:1])
-    found |= _boxes("weights", _weights(backend))
+    for step in range(STEPS):
+        backend.forward_backward(rows, loss)
+        norm = backend.optim_step()
+        if step == 0:
+            found["grad_norm"] = torch.tensor([norm])
+    parts = ((shard, box) for shard in backend.shards() for box in shard.boxes())
+    found |= _boxes("weights", ((s.name, tuple(box.offsets), box.of_local(s.local.detach())) for s, box in parts))
     backend.save_pretrained(folder / "saved")
     backend.close()
     return found
-
-
-def _step(backend: Any, rows: Any, loss: Any) -> float:
-    backend.forward_backward(rows, loss)
-    norm: float = backend.optim_step()
-    return norm
 
 
 def _load(model: Path, task: dict[str, Any]) -> Any:
@@ -91,15 +89,11 @@ def _load(model: Path, task: dict[str, Any]) -> Any:
     return DTensorBackend.from_pretrained(str(model), DTensorConfig(**{**task["config"], "kernels": kernels}))
 
 
-def _weights(backend: Any) -> Iterator[Part]:
-    """Name, offsets and numbers of every part of a weight that this rank holds."""
-    for shard in backend.shards():
-        for box in shard.boxes():
-            yield shard.name, tuple(box.offsets), box.of_local(shard.local.detach())
-
-
 def gradients(backend: Any) -> Iterator[Part]:
-    """The same of gradients. Megatron's ranks sum them up for it: the backend must forget them before it goes on."""
+    """Name, offsets and numbers of every part of a gradient that this rank holds.
+
+    Megatron's ranks sum them up for it: the backend must forget them before it goes on.
+    """
     if not isinstance(backend, DTensorBackend):
         from rl_backends.megatron.gradients import summed_gradients
 

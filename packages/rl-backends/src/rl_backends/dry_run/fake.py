@@ -11,6 +11,7 @@ Axes: B rows, T tokens.
 
 import gc
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,7 +80,10 @@ def run_step(
     rows, names = rows_of(asked.lengths, different_tokens=asked.different_tokens), dict[nn.Module, str]()
     with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
         backend = make_backend()
-        names.update((module, _place(name)) for name, module in backend.model.named_modules())
+        # The same name for the same module of every layer.
+        names.update(
+            (module, re.sub(r"(?<![^.])\d+(?![^.])", "*", name)) for name, module in backend.model.named_modules()
+        )
         tracker.label(backend.model.parameters(), PARAMETERS)
         tracker.label(backend.model.buffers(), BUFFERS)
         labelled.enter_context(gathered_labels(tracker, backend.model))
@@ -151,11 +155,6 @@ def _one_microbatch(backend: DTensorBackend, asked: StepRequest) -> Sequence[int
         return lengths
     cut = backend._distributed.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
     return lengths[: max(1, len(lengths) // len(cut[0]))]
-
-
-def _place(name: str) -> str:
-    """The same for the same module of every layer."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 # ---- On fake ranks and tensors.
@@ -383,10 +382,7 @@ def _axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> str:
     """The axes along which the ranks differ."""
     names = mesh.mesh_dim_names or ()
     shape: Mapping[str, int] = dict(zip(names, mesh.shape, strict=True))
-    coordinates = [_coordinates(rank, tuple(shape.values())) for rank in ranks]
+    sizes = tuple(shape.values())
+    coordinates = [[rank // math.prod(sizes[axis + 1 :]) % sizes[axis] for axis in range(len(sizes))] for rank in ranks]
     varying = [name for i, name in enumerate(names) if len({each[i] for each in coordinates}) > 1]
     return " x ".join(varying)
-
-
-def _coordinates(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(rank // math.prod(shape[axis + 1 :]) % shape[axis] for axis in range(len(shape)))

@@ -190,7 +190,7 @@ class DTensorBackend(Backend):
         sums = loss_of.sums
         if routers is not None and context is not None:
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each rank holds the term of its own tokens
-        return add_up(sums, sharded.row_group, device=torch.device(config.device))
+        return add_up(sums, sharded.row_group)
 
     def _accumulate_over_stages(
         self,
@@ -224,7 +224,7 @@ class DTensorBackend(Backend):
 
         sharded.run_pipeline(inputs, use, backward=True)
         raise_together(loss_of.failure)
-        sums = add_up(loss_of.sums, sharded.row_group, device=device)
+        sums = add_up(loss_of.sums, sharded.row_group)
         return sums_of_last_rank(sums, sharded.pipeline.group, device=device)
 
     def _clear_gradient(self) -> None:

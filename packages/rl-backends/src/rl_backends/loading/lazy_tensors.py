@@ -151,10 +151,6 @@ class _Squeezed(LazyTensor):
         self._other.read_into(out.unsqueeze(self._dim), [*offsets[: self._dim], 0, *offsets[self._dim :]])
 
 
-def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
-    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
-
-
 def _split(tensor: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
     whole = tensor.shape[dim]
     if isinstance(sizes, int):
@@ -175,7 +171,7 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.stack: _Stacked,
     torch.cat: _Joined,
     torch.transpose: _Transposed,
-    torch.chunk: _chunk,
+    torch.chunk: lambda tensor, chunks, dim=0: _split(tensor, -(-tensor.shape[dim] // chunks), dim),
     torch.split: _split,
 }
 

@@ -71,7 +71,7 @@ class GradientAccumulation:
         run_passes(model.ddp, inputs, read_and_ask)
         raise_together(loss_of.failure)
         groups, device = model.groups, torch.device(model.config.device)
-        sums = on_every_rank(lambda: add_up(loss_of.sums, groups.rows, device=device) if groups.last_stage else {})
+        sums = on_every_rank(lambda: add_up(loss_of.sums, groups.rows) if groups.last_stage else {})
         return sums_of_last_rank(sums, groups.pp, device=device)
 
     def discard(self) -> None:

@@ -75,7 +75,12 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
     named = named_parameters(model)
     tensors: dict[str, Sequence[tuple[str, Tensor]]] = {
         "parameters": named,
-        "gradients": [(name, grad) for name, p in named if (grad := _gradient(p)) is not None],
+        # Megatron adds gradients up in `main_grad`, a part of a buffer of its own.
+        "gradients": [
+            (name, grad)
+            for name, p in named
+            if (grad := getattr(p, "main_grad", None) if p.grad is None else p.grad) is not None
+        ],
         "optimizer state": list(optimizer_tensors(optimizers)),
         "buffers": list(model.named_buffers()),
     }
@@ -92,11 +97,6 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
         resident=resident,
         peak_resident=peak,
     )
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    """Megatron adds gradients up in `main_grad`, a part of a buffer of its own."""
-    return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
 
 
 def _cuda(tensors: Iterable[Tensor]) -> dict[str, int] | None:

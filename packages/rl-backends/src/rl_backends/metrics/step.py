@@ -143,22 +143,15 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Of all ranks together, unless said otherwise."""
+    """Of all ranks together, unless said otherwise; the names are those of `StepMetrics`."""
 
     tokens: int
-    """Of rows, without padding."""
     tokens_read: int
-    """That the model computes: with padding, and with microbatches that are repeated to keep ranks in step."""
     asked_tokens: int
-    """That something is wanted of."""
     microbatches: int
-    """Of each rank; all have equally many."""
     repeated_microbatches: int
-    """That do not count."""
     model_flops: float | None
-    """That the mathematics needs; None where the model does not tell."""
     hardware_flops: float | None
-    """That the devices compute: padding, repetitions and what is recomputed included."""
     rank_costs: tuple[float, ...]
     """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
     not known."""

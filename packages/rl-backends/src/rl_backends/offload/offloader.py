@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -280,12 +281,9 @@ class Offloader:
 
     def _refuse(self, parts: Sequence[Part], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if "weights" in parts:
-            self._refusals.append(Refusals(self._model, (), self._require_weights))
+            self._refusals.append(Refusals(self._model, (), partial(self.require, parts=_WEIGHTS)))
             self._placeholders = MetaPlaceholders(self._model)
         self._refusals.append(Refusals(None, optimizers, self.require))
-
-    def _require_weights(self, what: str) -> None:
-        self.require(what, _WEIGHTS)
 
     def _allow(self, parts: Sequence[Part]) -> None:
         if "weights" in parts and self._placeholders is not None:
