@@ -26,7 +26,7 @@ from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.gathering import Gatherer
-from rl_backends.megatron.gradients import GradientAccumulation, clip_and_step
+from rl_backends.megatron.gradients import accumulate, clip_and_step, discard
 from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import HeldTensor, names_in_hugging_face
 from rl_backends.megatron.masters import masters_of
@@ -101,7 +101,6 @@ class MegatronBackend(Backend):
         except BaseException:
             self._distributed.close()
             raise
-        self._accumulation = GradientAccumulation(self._distributed)
         self._meter = self._make_meter(recomputed=config.recompute_granularity == "full")
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
@@ -168,11 +167,11 @@ class MegatronBackend(Backend):
                 "overlap_grad_reduce=True sums gradients over ranks during backward, so a step has one call of "
                 "forward_backward: give it all rows at once, or set overlap_grad_reduce=False; the gradient is cleared"
             )
-        return self._accumulation.run(examples, microbatches, loss, reader=reader, output=output)
+        return accumulate(self._distributed, examples, microbatches, loss=loss, reader=reader, output=output)
 
     def _clear_gradient(self) -> None:
         super()._clear_gradient()
-        self._accumulation.discard()
+        discard(self._distributed)
 
     def _clip_and_step(self) -> GradientStep:
         assert self._optimizers is not None

@@ -159,10 +159,12 @@ def _options(optimizers: MegatronOptimizers, group: Mapping[str, Any]) -> dict[s
 
     Weight decay is that of the settings, also where a schedule is changing it.
     """
-    adam = optimizers.adam
-    standard = AdamW([nn.Parameter(torch.zeros(()))], betas=adam.betas, eps=adam.eps).param_groups[0]
+    settings = optimizers.settings
+    standard = AdamW(
+        [nn.Parameter(torch.zeros(()))], betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps
+    ).param_groups[0]
     options = {key: value for key, value in standard.items() if key not in NOT_RESTORED}
-    return {**options, "lr": float(group["lr"]), "weight_decay": adam.weight_decay * group["wd_mult"]}
+    return {**options, "lr": float(group["lr"]), "weight_decay": settings.weight_decay * group["wd_mult"]}
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
