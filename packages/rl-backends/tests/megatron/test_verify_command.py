@@ -55,7 +55,7 @@ def verify(world, tmp_path, capsys, monkeypatch, on_ranks):
         def run_ranks(task, *, deadline_s):
             on_ranks(lambda rank: one(task, rank), ranks=task["ranks"])
 
-        monkeypatch.setattr("rl_backends.commands.verify_start.run_ranks", run_ranks)
+        monkeypatch.setattr("rl_backends.commands.verify_rank.run_ranks", run_ranks)
         world.make_model(family, **config).config.save_pretrained(tmp_path)
         given = ["verify", str(tmp_path / "config.json"), "--backend", "megatron", "--ranks", "2", "--json", *flags]
         code = main(given)

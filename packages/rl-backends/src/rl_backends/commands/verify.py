@@ -97,7 +97,7 @@ def _checks(
     import torch
 
     from rl_backends.commands.verify_plain import compare, make_rows, plain_result
-    from rl_backends.commands.verify_start import run_ranks
+    from rl_backends.commands.verify_rank import run_ranks
 
     megatron = arguments.backend == "megatron"
     small = _save_small_model(folder / "model", arguments, config)
