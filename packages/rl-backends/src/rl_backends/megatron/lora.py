@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rl_backends.errors import ModelError
+from rl_backends.loading.weights import write_whole
 from rl_backends.lora.inject import first_value
 from rl_backends.lora.layers import A_TAIL, B_TAIL, adapted_layers, base_name, trained_whole
 from rl_backends.megatron.mapping import HeldTensor
@@ -145,14 +146,11 @@ class Adapters:
         whole = trained_whole(self._skeleton)
         return [held for held in self._held if is_adapter(held.name) or held.name in whole]
 
-    @torch.no_grad()
     def initialise(self, *, seed: int) -> None:
         """First values, as on every other backend and mesh."""
         for held in self._held:
             if is_adapter(held.name):
-                value = first_value(held.name, held.shape, seed=seed)
-                for box in held.parts:
-                    box.of_local(held.local).copy_(box.of_whole(value))
+                write_whole(first_value(held.name, held.shape, seed=seed), [held])
 
     def explain(self) -> str:
         """How many, and how large."""

@@ -30,7 +30,7 @@ from rl_backends.rank_agreement import on_every_rank, raise_together, told_by_la
 from rl_backends.readers import Reader, has_language_model_head
 
 Fill = Callable[["MegatronModel"], object]
-"""Puts weights into a model's parameters, which are 0 until then; raises on every rank if it fails on one."""
+"""Puts weights into a model's parameters, which are 0 until then; if it fails on one rank, all raise."""
 
 
 class MegatronModel(DistributedModel):
@@ -85,7 +85,7 @@ class MegatronModel(DistributedModel):
         if config.lora_cfg is not None:
             tensor_ranks = config.tensor_model_parallel_size
             self.adapters, self.held = add_adapters(self.gpt, self.held, skeleton, tensor_ranks=tensor_ranks)
-        fill(self)
+        on_every_rank(lambda: fill(self))
         on_every_rank(partial(freeze, self.gpt, self.held, skeleton if trainable else None, config=self.config))
         self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
         self._head = OutputHead(self.gpt, self.groups, vocabulary_size=self.architecture.vocab_size)
