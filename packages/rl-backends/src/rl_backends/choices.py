@@ -37,7 +37,7 @@ def out_of_bounds(config: Any, bounds: Mapping[str, str]) -> Iterator[str]:
 
     bounds: "> 0", ">= 0" or ">= 1" -> names of fields, with spaces between them.
     """
-    optional = {field.name for field in fields(config) if field.default is None}
+    optional = {field.name for field in fields(config) if type(None) in get_args(field.type)}
     for bound, names in bounds.items():
         for name in names.split():
             value = getattr(config, name)
