@@ -91,14 +91,14 @@ class LowRankUpdate(nn.Module):
 class Adapters:
     """The adapters of a model on this rank, and its weights with them merged in."""
 
-    def __init__(self, skeleton: nn.Module, updates: Sequence[LowRankUpdate], held: Sequence[HeldTensor]) -> None:
-        self._skeleton, self._updates, self._held = skeleton, updates, held
+    def __init__(
+        self, skeleton: nn.Module, held: Sequence[HeldTensor], *, adapted: Mapping[int, tuple[nn.Module, LowRankUpdate]]
+    ) -> None:
+        """`adapted`: the module that computes with an adapted parameter, and its update, by the parameter's id."""
+        self._skeleton, self._held = skeleton, held
+        self._updates = [update for _, update in adapted.values()]
+        self._modules = {parameter: module for parameter, (module, _) in adapted.items()}
         self._merged: dict[int, nn.Parameter] = {}
-        self._modules: dict[int, nn.Module] = {}
-
-    def watch(self, modules: Mapping[nn.Module, nn.Parameter]) -> None:
-        """Which module computes the merged weight of which parameter."""
-        self._modules = {id(parameter): module for module, parameter in modules.items()}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -171,8 +171,7 @@ def add_adapters(
     for each in held:
         of_parameter.setdefault(id(each.parameter), []).append(each)
     all_held: list[HeldTensor] = []
-    updates: list[LowRankUpdate] = []
-    modules: dict[nn.Module, nn.Parameter] = {}
+    changed: dict[int, tuple[nn.Module, LowRankUpdate]] = {}
     for parts in of_parameter.values():
         adapted = {each.name.split(".")[-2]: each for each in parts if each.name in layers}
         if not adapted:
@@ -184,17 +183,14 @@ def add_adapters(
         update = LowRankUpdate(adapted, rank=rank, scaling=layer.scaling, tensor_parallel=tensor_ranks > 1)
         module = gpt.get_submodule(first.megatron_name.rpartition(".")[0])
         parametrize.register_parametrization(module, "weight", update, unsafe=True)
-        updates.append(update)
-        modules[module] = first.parameter
+        changed[id(first.parameter)] = module, update
         path = first.megatron_name.rpartition(".")[0] + ".parametrizations.weight"
         for each in parts:
             name = each.name.removesuffix(".weight") + ".base_layer.weight" if each.name in layers else each.name
             all_held.append(replace(each, name=name, megatron_name=f"{path}.original"))
         for key, each in adapted.items():
             all_held += _held_adapter(update, key, each, path=path, rank=rank)
-    adapters = Adapters(skeleton, updates, all_held)
-    adapters.watch(modules)
-    return adapters, all_held
+    return Adapters(skeleton, all_held, adapted=changed), all_held
 
 
 def _held_adapter(update: LowRankUpdate, key: str, base: HeldTensor, *, path: str, rank: int) -> Iterator[HeldTensor]:
