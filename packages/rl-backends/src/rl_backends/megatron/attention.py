@@ -97,12 +97,13 @@ class TorchAttention(nn.Module):
                 "a qkv_format other than 'thd'": packed is not None and packed.qkv_format != "thd",
             }
         )
-        keys, values = _of_all_ranks(key, value, self.cp_group)
-        if packed is None:
-            rows = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
-            return self._attend(*rows).transpose(0, 1).flatten(2)
-        runs = _runs(query, keys, values, held=self._held(packed, num_tokens=len(query)))
-        return torch.cat([self._attend(*run).flatten(0, 1) for run in runs])
+        with torch._C.DisableTorchFunction():  # nothing here asks for CUDA, and `cpu_compat` would look at every call
+            keys, values = _of_all_ranks(key, value, self.cp_group)
+            if packed is None:
+                rows = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
+                return self._attend(*rows).transpose(0, 1).flatten(2)
+            runs = _runs(query, keys, values, held=self._held(packed, num_tokens=query.shape[0]))
+            return torch.cat([self._attend(*run).flatten(0, 1) for run in runs])
 
     def _held(self, packed: Any, *, num_tokens: int) -> list[int]:
         """Tokens of each packed row that this rank holds."""
@@ -123,8 +124,23 @@ class TorchAttention(nn.Module):
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[n, L, Q, D] of the tokens of one `Run`."""
-        ranks, rank = self.cp_group.size(), self.cp_group.rank()
-        numbers = [rank, 2 * ranks - 1 - rank] if ranks > 1 else [0]
+        ranks, rank = keys.shape[0], self.cp_group.rank()
+        if ranks == 1:  # whole rows
+            length, window = query.shape[1], self.sliding_window
+            mask = None
+            if window is not None and window < length:
+                mask = _seen(0, length, first=0, window=window, of=query)
+            attended = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                keys[0].transpose(1, 2),
+                values[0].transpose(1, 2),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[2] != keys.shape[3],
+            )
+            return attended.transpose(1, 2)
+        numbers = [rank, 2 * ranks - 1 - rank]
         keys, values = _in_order(keys), _in_order(values)
         out = []
         for number, queries in zip(numbers, query.chunk(len(numbers), dim=1), strict=True):
@@ -143,7 +159,7 @@ class TorchAttention(nn.Module):
                 enable_gqa=query.shape[2] != keys.shape[1],
             )
             out.append(attended.transpose(1, 2))
-        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+        return torch.cat(out, dim=1)
 
     def _refuse(self, asked: dict[str, Any]) -> None:
         if left_out := [name for name, given in asked.items() if given]:
@@ -197,8 +213,6 @@ def _runs(query: Tensor, keys: Tensor, values: Tensor, *, held: list[int]) -> li
 
 def _in_order(of_ranks: Tensor) -> Tensor:
     """[n, K, cp · L, D] in the order of each row's tokens, from the two chunks of each rank [cp, n, L, K, D]."""
-    if len(of_ranks) == 1:
-        return of_ranks[0].transpose(1, 2)
     heads, tails = of_ranks.chunk(2, dim=2)
     chunks = torch.cat([heads, tails.flip(0)])  # [2 · cp, n, L / 2, K, D]
     return chunks.permute(1, 3, 0, 2, 4).flatten(2, 3)
