@@ -97,7 +97,8 @@ class TorchAttention(nn.Module):
                 "a qkv_format other than 'thd'": packed is not None and packed.qkv_format != "thd",
             }
         )
-        with torch._C.DisableTorchFunction():  # nothing here asks for CUDA, and `cpu_compat` would look at every call
+        # Nothing here asks for CUDA, and `cpu_compat` would look at every call.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public one
             keys, values = _of_all_ranks(key, value, self.cp_group)
             if packed is None:
                 rows = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
