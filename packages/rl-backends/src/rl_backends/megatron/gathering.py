@@ -6,6 +6,7 @@ are bytes, so that nothing is rounded and -0.0 stays what it is. Every rank must
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ class Gatherer:
 
     def _rounds(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._shapes:
-            tensor = on_every_rank(lambda name=name: self._own_part(name))  # type: ignore[misc]
+            tensor = on_every_rank(partial(self._own_part, name))
             if num_ranks() > 1:
                 dist.all_reduce(tensor.view(-1).view(torch.uint8))
             yield name, tensor
