@@ -90,7 +90,7 @@ def test_adapters_on_two_ranks_take_the_steps_of_one_process(results, world, kin
     for number in range(3):
         for result in results:
             torch.testing.assert_close(result[kind][number][0], logp, rtol=1e-4, atol=1e-5)
-        # FSDP, context and expert parallelism shard the merged weights; copies of HSDP hold all of them.
+        # FSDP and context parallelism shard the merged weights; copies of HSDP hold all of them.
         held = [result[kind][number][1] for result in results]
         assert (held[0] if number == 1 else sum(held)) == pytest.approx(squares, rel=1e-5)
 

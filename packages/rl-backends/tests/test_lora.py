@@ -696,7 +696,7 @@ def test_adapters_on_experts_with_what_does_not_go_with_them_are_refused(world):
     with pytest.raises(ValueError, match="one of the first two at least one"):
         LoraConfig(target_modules=())
     config = LoraConfig(target_parameters=BOTH)
-    for field in ({"tensor_parallel_size": 2}, {"compile": True}):
+    for field in ({"tensor_parallel_size": 2}, {"expert_parallel_size": 2}, {"compile": True}):
         with pytest.raises(ValueError, match="target_parameters cannot be combined with"):
             DTensorConfig(lora_cfg=config, **field)
     with pytest.raises(ModelError, match="adapters on experts are the DTensor backend's"):

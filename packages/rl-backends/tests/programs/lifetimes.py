@@ -79,7 +79,7 @@ def main(task):
         for kind in ("dora", "ends"):
             results.setdefault(kind, []).append(adapter_steps(world, examples, kind, **sizes))
     if task["stacked_experts"]:
-        for sizes in ({}, {"data_parallel_replicate_size": 2}, {"expert_parallel_size": 2}):
+        for sizes in ({}, {"data_parallel_replicate_size": 2}, {"context_parallel_size": 2}):
             results.setdefault("experts", []).append(adapter_steps(world, examples, "experts", **sizes))
     torch.nn.Module.to = to
     try:

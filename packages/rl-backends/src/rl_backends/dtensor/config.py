@@ -151,7 +151,8 @@ class DTensorConfig:
             )
         if self.lora_cfg is not None and self.lora_cfg.target_parameters:
             for holds, other in (
-                (self.tensor_parallel_size > 1, "tensor_parallel_size > 1: set expert_parallel_size, or shard by FSDP"),
+                (self.tensor_parallel_size > 1, "tensor_parallel_size > 1: shard by FSDP alone"),
+                (self.expert_parallel_size > 1, "expert_parallel_size > 1, whose plans know no adapters of experts"),
                 (self.compile, "compile=True, which cannot follow weights that are merged in a pass"),
             ):
                 if holds:

@@ -36,7 +36,7 @@ class LoraConfig:
     target_parameters: tuple[str, ...] = ()
     """Stacked weights of experts [experts, out, in] that get an adapter for each expert, by the ends of their names:
     `experts.gate_up_proj`, `experts.down_proj`; peft's word. A pass computes W + scaling * B A of all experts of a
-    layer; on DTensor, over FSDP and expert parallelism, without tensor parallelism or DoRA."""
+    layer; on DTensor, over FSDP, without tensor or expert parallelism, compile or DoRA."""
 
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that the rank can be raised without a new learning rate."""

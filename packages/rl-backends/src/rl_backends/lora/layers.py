@@ -221,7 +221,7 @@ def adapt_experts(module: Any, weights: list[str], *, rank: int, scaling: float)
     """Give a module of stacked experts an adapter for each of its `weights`; the module computes with W + scaling B A.
 
     A and B have no values yet. They are parameters of the module itself, [experts, ...] as its weights are, so FSDP
-    and expert parallelism shard them along.
+    shards them along.
     """
     for weight in weights:
         base = module.get_parameter(weight)
