@@ -3,17 +3,19 @@
 import importlib.util
 import socket
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
-from rl_backends import DTensorConfig, LoraConfig, process_group
+from rl_backends import LoraConfig, process_group
 from rl_backends.checkpoints import frozen_weights
 from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.lora import add_lora
 
 PROGRAM = Path(__file__).parent / "programs" / "lifetimes.py"
+STACKED_EXPERTS = int(version("transformers").partition(".")[0]) >= 5
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,11 @@ def results(tmp_path_factory, start_program):
     processes = []
     for rank in range(2):
         environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        task = {"environment": {**environment, "MASTER_PORT": str(port)}, "result": str(folder / f"rank{rank}.pt")}
+        task = {
+            "environment": {**environment, "MASTER_PORT": str(port)},
+            "result": str(folder / f"rank{rank}.pt"),
+            "stacked_experts": STACKED_EXPERTS,
+        }
         processes.append(start_program(PROGRAM, task, log=folder / f"rank{rank}.log"))
     try:
         codes = [process.wait(timeout=600) for process in processes]
@@ -73,17 +79,19 @@ def test_the_digest_of_a_shard_is_a_sum_over_places_of_the_whole_tensor_in_chunk
     assert frozen_weights._digest(scalar, (), ()) != frozen_weights._digest(scalar + 1, (), ())
 
 
-def test_dora_on_two_ranks_takes_the_steps_of_one_process(results, world):
+@pytest.mark.parametrize("kind", ["dora", "ends", "experts"])
+def test_adapters_on_two_ranks_take_the_steps_of_one_process(results, world, kind):
+    if kind == "experts" and not STACKED_EXPERTS:
+        pytest.skip("transformers 5 stacks experts")
     spec = importlib.util.spec_from_file_location("lifetimes_program", PROGRAM)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    config = DTensorConfig(lora_cfg=LoraConfig(rank=2, use_dora=True))
-    logp, squares = program.dora_steps(world, world.make_examples(), config)
+    logp, squares = program.adapter_steps(world, world.make_examples(), kind)
     for number in range(3):
         for result in results:
-            torch.testing.assert_close(result["dora"][number][0], logp, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(result[kind][number][0], logp, rtol=1e-4, atol=1e-5)
         # FSDP and context parallelism shard the merged weights; copies of HSDP hold all of them.
-        held = [result["dora"][number][1] for result in results]
+        held = [result[kind][number][1] for result in results]
         assert (held[0] if number == 1 else sum(held)) == pytest.approx(squares, rel=1e-5)
 
 

@@ -84,7 +84,7 @@ def test_patterns_are_ends_of_names(world, patterns, expected):
         (("q_prj",), "'q_prj' is the end of no module's name.*self_attn.q_proj"),
         (("q_proj", "proj"), "'proj' is the end of no module's name"),
         (("input_layernorm",), "input_layernorm, which cannot be adapted: it is a Qwen3MoeRMSNorm"),
-        (("mlp.gate",), "mlp.gate, which cannot be adapted: experts of a mixture, and what routes to them"),
+        (("mlp.gate",), "mlp.gate, which cannot be adapted: what routes to experts stays frozen"),
         (("*",), "cannot be adapted"),
     ],
 )
@@ -618,3 +618,86 @@ def test_an_adapter_on_the_embeddings_or_the_head_under_tensor_parallelism_is_re
     model = add_lora(world.make_model("Qwen3"), LoraConfig(target_modules=(end,)))
     with pytest.raises(PlanError, match=f"{end} has an adapter, and is sharded by .*, which has no rule for one"):
         plan_for(model, tp=2)
+
+
+MIXTURES = {
+    "Qwen3Moe": MIXTURE,
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "attn_implementation": "eager"},  # experts transposed
+}
+BOTH = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "parameters"),
+    [("Qwen3Moe", ("q_proj",), BOTH), ("Qwen3Moe", (), BOTH[1:]), ("GptOss", ("q_proj",), BOTH)],
+)
+def test_adapters_on_stacked_experts_have_the_numbers_of_peft(world, tmp_path, family, modules, parameters):
+    import peft
+
+    from rl_backends.lora.layers import peft_names, to_peft
+
+    def bare_model():
+        return world.make_model(family, **MIXTURES[family]).eval()
+
+    if not any(name.endswith("experts.down_proj") for name, _ in bare_model().named_parameters()):
+        pytest.skip("this transformers does not stack the experts")
+    config = DTensorConfig(lora_cfg=LoraConfig(rank=4, alpha=8, target_modules=modules, target_parameters=parameters))
+    backend = DTensorBackend(bare_model(), config)
+    examples = world.make_examples()
+    bare = world.plain_logp(bare_model(), examples).detach()
+    torch.testing.assert_close(backend.logp(examples), bare, rtol=1e-5, atol=1e-5)  # nothing at first
+    with_values_of_training(backend.model)
+    backend.save_adapter(tmp_path / "adapter", base_model_name="base")
+    theirs = peft.PeftModel.from_pretrained(bare_model(), tmp_path / "adapter", is_trainable=True).eval()
+    expected = world.plain_logp(theirs, examples)
+    torch.testing.assert_close(backend.logp(examples), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert (expected - bare).abs().max() > 0.01
+
+    loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
+    backend.start_training(OptimizerConfig(lr=1e-2), num_steps=1)
+    backend.forward_backward(examples, loss)
+    loss(expected, examples)[0].backward()
+    gradients = {name.replace(".default", ""): each.grad for name, each in theirs.named_parameters()}
+    in_file = peft_names(backend.model)
+    trained = {name: each for name, each in backend.model.named_parameters() if each.requires_grad}
+    assert len([name for name in trained if ".experts." in name]) == 4 * len(parameters)
+    assert all("lora_" in name for name in trained)
+    for name, parameter in trained.items():
+        torch.testing.assert_close(to_peft(name, parameter.grad), gradients[in_file(name)], rtol=1e-4, atol=1e-6)
+
+    # The reference, what engines get, and the adapter loaded again.
+    reference = backend.freeze_reference(without_adapters=True)
+    torch.testing.assert_close(reference.logp(examples), bare, rtol=1e-5, atol=1e-5)
+    merged = bare_model()
+    merged.load_state_dict({shard.name: shard.local.detach() for shard in backend.shards()})
+    torch.testing.assert_close(world.plain_logp(merged, examples).detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+    exported = dict(export_merged(backend.model))
+    torch.testing.assert_close(exported, {name: merged.state_dict()[name] for name in exported})
+    again = DTensorBackend(bare_model(), config, seed=3)
+    again.load_adapter(tmp_path / "adapter")
+    assert torch.equal(again.logp(examples), backend.logp(examples))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (("experts.up",), "'experts.up' is the end of no parameter's name.*experts.gate_up_proj"),
+        (("q_proj.weight",), "q_proj.weight, .*which is no stacked weight of experts"),
+    ],
+)
+def test_a_target_parameter_that_is_no_stack_of_experts_is_refused(world, parameters, message):
+    with pytest.raises(ModelError, match=message):
+        add_lora(world.make_model("Qwen3Moe", **MIXTURE), LoraConfig(target_parameters=parameters))
+
+
+def test_adapters_on_experts_with_what_does_not_go_with_them_are_refused(world):
+    with pytest.raises(ValueError, match=r"target_parameters=.* cannot be combined with use_dora=True"):
+        LoraConfig(target_parameters=BOTH, use_dora=True)
+    with pytest.raises(ValueError, match="one of the first two at least one"):
+        LoraConfig(target_modules=())
+    config = LoraConfig(target_parameters=BOTH)
+    for field in ({"tensor_parallel_size": 2}, {"expert_parallel_size": 2}, {"compile": True}):
+        with pytest.raises(ValueError, match="target_parameters cannot be combined with"):
+            DTensorConfig(lora_cfg=config, **field)
+    with pytest.raises(ModelError, match="adapters on experts are the DTensor backend's"):
+        add_lora(world.make_model("Qwen3Moe", **MIXTURE), config, layers_only=True)

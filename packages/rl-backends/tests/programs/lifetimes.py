@@ -18,11 +18,23 @@ def load_world():
     return module
 
 
-def dora_steps(world, examples, config):
-    """Log-probabilities after two steps of DoRA, and the digests of what engines are fed from."""
-    from rl_backends import DTensorBackend, OptimizerConfig
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+ADAPTERS = {
+    "dora": ("Qwen3", {}, {"use_dora": True}, "q_proj"),
+    "ends": ("Qwen3", {}, {"target_modules": ("embed_tokens", "lm_head")}, ("embed_tokens", "lm_head")),
+    "experts": ("Qwen3Moe", MIXTURE, {"target_modules": (), "target_parameters": EXPERTS}, EXPERTS),
+}
+"""Family, changes to it, adapters, and how the names of the adapted weights end."""
 
-    backend = DTensorBackend(world.make_model("Qwen3"), config)
+
+def adapter_steps(world, examples, kind, **sizes):
+    """Log-probabilities after two steps of adapters, and the sum of squares of this rank's merged weights."""
+    from rl_backends import DTensorBackend, DTensorConfig, LoraConfig, OptimizerConfig
+
+    family, changes, adapters, adapted = ADAPTERS[kind]
+    config = DTensorConfig(**sizes, lora_cfg=LoraConfig(rank=2, **adapters))
+    backend = DTensorBackend(world.make_model(family, **changes), config)
     backend.start_training(OptimizerConfig(lr=1e-2, eps=1e-4), num_steps=2)
     loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
     for _ in range(2):
@@ -30,7 +42,8 @@ def dora_steps(world, examples, config):
         backend.optim_step()
     logp, local = backend.logp(examples), 0.0
     for shard in backend.shards():
-        local += float(shard.local.double().square().sum()) if shard.name.endswith("q_proj.weight") else 0.0
+        if shard.name.removesuffix(".weight").endswith(adapted):
+            local += float(shard.local.double().square().sum())
     backend.close()
     return logp, local
 
@@ -43,7 +56,6 @@ def main(task):
     from rl_backends.checkpoints.frozen_weights import frozen_digests
     from rl_backends.process_group import require_gpu_of_its_own
 
-    dora = LoraConfig(rank=2, use_dora=True)
     examples, results = world.make_examples(), {"logp": []}
     to = torch.nn.Module.to
 
@@ -64,7 +76,11 @@ def main(task):
         results.setdefault("frozen", []).append(frozen_digests(backend.model, group=None))
         backend.close()
     for sizes in ({}, {"data_parallel_replicate_size": 2}, {"context_parallel_size": 2}):
-        results.setdefault("dora", []).append(dora_steps(world, examples, DTensorConfig(**sizes, lora_cfg=dora)))
+        for kind in ("dora", "ends"):
+            results.setdefault(kind, []).append(adapter_steps(world, examples, kind, **sizes))
+    if task["stacked_experts"]:
+        for sizes in ({}, {"data_parallel_replicate_size": 2}, {"context_parallel_size": 2}):
+            results.setdefault("experts", []).append(adapter_steps(world, examples, "experts", **sizes))
     torch.nn.Module.to = to
     try:
         require_gpu_of_its_own("GPU 0 of here")

@@ -149,6 +149,14 @@ class DTensorConfig:
                 "lora_cfg.use_dora=True cannot be combined with tensor_parallel_size > 1, whose ranks do not have "
                 "whole rows of a weight to take the length of: switch one of them off, or shard by FSDP alone"
             )
+        if self.lora_cfg is not None and self.lora_cfg.target_parameters:
+            for holds, other in (
+                (self.tensor_parallel_size > 1, "tensor_parallel_size > 1: shard by FSDP alone"),
+                (self.expert_parallel_size > 1, "expert_parallel_size > 1, whose plans know no adapters of experts"),
+                (self.compile, "compile=True, which cannot follow weights that are merged in a pass"),
+            ):
+                if holds:
+                    yield f"lora_cfg.target_parameters cannot be combined with {other}; or leave it out"
         if self.share_prefixes and not self.sequence_packing:
             yield "share_prefixes=True needs sequence_packing=True, whose attention knows where rows begin"
         if self.share_prefixes and self.router_aux_loss_coef > 0:

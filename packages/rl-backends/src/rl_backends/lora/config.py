@@ -29,8 +29,14 @@ class LoraConfig:
 
     target_modules: str | tuple[str, ...] = "all-linear"
     """`all-linear`: every linear layer of the decoder layers, but for experts and what routes to them. Or the ends of
-    dotted names, whose tokens may hold `*`: `q_proj`, `self_attn.*_proj`, `layers.1*.mlp.down_proj`; also `embed_tokens`
-    and `lm_head` where they are not tied to each other, on DTensor without tensor parallelism."""
+    dotted names, whose tokens may hold `*`: `q_proj`, `self_attn.*_proj`, `layers.1*.mlp.down_proj`; also
+    `embed_tokens` and `lm_head` where they are not tied to each other, on DTensor without tensor parallelism. Empty
+    with `target_parameters` alone."""
+
+    target_parameters: tuple[str, ...] = ()
+    """Stacked weights of experts [experts, out, in] that get an adapter for each expert, by the ends of their names:
+    `experts.gate_up_proj`, `experts.down_proj`; peft's word. A pass computes W + scaling * B A of all experts of a
+    layer; on DTensor, over FSDP, without tensor or expert parallelism, compile or DoRA."""
 
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (arXiv:2312.03732), so that the rank can be raised without a new learning rate."""
@@ -58,10 +64,17 @@ class LoraConfig:
                 f"target_modules={self.target_modules!r} must be 'all-linear' or a tuple of names: "
                 f"({self.target_modules!r},)"
             )
-        if not self.target_modules or not all((*self.target_modules, *self.modules_to_save)):
+        names = (*self.target_modules, *self.target_parameters, *self.modules_to_save)
+        if not (self.target_modules or self.target_parameters) or not all(names):
             raise ValueError(
-                f"target_modules={self.target_modules!r} and modules_to_save={self.modules_to_save!r} must hold names, "
-                f"and target_modules at least one; to train all weights, leave LoRA out"
+                f"target_modules={self.target_modules!r}, target_parameters={self.target_parameters!r} and "
+                f"modules_to_save={self.modules_to_save!r} must hold names, and one of the first two at least one; to "
+                f"train all weights, leave LoRA out"
+            )
+        if self.target_parameters and self.use_dora:
+            raise ValueError(
+                f"target_parameters={self.target_parameters!r} cannot be combined with use_dora=True, which is for "
+                f"linear layers: switch one of them off"
             )
 
     @property

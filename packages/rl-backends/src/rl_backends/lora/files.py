@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.errors import CheckpointError
 from rl_backends.lora.inject import require_peft
-from rl_backends.lora.layers import AdaptedLayer, adapted_layers, adapter_tensors, peft_name, trained_whole, unwrapped
+from rl_backends.lora.layers import (
+    ADAPTER,
+    AdaptedLayer,
+    adapted_layers,
+    adapter_tensors,
+    from_peft,
+    peft_names,
+    to_peft,
+    trained_whole,
+    unwrapped,
+)
 from rl_backends.rank_agreement import on_every_rank, on_rank_0
 from rl_parallel_plans import Box, export_state_dict, named_shards
 
@@ -54,7 +64,6 @@ OTHER_MATHS = (
     "rank_pattern",
     "alpha_pattern",
     "layer_replication",
-    "target_parameters",
     "trainable_token_indices",
     "alora_invocation_tokens",
 )
@@ -88,8 +97,9 @@ def save_adapter(
         ModelError: the model has no adapters.
     """
     layers = adapted_layers(model)
-    named = _gathered(model) if tensors is None else ((peft_name(name), tensor) for name, tensor in tensors)
-    weights = {name: tensor.to("cpu").contiguous() for name, tensor in named}
+    in_file = peft_names(model)
+    named = _gathered(model) if tensors is None else tensors
+    weights = {in_file(name): to_peft(name, tensor).to("cpu").contiguous() for name, tensor in named}
     on_rank_0(lambda: _write(Path(folder), weights, _peft_config(model, layers, base_model_name)))
 
 
@@ -109,47 +119,49 @@ def load_adapter(model: nn.Module, folder: str | Path, *, shards: Sequence[Shard
         RankError: another rank could not read it.
         ModelError: the model has no adapters.
     """
-    layers = adapted_layers(model)
-    for target, saved in on_every_rank(lambda: _read(model, layers[0], Path(folder), shards=shards)):
+    adapted_layers(model)
+    for target, saved in on_every_rank(lambda: _read(model, Path(folder), shards=shards)):
         target.copy_(saved)
 
 
-def _read(
-    model: nn.Module, layer: AdaptedLayer, folder: Path, *, shards: Sequence[ShardOfAdapter] | None
-) -> list[tuple[Tensor, Tensor]]:
+def _read(model: nn.Module, folder: Path, *, shards: Sequence[ShardOfAdapter] | None) -> list[tuple[Tensor, Tensor]]:
     """Views of this rank's adapters, and what the folder has for each."""
     from safetensors import SafetensorError, safe_open
 
     found = []
     try:
-        _check_config(_read_config(folder), layer, folder)
+        _check_config(_read_config(folder), model, folder)
         with safe_open(str(folder / WEIGHTS), framework="pt") as file:
+            in_file = peft_names(model)
             own: dict[str, ShardOfAdapter] = {
-                peft_name(shard.name): shard for shard in (named_shards(model) if shards is None else shards)
+                in_file(shard.name): shard for shard in (named_shards(model) if shards is None else shards)
             }
             wanted = {
-                name: own[name].shape if name in own else tuple(tensor.shape)  # of another pipeline stage
+                name: tuple(to_peft(own[name].name, torch.empty(own[name].shape, device="meta")).shape)
+                if name in own
+                else tuple(tensor.shape)  # of another pipeline stage
                 for name, tensor in adapter_tensors(model).items()
             }
             held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             _check_same(wanted, held, folder / WEIGHTS)
             for name in wanted.keys() & own.keys():
                 shard, saved = own[name], file.get_slice(name)
+                whole = from_peft(shard.name, saved[:], shape=shard.shape) if wanted[name] != shard.shape else saved
                 for box in shard.boxes():
                     cut = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                    found.append((box.of_local(shard.local), saved[cut]))
+                    found.append((box.of_local(shard.local), whole[cut]))
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{folder}: the adapter cannot be read: {type(error).__name__}: {error}") from error
     return found
 
 
 def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name in peft's file and whole tensor, on rank 0; on the others nothing."""
+    """Name in the model and unsharded tensor, on rank 0; on the others nothing."""
     for path, module in model.named_modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             for name, tensor in export_state_dict(module):
                 if module.get_parameter(name).requires_grad:
-                    yield peft_name(f"{unwrapped(path)}.{name}"), tensor
+                    yield f"{unwrapped(path)}.{name}", tensor
 
 
 def _write(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
@@ -162,31 +174,35 @@ def _write(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
         (unfinished / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
 
 
-def _peft_config(model: nn.Module, layers: list[AdaptedLayer], base_model_name: str) -> Any:
+def _peft_config(model: Any, layers: list[AdaptedLayer], base_model_name: str) -> Any:
     require_peft()
     import peft
 
-    first = layers[0].module
+    trained = model.peft_config[ADAPTER]  # as add_lora has made it
     task = next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None)
     config = peft.LoraConfig(
         base_model_name_or_path=base_model_name,
         task_type=task,
         inference_mode=True,
-        r=layers[0].lora_a.shape[0],
-        lora_alpha=next(iter(first.lora_alpha.values())),
-        use_rslora=next(iter(first.use_rslora.values())),
-        use_dora=layers[0].magnitude is not None,
+        r=trained.r,
+        lora_alpha=trained.lora_alpha,
+        use_rslora=trained.use_rslora,
+        use_dora=trained.use_dora,
         modules_to_save=sorted({name.rpartition(".")[0] for name in trained_whole(model)}) or None,
     )
-    config.target_modules = _short_names(model, [layer.name for layer in layers])  # peft would make a set of it
+    paths = [unwrapped(path) for path, _ in model.named_modules()]
+    targets = [layer.name for layer in layers if layer.kind != "experts"]
+    config.target_modules = _short_names(paths, targets, tokens=1)  # peft would make a set of it
+    if experts := [layer.name for layer in layers if layer.kind == "experts"]:
+        parameters = [unwrapped(name) for name, _ in model.named_parameters()]
+        config.target_parameters = _short_names(parameters, experts, tokens=2)
     return config
 
 
-def _short_names(model: nn.Module, targets: list[str]) -> list[str]:
-    """Last tokens where they mean these layers and no other module; else the whole names."""
-    ends = sorted({target.rpartition(".")[2] for target in targets})
-    paths = {unwrapped(path) for path, _ in model.named_modules()}
-    fits = {path for path in paths if path.rpartition(".")[2] in ends}
+def _short_names(names: list[str], targets: list[str], *, tokens: int) -> list[str]:
+    """Last tokens where they mean these targets and no other name; else the whole names."""
+    ends = sorted({".".join(target.split(".")[-tokens:]) for target in targets})
+    fits = {name for name in names if ".".join(name.split(".")[-tokens:]) in ends}
     return ends if fits == set(targets) else targets
 
 
@@ -197,14 +213,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_config(config: dict[str, Any], layer: AdaptedLayer, folder: Path) -> None:
-    module = layer.module
+def _check_config(config: dict[str, Any], model: Any, folder: Path) -> None:
+    trained = model.peft_config[ADAPTER]  # as add_lora has made it
     ours = {
         "peft_type": "LORA",
-        "r": layer.lora_a.shape[0],
-        "lora_alpha": next(iter(module.lora_alpha.values())),
-        "use_rslora": next(iter(module.use_rslora.values())),
-        "use_dora": layer.magnitude is not None,
+        "r": trained.r,
+        "lora_alpha": trained.lora_alpha,
+        "use_rslora": trained.use_rslora,
+        "use_dora": trained.use_dora,
         "bias": "none",
     }
     theirs = {"use_rslora": False, "use_dora": False, "bias": "none", **config}

@@ -21,6 +21,9 @@ from rl_backends.lora.layers import (
     B_TAIL,
     EMBEDDING_A_TAIL,
     EMBEDDING_B_TAIL,
+    EXPERTS_A_TAIL,
+    EXPERTS_B_TAIL,
+    adapt_experts,
     adapted_layers,
 )
 from rl_parallel_plans import named_shards, to_local_if_dtensor
@@ -30,6 +33,7 @@ from rl_parallel_plans.structure import collapsed, text_layers, tied_names
 __all__ = [
     "add_lora",
     "fill_with_adapters",
+    "find_experts",
     "find_targets",
     "find_trained_whole",
     "first_value",
@@ -45,7 +49,7 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0, layers_only
         model: with weights, or on the meta device: then call `initialise_adapters` when its parameters have memory.
         config: where adapters go, their size, and the dtype that the frozen weights get.
         seed: of `initialise_adapters`.
-        layers_only: refuse adapters on the embeddings and the head, which a backend has no place for.
+        layers_only: refuse adapters on the embeddings, the head and experts, which a backend has no place for.
 
     Raises:
         ModelError: peft is not installed, the model has adapters already, or `config` names what cannot be adapted.
@@ -58,15 +62,23 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0, layers_only
     ends = find_ends(model)
     if config.use_dora and (outside := [name for name in targets if name in ends]):
         raise ModelError(
-            f"target_modules names {outside[0]}, and use_dora=True is for linear layers of the decoder: leave it out, or "
-            f"set use_dora=False"
+            f"target_modules names {outside[0]}, and use_dora=True is for linear layers of the decoder: leave it "
+            f"out, or set use_dora=False"
         )
-    whole = find_trained_whole(model, config.modules_to_save, targets=targets)
+    experts = find_experts(model, config.target_parameters)
+    if experts and layers_only:
+        raise ModelError(
+            f"target_parameters={config.target_parameters!r}: adapters on experts are the DTensor backend's "
+            f"(policy.dtensor_cfg); leave target_parameters out"
+        )
+    whole = find_trained_whole(model, config.modules_to_save, targets=[*targets, *experts])
     _inject(model, config, list(targets))
+    for path, weights in experts.items():
+        adapt_experts(model.get_submodule(path), weights, rank=config.rank, scaling=config.scaling)
     _set_dtypes(model, config, whole)
     if all(parameter.is_meta for parameter in model.parameters()):
         return model
-    for layer in adapted_layers(model):
+    for layer in (each for each in adapted_layers(model) if each.kind != "experts"):
         for adapter in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
             getattr(layer.module, adapter).to_empty(device=layer.base.device)
     initialise_adapters(model, seed=seed)
@@ -77,8 +89,8 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0, layers_only
 def initialise_adapters(model: nn.Module, *, seed: int) -> None:
     """Give adapters their first values, in place, as peft has them; the model computes what it did before.
 
-    B is zero, A uniform within 1 / sqrt(in), and the magnitudes of DoRA are the lengths of the rows of W. Of an embedding
-    A is zero and B normal.
+    B is zero, A uniform within 1 / sqrt(in), and the magnitudes of DoRA are the lengths of the rows of W. Of an
+    embedding A is zero and B normal.
 
     The values depend on `seed` and on the layer's name alone: not on the mesh, the order, the device or torch's own
     random state, which is left alone. Moves nothing between ranks.
@@ -91,7 +103,7 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
             rows = to_local_if_dtensor(layer.base.detach()).float()
             to_local_if_dtensor(layer.magnitude).copy_(torch.linalg.vector_norm(rows, dim=1))
     for shard in named_shards(model):
-        if shard.name.endswith((A_TAIL, B_TAIL, EMBEDDING_A_TAIL, EMBEDDING_B_TAIL)):
+        if shard.name.endswith((A_TAIL, B_TAIL, EMBEDDING_A_TAIL, EMBEDDING_B_TAIL, EXPERTS_A_TAIL, EXPERTS_B_TAIL)):
             whole = first_value(shard.name, shard.shape, seed=seed)
             for box in shard.boxes():
                 box.of_local(shard.local).copy_(box.of_whole(whole))
@@ -99,13 +111,13 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
 
 def first_value(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
     """The first value of the A or the B of this name, unsharded: see `initialise_adapters`."""
-    if name.endswith((B_TAIL, EMBEDDING_A_TAIL)):
+    if name.endswith((B_TAIL, EMBEDDING_A_TAIL, EXPERTS_B_TAIL)):
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     if name.endswith(EMBEDDING_B_TAIL):
         return torch.empty(shape).normal_(generator=generator)
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
@@ -136,6 +148,10 @@ def _inject(model: nn.Module, config: LoraConfig, targets: list[str]) -> None:
         target_modules=targets,
         bias="none",
     )
+    if not targets:  # of which peft would make an error; experts have adapters of their own
+        model.requires_grad_(requires_grad=False)
+        setattr(model, "peft_config", {ADAPTER: asked})  # noqa: B010 - of no type that torch tells
+        return
     peft.inject_adapter_in_model(asked, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     found = [layer.name for layer in adapted_layers(model)]
     assert found == targets, f"peft adapted {sorted(set(found) ^ set(targets))} otherwise than it was asked to"
@@ -182,10 +198,51 @@ def find_targets(
         if loose := [name for name in matches if name not in adaptable]:
             raise ModelError(
                 f"target_modules: {pattern!r} also fits {loose[0]}, which cannot be adapted: "
-                f"{_why_not(model, loose[0], layers_only=layers_only)}; name linear layers of the decoder alone, which end in {_ends(linears)}"
+                f"{_why_not(model, loose[0], layers_only=layers_only)}; name linear layers of the decoder alone, which "
+                f"end in {_ends(linears)}"
             )
         wanted |= set(matches)
     return {name: module for name, module in model.named_modules() if name in wanted}
+
+
+def find_experts(model: nn.Module, target_parameters: tuple[str, ...]) -> dict[str, list[str]]:
+    """The weights that `LoraConfig.target_parameters` means: modules of stacked experts, and names of their weights.
+
+    Raises:
+        ModelError: a pattern fits no parameter, or also one that is no stacked weight of experts in a decoder layer.
+    """
+    stack = text_layers(model)
+    named = dict(model.named_parameters())
+    adaptable = [
+        name
+        for name, parameter in named.items()
+        if stack is not None
+        and name.startswith(f"{stack[0]}.")
+        and "experts" in name.split(".")
+        and parameter.ndim == 3
+        and parameter.is_floating_point()
+    ]
+    found: dict[str, list[str]] = {}
+    wanted: set[str] = set()
+    for pattern in target_parameters:
+        matches = [name for name in named if _ends_in(name.split("."), pattern.split("."))]
+        if loose := next((name for name in matches if name not in adaptable), None):
+            raise ModelError(
+                f"target_parameters: {pattern!r} also fits {loose}, {list(named[loose].shape)}, which is no stacked "
+                f"weight of experts [experts, out, in]; those end in {_ends(adaptable)}, and target_modules names "
+                f"linear layers"
+            )
+        if not matches:
+            stacked = f"its stacked experts end in {_ends(adaptable)}" if adaptable else "it has no stacked experts"
+            raise ModelError(
+                f"target_parameters: {pattern!r} is the end of no parameter's name in {type(model).__name__}; {stacked}"
+            )
+        wanted |= set(matches)
+    for name in adaptable:
+        if name in wanted:
+            path, _, own = name.rpartition(".")
+            found.setdefault(path, []).append(own)
+    return found
 
 
 def find_ends(model: nn.Module) -> dict[str, nn.Module]:
@@ -258,7 +315,10 @@ def _in_mixture(model: nn.Module, name: str) -> bool:
 def _why_not(model: nn.Module, name: str, *, layers_only: bool) -> str:
     module = model.get_submodule(name)
     if name and _in_mixture(model, name):
-        return "experts of a mixture, and what routes to them, stay frozen, also where they are stacked in one tensor"
+        return (
+            "what routes to experts stays frozen, and experts get adapters by target_parameters, where they are "
+            "stacked in one tensor, such as experts.gate_up_proj"
+        )
     tied = next((names for names in tied_names(model) if f"{name}.weight" in names), None)
     if tied is not None:
         return f"{' and '.join(tied)} are one weight, and an adapter of one of them would make two of it"

@@ -18,6 +18,8 @@ from rl_backends.lora.layers import (
     B_TAIL,
     EMBEDDING_A_TAIL,
     EMBEDDING_B_TAIL,
+    EXPERTS_A_TAIL,
+    EXPERTS_B_TAIL,
     MAGNITUDE_TAIL,
     TAILS,
     AdaptedLayer,
@@ -38,7 +40,7 @@ def merged_weight(
 ) -> Tensor:
     """W + scaling * (B A), [out, in] in float32; W [out, in], A [rank, in], B [out, rank] in any dtype.
 
-    magnitude: of DoRA [out], the length that each row gets.
+    Experts have a leading dim of experts in all of them. magnitude: of DoRA [out], the length that each row gets.
     """
     merged = base.float() + (lora_b.float() @ lora_a.float()) * scaling
     if magnitude is None:
@@ -66,7 +68,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self._model = model
         self._places = {name: (module, own) for name, module, own in named_places(model)}
         self._merged = {
-            f"{layer.name}.weight": torch.empty_like(layer.base, dtype=dtype, requires_grad=False)
+            layer.weight: torch.empty_like(layer.base, dtype=dtype, requires_grad=False)
             for layer in adapted_layers(model)
         }
         self._released = False
@@ -79,7 +81,7 @@ class MergedWeights(Mapping[str, Tensor]):
         After `release` the same tensors have memory again.
         """
         for layer in adapted_layers(self._model):
-            out = self._merged[f"{layer.name}.weight"]
+            out = self._merged[layer.weight]
             _give_memory(to_local_if_dtensor(out))
             _merge(layer, out=out)
         self._released = False
@@ -147,10 +149,14 @@ def export_merged(
     layers = {layer.name: layer for layer in adapted_layers(model)}
     held: dict[str, Tensor] = {}
     for name, tensor in export_state_dict(model, every_rank=every_rank, device=device):
-        if name.endswith((A_TAIL, EMBEDDING_A_TAIL, ".base_layer.weight")):
+        if name.endswith((A_TAIL, EMBEDDING_A_TAIL, EXPERTS_A_TAIL, ".base_layer.weight")) or name in layers:
             held[name] = tensor
             continue
-        if name.endswith(B_TAIL) and layers[name.removesuffix(B_TAIL)].magnitude is not None:
+        if name.endswith(EXPERTS_B_TAIL):
+            layer = name.removesuffix(EXPERTS_B_TAIL)
+            base, lora_a = held.pop(layer), held.pop(f"{layer}{EXPERTS_A_TAIL}")
+            yield layer, _merged_experts(layers[layer], base, lora_a=lora_a, lora_b=tensor).to(dtype or base.dtype)
+        elif name.endswith(B_TAIL) and layers[name.removesuffix(B_TAIL)].magnitude is not None:
             held[name] = tensor  # its magnitudes come next
         elif name.endswith(EMBEDDING_B_TAIL):
             layer = name.removesuffix(EMBEDDING_B_TAIL)
@@ -175,8 +181,12 @@ def _give_memory(tensor: Tensor) -> None:
 
 
 def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
-    if layer.is_embedding:
+    if layer.kind == "embedding":
         _merge_embedding(layer, out=out)
+        return
+    if layer.kind == "experts":  # of all three this rank has the same experts
+        base, lora_a, lora_b = (to_local_if_dtensor(each.detach()) for each in (layer.base, layer.lora_a, layer.lora_b))
+        to_local_if_dtensor(out).copy_(_merged_experts(layer, base, lora_a=lora_a, lora_b=lora_b))
         return
     lora_a = _with_all_rows(layer.lora_a)
     base, lora_b = (to_local_if_dtensor(each.detach()).to(lora_a.device) for each in (layer.base, layer.lora_b))
@@ -186,6 +196,11 @@ def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
     local = to_local_if_dtensor(out)
     magnitude = None if layer.magnitude is None else to_local_if_dtensor(layer.magnitude.detach()).to(lora_a.device)
     local.copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling, magnitude=magnitude).view(local.shape))
+
+
+def _merged_experts(layer: AdaptedLayer, base: Tensor, *, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    merged = merged_weight(base.mT if layer.transposed else base, lora_a, lora_b, scaling=layer.scaling)
+    return merged.mT if layer.transposed else merged
 
 
 def _merge_embedding(layer: AdaptedLayer, *, out: Tensor) -> None:
