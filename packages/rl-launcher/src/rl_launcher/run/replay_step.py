@@ -135,10 +135,16 @@ class _Stages:
             raise NotReplayable("the batch was put together from several")
         self._load_weights()
         self.parts.weight_sync(version=step.version or 0)
-        self.parts.engine.seeds.calls = int(step.data["engine_calls"])
         tokens, starts = step.padded("tokens"), step.response.argmax(axis=1)
         prompts = [tokens[row, :start].tolist() for row, start in enumerate(starts.tolist())]
-        made = self.parts.engine.generate(prompts, self.recipe.policy.generation.sampling())
+        # The seeds of the requests, as `rl_algorithms.rollouts.collect_batch` makes them.
+        config, number = self.config, step.step // self.config.steps_per_generation - 1
+        places = [divmod(row, config.num_generations_per_prompt) for row in range(len(prompts))]
+        tickets = [(number * config.num_prompts + prompt, place) for prompt, place in places]
+        seeds = [
+            episode_seed(episode_seed(episode_seed(self.recipe.seed, ticket, 0), place), 0) for ticket, place in tickets
+        ]
+        made = self.parts.engine.generate_seeded(prompts, self.recipe.policy.generation.sampling(), seeds=seeds)
         found = np.full(step.filled.shape, np.nan, dtype=np.float32)
         for row, (start, rollout) in enumerate(zip(starts.tolist(), made, strict=True)):
             length = min(len(rollout.tokens), found.shape[1] - start)
