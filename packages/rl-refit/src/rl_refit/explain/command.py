@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
-from rl_refit.delta.forecast import DeltaForecast, forecast_delta, measure_codec
 from rl_refit.errors import CoverageError
 from rl_refit.explain.checkpoint import Checkpoint, read_checkpoint
 from rl_refit.explain.figures import PlanFigures, figures_of
@@ -50,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bandwidth-gbps", type=float, default=400.0, help="Gb/s of one rank's link to other nodes (%(default)g)"
     )
-    parser.add_argument(
-        "--delta-percent", type=float, default=1.0, help="elements that a step changes, for a delta (%(default)g)"
-    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
@@ -84,10 +79,9 @@ def _explain(arguments: argparse.Namespace) -> int:
             print(json.dumps({"holds": False, **lists}))
         return 1
     figures = figures_of(plan, bucket_bytes=round(arguments.bucket_mb * 2**20), slots=arguments.slots)
-    delta = forecast_delta(plan, measure_codec(arguments.delta_percent / 100))
-    print("\n".join([*plan_lines(plan, figures), *_predictions(figures, delta, arguments)]))
+    print("\n".join([*plan_lines(plan, figures), _prediction(figures, arguments.bandwidth_gbps)]))
     if arguments.json:
-        plain = _plain(figures, delta, arguments.bandwidth_gbps)
+        plain = _plain(figures, arguments.bandwidth_gbps)
         print(json.dumps({**plain, "usually_fused": fused, "plan_hash": plan.hash()}))
     return 0
 
@@ -102,8 +96,6 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("bucket_mb", "slots", "bandwidth_gbps"):
         if not getattr(arguments, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(arguments, name):g}")
-    if not 0 <= arguments.delta_percent <= 100:
-        raise ValueError(f"--delta-percent is from 0 to 100; got {arguments.delta_percent:g}")
 
 
 def _topology(given: str | None, source: Manifest, sink: Manifest) -> Topology | None:
@@ -128,22 +120,17 @@ def _seconds(nbytes: int, bandwidth_gbps: float) -> float:
     return nbytes * 8 / (bandwidth_gbps * 1e9)
 
 
-def _predictions(figures: PlanFigures, delta: DeltaForecast, arguments: argparse.Namespace) -> list[str]:
-    gbps = arguments.bandwidth_gbps
+def _prediction(figures: PlanFigures, gbps: float) -> str:
     line = (
         f"at {gbps:g} Gb/s a rank: {_seconds(figures.link, gbps):.3g} s, if nothing but the busiest link takes time ("
     )
     line += f"{human_size(figures.link)})"
     if figures.link_without_relays > figures.link:
         line += f"; {_seconds(figures.link_without_relays, gbps):.3g} s without relays"
-    gbps = delta.break_even_bytes_per_s * 8e-9
-    wins = f"wins where one link of less than {gbps:.3g} Gb/s carries all" if gbps else "never wins"
-    speed = delta.speed
-    codec = f"{speed.encode_bytes_per_s / 1e9:.3g} GB/s to encode, {speed.apply_bytes_per_s / 1e9:.3g} to apply"
-    return [line, f"a delta of {100 * speed.changed_share:g} % of the elements {wins} (a core here: {codec})"]
+    return line
 
 
-def _plain(figures: PlanFigures, delta: DeltaForecast, gbps: float) -> dict[str, object]:
+def _plain(figures: PlanFigures, gbps: float) -> dict[str, object]:
     return {
         "holds": True,
         **figures.to_plain(),
@@ -151,5 +138,4 @@ def _plain(figures: PlanFigures, delta: DeltaForecast, gbps: float) -> dict[str,
         "bandwidth_gbps": gbps,
         "seconds": _seconds(figures.link, gbps),
         "seconds_without_relays": _seconds(figures.link_without_relays, gbps),
-        "delta": {**asdict(delta), "break_even_gbps": delta.break_even_bytes_per_s * 8e-9},
     }
