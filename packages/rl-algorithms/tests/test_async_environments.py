@@ -26,7 +26,7 @@ class Judge:
                 raise OSError("no answer from the judge")
             if conversation.answer == "nan":
                 return EnvironmentReturn(reward=float("nan"), terminated=True)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)  # long enough that three are under way at once on a slow machine too
             return EnvironmentReturn(reward=float(conversation.answer), terminated=True)
         finally:
             self.now -= 1

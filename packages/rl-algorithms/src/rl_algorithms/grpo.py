@@ -142,7 +142,7 @@ def minibatches(examples: Examples, config: GRPOConfig, *, groups: Int[Tensor, "
     """
     shuffle = torch.Generator().manual_seed(seed)  # the same when a run is resumed here
     rows = examples.trainable.any(dim=1).nonzero()[:, 0]
-    names, group_of_row = groups[rows].unique(return_inverse=True)
+    names, group_of_row = torch.unique(groups[rows], return_inverse=True)
     place = torch.randperm(len(names), generator=shuffle)
     order = rows[place[group_of_row].argsort(stable=True)].tensor_split(config.steps_per_generation)
     return (take_rows(examples, part) for part in order if len(part))

@@ -298,7 +298,8 @@ def checked_buffer(buffer: ReplayBuffer | None, *, wanted: ReplayBuffer) -> Repl
 
 def _to_plain(rollouts: Rollouts) -> dict[str, Any]:
     values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-    return {name: value if torch.is_tensor(value) else _plain(value) for name, value in values.items()}
+    kept = (torch.Tensor, type(None))
+    return {name: value if isinstance(value, kept) else _plain(value) for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -106,8 +106,8 @@ def read(path: Path) -> dict[str, Any]:
     for line in ARRAY.sub("", text).splitlines():
         found = ASSIGNMENT.match(line.strip())
         if found and not found[2].startswith("("):
-            value = _words(found[2], variables)
-            variables[found[1]] = value[0] if value else ""
+            assigned = _words(found[2], variables)
+            variables[found[1]] = assigned[0] if assigned else ""
         elif any(TRAINER.search(word) for word in line.split()) or "main_ppo" in line:
             words = _words(_with_arrays(line, arrays), variables)
     if not words:
@@ -213,7 +213,7 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
     stage_name = "ppo" if estimator == "gae" else "grpo"
     prompts = _number(source, "data.train_batch_size", 1024)
     steps = _steps(source, prompts, stage_name)
-    stage = {
+    stage: dict[str, Any] = {
         "num_prompts": prompts,
         "num_generations_per_prompt": _number(source, f"{ROLLOUT}.n", 1),
         "steps_per_generation": steps,
@@ -422,7 +422,7 @@ def _generation(source: Source) -> dict[str, Any]:
     }
     names = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager", "enable_prefix_caching")
     given = {name: source.take(f"{ROLLOUT}.{name}") for name in names}
-    vllm = {name: value for name, value in given.items() if isinstance(value, int | float)}
+    vllm: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, int | float)}
     vllm["tensor_parallel_size"] = _number(source, f"{ROLLOUT}.tensor_model_parallel_size", 2)
     length = source.take(f"{ROLLOUT}.max_model_len")
     vllm["max_model_len"] = (

@@ -3,6 +3,7 @@
 Exit codes: 0 it holds; 1 it does not (`check`, `replay`, `diagnose`); 2 refused or misused, and the reason is printed.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -134,9 +135,10 @@ def replay(
         trainers = [*entry_points(group="rl_observe.recompute")]
         if weights is not None and not trainers:
             _refuse("--weights is for the trainer of the run, and none is installed here (pip install rl-launcher)")
-        given = {}
+        given: dict[str, Any] = {}
         for trainer in trainers:
-            given |= _or_refuse(lambda of=trainer: stack.enter_context(of.load()(opened, recorded, weights=weights)))
+            stages = functools.partial(trainer.load(), opened, recorded, weights=weights)
+            given |= _or_refuse(lambda: stack.enter_context(stages()))  # noqa: B023 - called at once
         found = _or_refuse(lambda: compute(recorded, given))
     for result in found.results:
         typer.echo(result)

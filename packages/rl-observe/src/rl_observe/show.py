@@ -80,8 +80,8 @@ def order_rollouts(step: RecordedStep, by: str, *, descending: bool = False) -> 
     column = ORDERS[by]
 
     def key(row: dict[str, Any]) -> tuple[bool, float]:
-        value = row.get(column)
-        missing = value is None or math.isnan(value)
+        value = math.nan if row.get(column) is None else float(row[column])
+        missing = math.isnan(value)
         return missing, 0.0 if missing else (-value if descending else value)
 
     return sorted(step.rows, key=key)

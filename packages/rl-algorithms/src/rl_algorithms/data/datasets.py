@@ -352,7 +352,7 @@ def _prompts_of_conversations(rows: Sequence[ConversationRow]) -> list[Row]:
     return prompts
 
 
-def _prompts_of_responses(rows: Sequence[PreferenceRow] | Sequence[LabelledRow]) -> list[Row]:
+def _prompts_of_responses(rows: Sequence[PreferenceRow | LabelledRow]) -> list[Row]:
     """Each prompt once, from its first row; its good response becomes the `answer` unless a column has that name."""
     first = {row.question: row for row in reversed(rows)}
     prompts = []

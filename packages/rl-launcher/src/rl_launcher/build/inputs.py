@@ -306,7 +306,8 @@ def _made_by_function(config: DataConfig, *, form: str | None = None, stage: str
                 f"{key}.{name}={value} is for rows that are read from a file or a data set, and {key}.source="
                 f"{config.source} is a function, which reads, checks and holds out its own; leave {key}.{name} out"
             )
-    kind = {"preferences": PreferenceData, "labelled": LabelledData}.get(form or "", Dataset)
+    kinds: dict[str, type[Dataset]] = {"preferences": PreferenceData, "labelled": LabelledData}
+    kind = kinds.get(form or "", Dataset)
     dataset = call(config.source, wanted=f"a function that returns a {kind.__name__} ({key}.source)")
     if not isinstance(dataset, kind):
         needed = f", which {stage} learns from" if kind is not Dataset else ""

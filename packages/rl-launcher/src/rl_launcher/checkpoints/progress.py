@@ -4,14 +4,15 @@ Those three are saved by the backend. The order of the data and the seeds of gen
 seed and the numbers here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rl_algorithms.tokenized_data import rows_digest
+from rl_algorithms.chat import Prompt
+from rl_algorithms.tokenized_data import Imitated, rows_digest
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import POLICY
 from rl_launcher.errors import Refusal
@@ -135,6 +136,7 @@ NUMBER_FIELDS = tuple(
 
 def data_digest(parts: Parts) -> str:
     """Return a digest of all prompts, demonstrations and pairs in order, with the columns that a reward may read."""
-    rows = (parts.data.prompts, parts.data.held_out, parts.data.demonstrations, parts.data.held_out_demonstrations)
-    rows = (*rows, *parts.validation.values())
+    data = parts.data
+    rows: list[Sequence[Prompt | Imitated]] = [data.prompts, data.held_out]
+    rows += [data.demonstrations, data.held_out_demonstrations, *parts.validation.values()]
     return rows_digest(rows, parts.data.pairs, parts.data.labelled, parts.reward_pairs)

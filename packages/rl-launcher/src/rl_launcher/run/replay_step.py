@@ -53,13 +53,14 @@ def recompute(
         raise Refusal(f"{run.path} has no recipe.yaml, which says how its stages are computed")
     overrides = [] if weights is None else [f"policy.model_name={weights}", "policy.revision=null"]
     recipe: Recipe = load_recipe(run.recipe, schema=Recipe, overrides=overrides).value
-    if step.stage != "grpo" or recipe.grpo is None:
+    stage = recipe.grpo
+    if step.stage != "grpo" or stage is None:
         raise Refusal(f"step {step.step} is of the stage {step.stage}, and steps of grpo are replayed")
     with TemporaryDirectory(prefix="rl-launcher-replay-") as folder:
         recipe = replace(recipe, run_dir=folder, cluster=ClusterConfig())
         parts = build(recipe, objects=objects)
         try:
-            stages = _Stages(run, step, recipe, recipe.grpo, parts, has_weights=weights is not None)
+            stages = _Stages(run, step, recipe, stage, parts, has_weights=weights is not None)
             yield {
                 "prompt": stages.prompt,
                 "reward": stages.reward,
@@ -86,7 +87,7 @@ class _Stages:
         """Each data row rendered and tokenized again."""
         if isinstance(self.parts.environment, ResettingEnvironment):
             raise NotReplayable("the environment itself says how an episode begins")
-        found = np.full(step.filled.shape, -1, dtype=np.int64)
+        found: Any = np.full(step.filled.shape, -1, dtype=np.int64)
         for row, prompt in enumerate(self._prompts()):
             tokens = prompt.tokens[: found.shape[1]]
             found[row, : len(tokens)] = tokens
@@ -145,7 +146,7 @@ class _Stages:
             episode_seed(episode_seed(episode_seed(self.recipe.seed, ticket, 0), place), 0) for ticket, place in tickets
         ]
         made = self.parts.engine.generate_seeded(prompts, self.recipe.policy.generation.sampling(), seeds=seeds)
-        found = np.full(step.filled.shape, np.nan, dtype=np.float32)
+        found: Any = np.full(step.filled.shape, np.nan, dtype=np.float32)
         for row, (start, rollout) in enumerate(zip(starts.tolist(), made, strict=True)):
             length = min(len(rollout.tokens), found.shape[1] - start)
             same = np.array(rollout.tokens[:length]) == tokens[row, start : start + length]

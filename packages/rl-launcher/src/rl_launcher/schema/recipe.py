@@ -258,7 +258,8 @@ def _steps_of_epochs_alone(recipe: Node, name: str) -> Node:
     size = each.value if has_each and type(each.value) is int and each.value > 0 else 4 if name == "ppo" else 1
     section, _ = recipe.find((name,))
     steps = replace(epochs, value=MOST_STEPS // size * size)
-    return recipe.with_value((name,), replace(section, value={**dict(section.children()), "max_num_steps": steps}))
+    children = {str(key): child for key, child in section.children()}
+    return recipe.with_value((name,), replace(section, value={**children, "max_num_steps": steps}))
 
 
 def _expand_preset(recipe: Node, stage: str, *, default: str | None = None) -> tuple[Node, list[str]]:

@@ -68,7 +68,7 @@ def run(stage: KTOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
                 with recorder.phase("refit"):
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):
-                extra |= evaluator.quick() | measured()
+                extra |= {**evaluator.quick(), **measured()}
         recorder.step("kto", index, {**metrics, **extra})
         learning_rate = policy.learning_rate
 
