@@ -51,7 +51,7 @@ from rl_launcher.errors import (
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.recipe_files.dataclass_schema import to_plain
 from rl_launcher.run.conditions import name_of, reaction_to
-from rl_launcher.run.evaluate import Evaluator
+from rl_launcher.run.evaluate import Evaluator, turn_limits
 from rl_launcher.run.gc_freeze import long_lived
 from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
@@ -97,6 +97,10 @@ LIKELY_CAUSES = (
     "RECIPE` shows a few responses with their rewards before you train again"
 )
 NOT_EXACT = "; which rollout meets which weights depends on timing (grpo.async_grpo), so the curve is not bitwise equal"
+NOT_EXACT_TURNS = (
+    "; episodes of several turns ask the engine one response at a time, and which of them share a forward depends on "
+    "timing, so log-probabilities may differ in their last bits"
+)
 
 
 def run(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:
@@ -286,6 +290,8 @@ class Run:
             message = self.resumption.message + changed
             if recipe.grpo is not None and recipe.grpo.async_grpo is not None:
                 message += NOT_EXACT
+            elif turn_limits(recipe)["max_turns"] > 1:
+                message += NOT_EXACT_TURNS
             where: Any = {"stage": progress.stage, "step": progress.step or None}
             self.events.report(self.resumption.name, message, reaction=discarded, **where)
         self.interruption.wait_for_steps()
