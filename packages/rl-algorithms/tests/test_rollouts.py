@@ -104,5 +104,5 @@ def test_parts_that_do_not_belong_together_are_refused():
 
 
 def test_every_field_is_taken_and_concatenated():
-    other = {"component_names", "answers", "failures", "sources", "metrics"}
+    other = {"component_names", "answers", "failures", "sources", "metrics", "greedy_rewards"}
     assert {field.name for field in dataclasses.fields(Rollouts)} == {*PER_TOKEN, *PER_ROW, *other}

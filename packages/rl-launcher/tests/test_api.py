@@ -130,7 +130,12 @@ def test_conversational_prompts_are_read_as_trl_writes_them(parts):
     texts = train(parts).metrics[-1]["reward"]
     _, again = build(0)
     model, _ = build(0)
-    assert train({**parts, "model": model, "tokenizer": again, "data": chats}).metrics[-1]["reward"] == texts
+
+    def score_messages(completions, answer, **_):
+        return score([messages[-1]["content"] for messages in completions], answer)
+
+    chat = {**parts, "model": model, "tokenizer": again, "data": chats, "reward": score_messages}
+    assert train(chat).metrics[-1]["reward"] == texts
 
 
 def test_a_recipe_may_be_a_dict_and_names_may_stand_for_objects(parts, tmp_path):

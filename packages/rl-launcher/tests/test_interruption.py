@@ -305,8 +305,9 @@ def test_a_fingerprint_of_data_is_the_same_in_every_process():
         return types.SimpleNamespace(tokens=[1, 2], row=types.SimpleNamespace(columns=columns))
 
     def digest(*rows):
-        none = {"held_out": [], "demonstrations": [], "held_out_demonstrations": [], "pairs": None}
-        return data_digest(types.SimpleNamespace(data=types.SimpleNamespace(prompts=list(rows), **none)))
+        none = {"held_out": [], "demonstrations": [], "held_out_demonstrations": [], "pairs": None, "labelled": None}
+        data = types.SimpleNamespace(prompts=list(rows), **none)
+        return data_digest(types.SimpleNamespace(data=data, validation={}, reward_pairs=None))
 
     assert digest(row(["set", "list"], 1)) == digest(row(["list", "set"], 1))
     assert digest(row(["set", "list"], 1)) != digest(row(["set", "list"], 2))

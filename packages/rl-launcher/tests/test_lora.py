@@ -161,7 +161,7 @@ def test_a_checkpoint_of_adapters_is_exported_merged(recipe, tmp_path):
 def test_explain_counts_what_trains_and_the_state_of_that_alone(recipe):
     explained = explain(resolve(recipe, "sft=null", "grpo.objective.kl.weight=0.1", "grpo.optimizer.lr=1e-6"))
     text = " ".join(explained.text().split())
-    assert "LoRA on 7 linear layers: 928 of " in text
+    assert "LoRA on 7 layers: 928 of " in text
     assert "the reference is the policy with its adapters off" in text
     assert "grpo.optimizer.lr=1e-06: a rate for all weights" in text
     assert explained.figures["trained_parameters"] == 928
@@ -201,7 +201,7 @@ def test_memory_and_disk_are_those_of_frozen_weights_and_of_what_trains(recipe, 
     ("change", "message"),
     [
         ("policy.dtensor_cfg.lora_cfg.target_modules=[q_prj]", "policy.dtensor_cfg.lora_cfg.target_modules: 'q_prj'"),
-        ("policy.dtensor_cfg.lora_cfg.target_modules=[lm_head]", "outside of the decoder layers"),
+        ("policy.dtensor_cfg.lora_cfg.target_modules=[lm_head]", "an adapter of one of them would make two of it"),
     ],
 )
 def test_modules_that_are_not_there_are_refused_by_their_key_before_anything_is_written(

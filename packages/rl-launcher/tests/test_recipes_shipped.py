@@ -161,7 +161,7 @@ def test_validate_and_explain_say_that_a_warm_up_was_shortened():
     result = CliRunner().invoke(app, ["validate", "quickstart", "sft.max_num_steps=2", "grpo.max_num_steps=2"])
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
-    assert "grpo.optimizer.warmup_steps=40 (shipped quickstart.yaml:34) is shortened to 2, since" in said
+    assert "grpo.optimizer.warmup_steps=40 (shipped quickstart.yaml:37) is shortened to 2, since" in said
     assert 'grpo.max_num_steps=2 (override "grpo.max_num_steps=2")' in said
     assert "is raised to 4, the optimizer steps of one batch of rollouts" in said
     assert said.index("OK: quickstart") > said.index("is shortened")
