@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rl_backends.errors import BatchError
 
+__all__ = ["BatchT", "TokenBatch", "require_token_ids", "token_ids_of"]
+
 
 @runtime_checkable
 class TokenBatch(Protocol):
@@ -48,7 +50,12 @@ def token_ids_of(examples: TokenBatch) -> Tensor | None:
 
 
 def require_token_ids(examples: TokenBatch, *, vocabulary_size: int) -> None:
-    """Refuse `examples.token_ids` that are absent or unknown to the model; places that do not train may hold any."""
+    """Refuse `examples.token_ids` that are absent or unknown to the model; places that do not train may hold any.
+
+    Raises:
+        BatchError: the examples have no `token_ids`, they are no ids of [B, T, K], or one of a trainable token is
+            outside the vocabulary.
+    """
     token_ids = token_ids_of(examples)
     if token_ids is None:
         raise BatchError(

@@ -22,6 +22,26 @@ from torch import Tensor
 from rl_backends.errors import CheckpointError
 from rl_backends.file_names import is_plain_name
 
+__all__ = [
+    "DAMAGED",
+    "INDEX",
+    "MARKER",
+    "STATE",
+    "FileRecord",
+    "Manifest",
+    "check_digest",
+    "check_model",
+    "check_sizes",
+    "digest_of",
+    "read_json",
+    "read_manifest",
+    "sync",
+    "text_digest",
+    "write_json",
+    "write_manifest",
+    "write_safetensors",
+]
+
 MARKER, INDEX, STATE = "checkpoint.json", "tensors.json", "state.json"
 FORMAT, FORMAT_VERSION = "rl-backends checkpoint", 1
 
@@ -65,6 +85,10 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
 
     safetensors writes from the tensors' own memory, without a copy. The digest is computed from the file, so that it
     is the digest of what a reader gets.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: safetensors has no name for a dtype.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -78,7 +102,11 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
-    """Write a value as JSON into a new file and wait until it is on disk."""
+    """Write a value as JSON into a new file and wait until it is on disk.
+
+    Raises:
+        OSError: the file cannot be written, or exists.
+    """
     data = json.dumps(value).encode()
     with path.open("xb") as file:
         file.write(data)
@@ -97,7 +125,11 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, read as a stream."""
+    """The SHA-256 of a file, read as a stream.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -108,7 +140,11 @@ def text_digest(body: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
+    """The value in a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read or parsed.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -119,13 +155,22 @@ def read_json(path: Path) -> Any:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Mark a folder as a complete checkpoint."""
+    """Mark a folder as a complete checkpoint.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
     write_json(folder / MARKER, {**body, "sha256": text_digest(body)})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint of this format."""
+    """The manifest of a complete checkpoint of this format.
+
+    Raises:
+        CheckpointError: absent, unfinished, damaged, of a format that this release does not know, or with names of
+            files outside of the folder.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint; find_latest(parent) names the newest complete one")
     marker = folder / MARKER
@@ -156,7 +201,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there and has its size."""
+    """Check that every file is there and has its size.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or longer than what was written.
+    """
     for record in manifest.files:
         path = folder / record.name
         if not path.is_file():
@@ -167,7 +216,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_digest(folder: Path, record: FileRecord) -> None:
-    """Check that a file has the bytes that were written."""
+    """Check that a file has the bytes that were written.
+
+    Raises:
+        CheckpointError: it has others, or cannot be read.
+    """
     path = folder / record.name
     try:
         digest = digest_of(path)
@@ -181,7 +234,11 @@ def check_digest(folder: Path, record: FileRecord) -> None:
 
 
 def check_model(folder: Path, saved: Mapping[str, list[Any]], here: Mapping[str, list[Any]]) -> None:
-    """Check that the checkpoint is of this model: names, shapes and dtypes."""
+    """Check that the checkpoint is of this model: names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: it is another model's; the first differences are listed.
+    """
     if saved == here:
         return
     differences = [f"{name} is only in the checkpoint" for name in saved if name not in here]
