@@ -549,7 +549,7 @@ def with_values_of_training(model):
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".lora_" in name:
+            if "lora_" in name:
                 to_local_if_dtensor(parameter).normal_(std=0.1, generator=generator)
 
 

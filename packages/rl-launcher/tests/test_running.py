@@ -52,7 +52,7 @@ def test_a_run_leaves_all_that_it_promises_and_ends_with_its_result(recipe, tmp_
     assert json.loads((run_dir / "summary.json").read_text()) == summary
     promised = (
         "metrics.jsonl model recipe.yaml recipe_origins.json refits.jsonl report.html samples.jsonl spans.jsonl "
-        "summary.json tensorboard versions.json"
+        "steps summary.json tensorboard versions.json"
     )
     assert sorted(path.name for path in run_dir.iterdir()) == promised.split()
     steps = read_lines(run_dir / "metrics.jsonl")
@@ -152,8 +152,8 @@ def test_rows_of_any_format_and_under_any_names_are_the_same_data(recipe, tmp_pa
 
 def test_bad_rows_are_left_out_only_when_asked_for_and_the_run_says_which(recipe, tmp_path, capsys):
     with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('\n{"prompt": "9+0=", "answer": 9}\n{"answer": "no prompt"}')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:9: field 'answer' must be text"):
+        file.write('\n{"prompt": 9, "answer": "9"}\n{"answer": "no prompt"}')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:9: field 'prompt'"):
         run_recipe(recipe)
     summary = run_recipe(recipe, "data.on_bad_row=skip", "grpo=null")
     assert summary["rows_skipped"] == 2
@@ -167,15 +167,15 @@ def test_bad_rows_are_left_out_only_when_asked_for_and_the_run_says_which(recipe
 
 def test_rows_that_the_model_cannot_read_are_left_out_of_all_stages_when_asked_for(recipe, tmp_path, capsys):
     with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('\n{"prompt": "9+0=", "answer": 9}\n' + json.dumps({"prompt": "1" * 40, "answer": "1"}))
+        file.write('\n{"prompt": 9, "answer": "9"}\n' + json.dumps({"prompt": "1" * 40, "answer": "1"}))
         file.write('\n{"prompt": "naïve", "answer": "1"}')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:9: field 'answer' must be text"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:9: field 'prompt'"):
         run_recipe(recipe)
     summary = run_recipe(recipe, "data.on_bad_row=skip", "grpo.max_num_steps=2", "data.held_out_share=0.2")
     assert summary["rows_skipped"] == 3
     said = " ".join(capsys.readouterr().out.split())
     assert "data.on_bad_row=skip: skipped 3 of 11 rows" in said
-    assert "rows.jsonl:9: field 'answer' must be text" in said
+    assert "rows.jsonl:9: field 'prompt'" in said
     assert "rows.jsonl:10: " in said
     assert "rows.jsonl:11: the tokenizer cannot encode" in said
 

@@ -74,10 +74,11 @@ class Evaluator:
 
     def outcome(self) -> Outcome:
         """All that is measured before and after training."""
+        loss = self.loss() if self._imitates else {}
         if self._judge is None:
-            return Outcome(answers=None, figures=self.loss() if self._imitates else {})
+            return Outcome(answers=None, figures=loss)
         sets = {name: value for each, held in self.sets().items() for name, value in held.metrics_of(each).items()}
-        return Outcome(answers=self.both(), figures=sets)
+        return Outcome(answers=self.both(), figures={**loss, **sets})
 
     def sets(self, *, most: int | None = None) -> dict[str, HeldOut]:
         """The same of each of `evaluation.sets`; while training, of at most `most` of their prompts."""
