@@ -14,7 +14,7 @@ from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading.source import local_folder
 from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
-from rl_generation import EngineOptionError, estimate_memory
+from rl_generation import EngineOptionError, default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
@@ -137,15 +137,26 @@ def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, int | None]:
     generation = recipe.policy.generation
     cfg = generation.vllm_cfg
     model_config: Any = skeleton.config
-    dtype = select_backend(recipe.policy).config.precision if generation.backend == "vllm" else "float32"
+    trainer = select_backend(recipe.policy).config
+    dtype = trainer.precision if generation.backend == "vllm" else "float32"
+    dtype = dtype if cfg.precision == "auto" else cfg.precision
+    cache_bytes = cfg.kv_cache_memory_bytes
     try:
+        if generation.backend == "vllm" and trainer.device == "cpu" and cache_bytes is None:
+            cache_bytes = default_cpu_cache_bytes(
+                model_config,
+                dtype=dtype,
+                tensor_parallel_size=cfg.tensor_parallel_size,
+                max_model_len=cfg.max_model_len,
+                max_num_seqs=cfg.max_num_seqs,
+            )
         memory = estimate_memory(
             model_config,
-            dtype=dtype if cfg.precision == "auto" else cfg.precision,
+            dtype=dtype,
             tensor_parallel_size=cfg.tensor_parallel_size,
             max_model_len=cfg.max_model_len or _row_length(recipe, skeleton),
             max_num_seqs=cfg.max_num_seqs if generation.backend == "vllm" else generation.max_batch_size,
-            kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
+            kv_cache_memory_bytes=cache_bytes,
         )
     except EngineOptionError as error:
         raise EngineOptionError(f"policy.generation.vllm_cfg: {error}") from error
