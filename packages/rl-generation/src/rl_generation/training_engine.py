@@ -50,7 +50,8 @@ class VllmConfig:
     eight responses of full length, within 256 MiB and 4 GiB."""
 
     enforce_eager: bool = False
-    """Disable CUDA graphs and compilation: the engine starts sooner and generates more slowly."""
+    """Disable CUDA graphs and compilation: the engine starts sooner and generates more slowly. It is always so on a
+    CPU, where compiling needs a C++ compiler."""
 
     enable_prefix_caching: bool = True
     """Compute the common prefix of prompts only once."""
@@ -244,7 +245,8 @@ class TrainingEngineSpec:
         ranks = self.vllm.tensor_parallel_size * self.vllm.pipeline_parallel_size
         sent = Counter(self.dtypes.values()).most_common(1)
         cast = f", cast from the {sent[0][0]} that the policy sends" if self.casts else ""
-        return f"vLLM, {kind}, {ranks} rank{'s' if ranks > 1 else ''} on {self.device}, {self.vllm.dtype}{cast}"
+        eager = " without compilation" if self.device == "cpu" else ""
+        return f"vLLM, {kind}, {ranks} rank{'s' if ranks > 1 else ''} on {self.device}{eager}, {self.vllm.dtype}{cast}"
 
     def with_model(self, folder: str) -> "TrainingEngineSpec":
         """The same over another folder, such as one that a model of this process was saved to."""
@@ -291,6 +293,8 @@ def make_training_engine(
     from rl_generation.vllm import VllmAsyncEngine, VllmEngine
 
     options = spec.vllm
+    if spec.device == "cpu":
+        options = replace(options, enforce_eager=True)
     if spec.device == "cpu" and options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None:
         config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
         options = replace(

@@ -3,10 +3,11 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # schedulers send the second before they kill
@@ -19,7 +20,11 @@ class Interruption:
     parts are built, a signal ends the run immediately.
     """
 
+    same_within_s: ClassVar[float] = 0.0
+    """Seconds after the first signal in which another is the same one: a job's processes all get it, and pass it on."""
+
     def __init__(self) -> None:
+        self._heard_at = -float("inf")
         self._patient = False
         self._heard = False
         self._holding = False
@@ -68,8 +73,11 @@ class Interruption:
             signal.signal(number, handler)
 
     def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        if self._holding:
+        now = time.monotonic()
+        if self._holding or now < self._heard_at + self.same_within_s:
             return
+        if not self._heard:
+            self._heard_at = now
         waits, self._heard = self._patient and not self._heard, True
         if not waits:
             self.at_once = True
