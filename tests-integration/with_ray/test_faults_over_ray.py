@@ -1,4 +1,4 @@
-"""Faults injected from outside into runs over real Ray: each is named, the run goes on, and its curve stays the same."""
+"""Faults injected from outside into runs over real Ray: each is named, the run goes on, its curve stays the same."""
 
 from importlib.util import find_spec
 
@@ -95,12 +95,13 @@ def test_the_death_of_raylet_and_gcs_is_named_and_costs_no_step(launch, run_paus
     run = launch("run", recipe(folder, "hurt"), run_dir="hurt")
     run.wait_for_step(6)
     run.kill("raylet")
+    run_pause.pause(folder / "hurt", step=10)
     run.wait_until(lambda: "restarted" in events(run), what="restart")
     told = [event for name, event in events(run).items() if name in {"driver_died", "trainer_died"}]
     assert "Ray's raylet (pid " in told[0]["message"]
-    run_pause.pause(folder / "hurt", step=10)
     run.wait_for_step(10)
     run.kill("gcs_server")
+    run_pause.resume()
     assert run.end() == 1, run.output
     assert "rl-launcher resume" in run.output
     assert "Traceback" not in run.output
@@ -109,7 +110,6 @@ def test_the_death_of_raylet_and_gcs_is_named_and_costs_no_step(launch, run_paus
     assert summary["ended_by"] in {"driver_died", "trainer_died"}
     assert "Ray's GCS (pid " in summary["error"]
     assert (run.run_dir / "report.html").is_file()
-    run_pause.resume()
     resumed = launch("resume", "hurt", run_dir="hurt")
     assert resumed.end() == 0, resumed.output
     assert curve(resumed.rows()) == curve(uninterrupted)

@@ -77,13 +77,27 @@ def _show_summary(summary: dict[str, Any]) -> None:
     print_json(summary)
 
 
-def explain(recipe: RecipeFile, overrides: Overrides = None, *, json: Json = False) -> None:
-    """Show what a run would do: origins of keys, placement, sharding, memory, refit, objective. No GPU, no weights."""
+def explain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    *,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|BYTES", help="Compare with this GPU, such as h100-80gb.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what a run would do: origins of keys, placement, sharding, memory, refit, objective. No GPU, no weights.
+
+    With --gpu: whether it fits in each phase, host memory, the time of a step, and the smallest change that fits.
+    """
     resolved = load(recipe, overrides, print_notes=False)  # they are part of the explanation
     from rl_launcher.checks import preflight
     from rl_launcher.checks.explain import explain as explain_recipe
+    from rl_launcher.checks.gpu_budget import gpu_named
 
-    explained = or_refuse(lambda: explain_recipe(resolved))
+    device = None if gpu is None else or_refuse(lambda: gpu_named(gpu))
+    explained = or_refuse(lambda: explain_recipe(resolved, gpu=device))
     or_refuse(lambda: preflight.check_rows(resolved.value))
     show(explained.text())
     if json:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_launcher.ray.actor_host import end_process, write_stacks
-from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks
+from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks, find_awaited
 from rl_launcher.ray.worker_failures import (
     Failure,
     ProcessInfo,
