@@ -37,8 +37,8 @@ START_GRACE_S = 20.0
 """Seconds that a driver may take to end after a signal while the run still starts; Ray's C++ code may ignore it."""
 END_GRACE_S = 90.0
 """Seconds that a driver may take to end after its last word, or after a second signal."""
-SAME_WITHIN_S = 1.0
-"""A signal to all processes of a job reaches the driver twice: directly, and passed on."""
+PASSED_ON = signal.SIGUSR2
+"""By which the driver gets the signals of its parent: it tells them from those that were sent to it, too."""
 POLL_S = 0.2
 LINUX_PR_SET_PDEATHSIG = 1
 SERVICES = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS"}
@@ -126,7 +126,7 @@ class _Parent:
         sys.stderr.flush()
         reading, writing = os.pipe()
         parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until whoever gets one has its handlers
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, PASSED_ON))  # until whoever gets one has its handlers
         child = os.fork()
         if child == 0:
             os.close(reading)
@@ -135,10 +135,10 @@ class _Parent:
             ctypes.CDLL(None).prctl(LINUX_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(FAILED)
-            Interruption.same_within_s = SAME_WITHIN_S
-            for number in SIGNALS:
+            Interruption.passed_on = PASSED_ON
+            for number in (*SIGNALS, PASSED_ON):
                 signal.signal(number, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, PASSED_ON))
             return True
         os.close(writing)
         self._child, self._pipe, self._said = child, reading, _Said()
@@ -148,13 +148,13 @@ class _Parent:
         for number in SIGNALS:
             signal.signal(number, self._pass_on)
         self._hand_terminal_to(child)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, PASSED_ON))
         return False
 
-    def _pass_on(self, number: int, _: object) -> None:
+    def _pass_on(self, _number: int, _frame: object) -> None:
         self._signals += 1
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._child, number)
+            os.kill(self._child, PASSED_ON)
 
     def _hand_terminal_to(self, group: int) -> None:
         """Ctrl-C, and what is typed at a breakpoint, reach the driver."""
@@ -183,8 +183,8 @@ class _Parent:
             if child and os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGTSTP:
                 self._stop_too()
             ended = bool(child) and not os.WIFSTOPPED(status)
-            for role, gone in processes.gone().items():
-                self._first_gone.setdefault(role, gone)
+            if not (ended and self._first_gone):  # what ends with the driver is no cause
+                self._first_gone |= processes.gone()
             starting = self._said.restarts is None
             if self._said.ended is not None or self._signals >= (1 if starting else 2):
                 grace_s = START_GRACE_S if starting and self._said.ended is None else END_GRACE_S

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -20,11 +19,12 @@ class Interruption:
     parts are built, a signal ends the run immediately.
     """
 
-    same_within_s: ClassVar[float] = 0.0
-    """Seconds after the first signal in which another is the same one: a job's processes all get it, and pass it on."""
+    passed_on: ClassVar[signal.Signals | None] = None
+    """The signal by which a parent passes on those that it gets. Where a signal is sent to all processes of a job, it
+    comes directly, too, and counts once."""
 
     def __init__(self) -> None:
-        self._heard_at = -float("inf")
+        self._num_direct = self._num_passed_on = self._num_counted = 0
         self._patient = False
         self._heard = False
         self._holding = False
@@ -63,7 +63,8 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses to set a handler
-            self._previous = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            own = () if self.passed_on is None else (self.passed_on,)
+            self._previous = {number: signal.signal(number, self._hear) for number in (*SIGNALS, *own)}
         return self
 
     def __exit__(
@@ -72,12 +73,15 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._holding or now < self._heard_at + self.same_within_s:
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if number == self.passed_on:
+            self._num_passed_on += 1
+        else:
+            self._num_direct += 1
+        num_signals = max(self._num_direct, self._num_passed_on)
+        if self._holding or num_signals == self._num_counted:
             return
-        if not self._heard:
-            self._heard_at = now
+        self._num_counted = num_signals
         waits, self._heard = self._patient and not self._heard, True
         if not waits:
             self.at_once = True
