@@ -1,7 +1,7 @@
-"""An engine whose workers are ranks of the sink themselves: the driver's end, `EngineSink`, and a worker's, `WorkerEnd`.
+"""An engine whose workers are ranks of the sink: the driver's end, `EngineSink`, and a worker's, `WorkerEnd`.
 
-Each worker joins the rendezvous, receives the boxes of its own parameters, and verifies them, in a thread beside the one
-that generates. What must happen in a worker's main thread, or while the engine is paused, it asks of the driver: it
+Each worker joins the rendezvous, receives the boxes of its own parameters, and verifies them, in a thread beside the
+one that generates. What must happen in a worker's main thread, or while the engine is paused, it asks of the driver: it
 posts what it wants, and waits; when all workers want the same, the driver makes one call of the engine. Weights and
 their digests never pass the driver.
 
@@ -105,7 +105,7 @@ class EngineSink(ABC):
         self._poison: str | None = None
         self._notes: dict[str, Any] = {}
         self.pause_s = 0.0
-        """Seconds for which the engine was paused by the last commit, without what it waited for unfinished requests."""
+        """Seconds for which the last commit paused the engine, without the wait for unfinished requests."""
 
     @abstractmethod
     def survey(self) -> None:
@@ -229,8 +229,8 @@ def raise_errors(answers: Sequence[Answer], *, phase: str = "prepare") -> None:
 def answering(method: Method) -> Method:
     """Whatever a worker's method raises becomes its answer.
 
-    An exception in one of several workers would leave the answers of the others in an engine's queues, and the next call
-    would take them for its own.
+    An exception in one of several workers would leave the answers of the others in an engine's queues, and the next
+    call would take them for its own.
     """
 
     @functools.wraps(method)
@@ -269,7 +269,7 @@ class Driver:
         self.name = f"{'rl-refit' if rendezvous is None else rendezvous.name} {secrets.token_hex(4)}"
 
     def source_rendezvous(self) -> Rendezvous:
-        """Where this process's own source meets the workers, and everybody else; joins the workers at the first call."""
+        """Where this process's own source meets the workers and everybody else; at the first call these join."""
         self._join()
         assert self._meeting is not None
         meeting, given = self._meeting, self._given
@@ -365,7 +365,7 @@ class Driver:
         with contextlib.suppress(Exception):  # the engine may have ended before
             self._sink._engine.call(  # noqa: SLF001
                 "rl_refit_leave",
-                self._sink._token,
+                self._sink._token,  # noqa: SLF001
                 [each.name for each in self._sink._drivers],  # noqa: SLF001
             )
 
@@ -455,9 +455,7 @@ class Driver:
             return self._last, True
         error: dict[str, Any] | None = None
         try:
-            if len(wanted) > 1:
-                raise AbortedError(f"the workers of the engine are not at one: {sorted(wanted)}")
-            self._do(wanted.pop())
+            self._do(wanted)
         except Exception as failure:  # noqa: BLE001  (it is the workers' to raise, and to tell everybody)
             where = "the engine's driver"
             error = error_to_message(failure, party=f"driver of sink {self._first_rank}", where=where)
@@ -467,7 +465,10 @@ class Driver:
                 store.set(f"answer {rank}", json.dumps([number, error]))
         return None, True
 
-    def _do(self, what: str) -> None:
+    def _do(self, wanted: set[str]) -> None:
+        if len(wanted) > 1:
+            raise AbortedError(f"the workers of the engine are not at one: {sorted(wanted)}")
+        (what,) = wanted
         if what == "survey":
             self._sink.survey()
         elif what == "ready":
@@ -625,7 +626,7 @@ class WorkerEnd:
         self.seat: _Seat | None = None
         self.sink: WeightSink | None = None
 
-    def join(
+    def join(  # noqa: PLR0917  (as it comes over RPC)
         self, token: str, message: Mapping[str, Any], living: Sequence[str], sink: Callable[[], WeightSink]
     ) -> None:
         """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left.
@@ -641,7 +642,9 @@ class WorkerEnd:
             self._token, self.sink = token, sink()
         self._seats[message["driver"]] = _Seat(self, message, rank=self._rank)
 
-    def receive(self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]) -> None:
+    def receive(  # noqa: PLR0917  (as it comes over RPC)
+        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
+    ) -> None:
         """Wait for the trainer in a thread, and take part; at most one at a time."""
         sink = self._require(token)
         if "poison" in notes:

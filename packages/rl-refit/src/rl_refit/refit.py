@@ -194,7 +194,7 @@ class Refit:
         """What `run` returns, a call of the inner Refit, while the engine is driven."""
         assert self._engine is not None
         inner = self._source_refit()
-        inner._interrupted = None
+        inner._interrupted = None  # noqa: SLF001  (another of this class)
         return self._engine.refit(run, lambda error: setattr(inner, "_interrupted", error), ends=ends)
 
     def _run_engine(self, version: int | None, *, timeout_s: float) -> RefitReport:

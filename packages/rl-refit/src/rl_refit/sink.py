@@ -403,6 +403,7 @@ class ModuleSink:
 
 
 def refuse_incomplete(missing: dict[str, int]) -> NoReturn:
+    """Raise which tensors were not staged exactly once, with the elements that each still lacks."""
     incomplete = [f"{name} ({elements:+,} elements)" for name, elements in missing.items() if elements]
     raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
 

@@ -103,7 +103,7 @@ def prove_needs(
 def sink_meta(
     meta: TensorMeta, config: NeedsConfig, *, boxes: Sequence[Region] | None, fed: bool, rank: int
 ) -> TensorMeta | None:
-    """A tensor of the source as worker `rank` holds it: the `boxes` that are fed, tied, or derived; None for nothing."""
+    """A tensor of the source as worker `rank` holds it: `boxes` that are fed, tied, or derived; None for nothing."""
     if fed:
         assert boxes is not None
         whole = Region(meta.name, (0,) * len(meta.shape), meta.shape)
@@ -157,8 +157,8 @@ def explain_needs(
         written = len(answer["complete"]) + len(answer["padded"])
         lines += [
             f"worker {rank}: {written} tensors written whole{padded}, {len(answer['derived'])} made by the engine",
-            f"  receives {room['bytes']:,} bytes, staged on its own device; {room['reloaded']} source tensors go "
-            f"through load_weights, the others are copied",
+            f"  receives {room['bytes']:,} bytes, staged on its own device",
+            f"  {room['reloaded']} source tensors go through load_weights, the others are copied",
         ]
         lines += [f"  declared constant: {name}" for name in (*answer["never"], *answer["partial"])]
         lines += [f"  padded: {name}" for name in answer["padded"]]

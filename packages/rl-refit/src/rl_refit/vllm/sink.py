@@ -15,7 +15,7 @@ from rl_refit.engine import EngineSink
 from rl_refit.errors import RefitError
 from rl_refit.manifest import Manifest
 from rl_refit.vllm.engines import Pause, engine_of
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, explain_needs, lacking, prove_needs, rows_of
+from rl_refit.vllm.needs import DERIVED, NeedsConfig, explain_needs, prove_needs, rows_of
 
 __all__ = ["WORKER_EXTENSION", "VllmSink"]
 

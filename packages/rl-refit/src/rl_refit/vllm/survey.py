@@ -38,7 +38,7 @@ __all__ = ["Landing", "Survey", "named_tensors", "survey"]
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where a box of a source tensor goes, unchanged but for a cast, in a tensor of the engine as its class makes it."""
+    """Where a box of a source tensor goes, unchanged but for a cast, in a tensor of the engine as it is made."""
 
     box: Region
     """Of the source tensor."""
@@ -248,7 +248,7 @@ def _landings(
         for write in copies.to(tensor):
             for source in write.names:
                 users.setdefault(source, {})[name] = None
-            if write.names and (landing := _landing(write, sources, name, tensor)) is not None:
+            if write.names and (landing := _landing(write, sources, name=name, tensor=tensor)) is not None:
                 landings.setdefault(write.names[0], []).append(landing)
                 into = box_within(write.target, Place.of(tensor))
                 copied += [into] if into is not None else []
@@ -261,7 +261,7 @@ def _landings(
     return plain, {source: tuple(names) for source, names in users.items()}, frozenset(changed)
 
 
-def _landing(write: Write, sources: Mapping[str, TensorMeta], name: str, tensor: Tensor) -> Landing | None:
+def _landing(write: Write, sources: Mapping[str, TensorMeta], *, name: str, tensor: Tensor) -> Landing | None:
     """Where a write puts a box of one source tensor, if it is a plain copy of a box."""
     if write.origin is None:
         return None

@@ -8,7 +8,7 @@ model's `load_weights` in vLLM's layerwise reload. Arguments and answers are pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -18,10 +18,10 @@ from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
 from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
 from rl_refit.errors import PoisonedError, RefitError
-from rl_refit.layout import Layout, Region
+from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
-from rl_refit.sink import CommittedVersion, assemble, overwrite, places_of, refuse_incomplete
+from rl_refit.sink import CommittedVersion, assemble, places_of, refuse_incomplete
 from rl_refit.vllm import cpu_workarounds
 from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
 from rl_refit.vllm.reload import reload_from
@@ -391,7 +391,9 @@ class RefitWorker:
         return {}
 
     @answering
-    def rl_refit_receive(self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]) -> Answer:
+    def rl_refit_receive(  # noqa: PLR0917  (over RPC)
+        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
+    ) -> Answer:
         """Wait for the trainer, and take part, in a thread."""
         self._end.receive(token, driver, timeout_s, notes)
         return {}
