@@ -120,7 +120,8 @@ class Refit:
         """
         if self._engine is not None:
             inner = self._source_refit()
-            return inner.plan if inner._party is not None else self._drive(lambda: inner.plan, ends=False)
+            known = inner._party is not None  # noqa: SLF001  (another of this class)
+            return inner.plan if known else self._drive(lambda: inner.plan, ends=False)
         return (self._party or self._plan()).agreement.plan
 
     def explain(self) -> str:
