@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from rl_generation.bad_words import encode_bad_words
+from rl_generation.constraints import encode_bad_words
 from rl_generation.detokenizer import INCOMPLETE, decode
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling
@@ -68,7 +68,12 @@ def to_sampling_params(
         sample_index: Which of the `n` answers.
         streaming: Whether the engine hands out new tokens as they come, or an answer when it is whole.
     """
-    from vllm.sampling_params import RequestOutputKind, SamplingParams  # `from vllm import` looks it up each time
+    # `from vllm import` looks it up each time.
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    grammar = None
+    if sampling.json_schema or sampling.regex:
+        grammar = StructuredOutputsParams(json=sampling.json_schema, regex=sampling.regex)
 
     own = () if sampling.ignore_eos else tuple(stop_token_ids)
     return SamplingParams(
@@ -83,7 +88,13 @@ def to_sampling_params(
         bad_words=list(sampling.bad_words),
         ignore_eos=True,
         max_tokens=sampling.max_new_tokens,
-        logprobs=0,
+        min_tokens=sampling.min_new_tokens,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        structured_outputs=grammar,
+        logprobs=sampling.top_logp,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
