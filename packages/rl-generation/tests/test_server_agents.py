@@ -1,4 +1,4 @@
-"""What agents ask of the server: grammars, tools, the Responses API, likeliest tokens, and stock clients, unmodified."""
+"""What agents ask of the server: grammars, tools, Responses, likeliest tokens, and stock clients as they are."""
 
 import asyncio
 import json

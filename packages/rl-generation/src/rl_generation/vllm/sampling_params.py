@@ -29,6 +29,11 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
         raise PromptError(
             f"prompt {index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
         )
+    if sampling.top_logp:
+        raise PromptError(
+            f"prompt {index} asks for top_logp={sampling.top_logp}, and vLLM's engines here report the sampled "
+            f"token alone: set top_logp=0"
+        )
     if sampling.stop and decode(limits.tokenizer, request.prompt[-ENOUGH_TOKENS:]).endswith(INCOMPLETE):
         raise PromptError(
             f"prompt {index} ends inside a character, and asks for stop={sampling.stop!r}, which vLLM would then look "
@@ -94,7 +99,7 @@ def to_sampling_params(
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias) or None,
         structured_outputs=grammar,
-        logprobs=sampling.top_logp,
+        logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
