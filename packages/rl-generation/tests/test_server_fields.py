@@ -225,7 +225,10 @@ def test_one_part_of_text_is_a_text():
 
 
 def test_tools_are_written_where_their_calls_are_wanted_as_text():
-    asked = chat({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"})
+    body = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+    room = Limits(vocab_size=len(TOKENIZER), max_length=256, tokenizer=TOKENIZER)
+    asked = read_chat(fields(CHAT | body), tokenizer=TOKENIZER, limits=room, bounds=ServerLimits())
+    assert asked.tools is None
     assert '"function"' in TOKENIZER.decode(asked.requests[0].prompt)
 
 

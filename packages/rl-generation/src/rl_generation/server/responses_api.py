@@ -95,8 +95,8 @@ class ResponsesRequest:
             "tools": tools or [],
             "top_p": body.get("top_p", 1.0),
         }
-        others = {name: value for name, value in body.items() if name not in IRRELEVANT}
-        return cls(chat=Fields(json.dumps(chat | others).encode()), echoed=echoed)
+        chat |= {name: value for name, value in body.items() if name not in IRRELEVANT}
+        return cls(chat=Fields(json.dumps(chat).encode()), echoed=echoed)
 
     def body(self, answered: Mapping[str, Any]) -> dict[str, Any]:
         """The response that is not streamed, from that of the chat."""
@@ -110,7 +110,9 @@ class ResponsesRequest:
     async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream, from the chunks of the chat's; closing it closes `chunks`."""
         number = 0
-        text, calls, content = "", [], []
+        text = ""
+        calls: list[dict[str, Any]] = []
+        content: list[dict[str, Any]] = []
         last: dict[str, Any] = {}
         usage: dict[str, int] | None = None
         message_id = f"msg_{uuid.uuid4().hex}"
