@@ -1,6 +1,5 @@
 """Real vLLM in this process: what it samples, what it says of it, whom a request touches, and what is refused."""
 
-import json
 import math
 import os
 import time
@@ -453,19 +452,3 @@ def test_a_second_engine_in_process_is_refused(engine, checkpoints):
 
 def test_starting_leaves_the_environment_and_the_generators_of_this_process_alone(engine):
     assert (engine.changed, engine.drawn) == (set(), False)
-
-
-def test_penalties_biases_minimal_lengths_and_grammars_reach_vllm(checkpoints):
-    with VllmEngine(tiny.options(checkpoints("llama"))) as engine:
-        schema = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}'
-        schema = schema[:-1] + ', "additionalProperties": false}'
-        bound = Sampling(max_new_tokens=60, seed=1, json_schema=schema)
-        pressed = Sampling(max_new_tokens=12, min_new_tokens=12, temperature=0, logit_bias={tiny.EOS: 50.0})
-        varied = Sampling(max_new_tokens=24, temperature=0, presence_penalty=2.0, repetition_penalty=5.0)
-        first, second, third = engine.generate([[10, 11]] * 3, [bound, pressed, varied])
-        text = engine.limits.tokenizer.decode(first.tokens, skip_special_tokens=True)
-        assert json.loads(text)["a"] in {1, 2}
-        assert (len(second.tokens), second.tokens.count(tiny.EOS)) == (12, 0)
-        assert len(set(third.tokens)) == len(third.tokens)
-        with pytest.raises(PromptError, match="top_logp=3"):
-            engine.generate([[10]], Sampling(max_new_tokens=2, top_logp=3))

@@ -15,6 +15,18 @@ __all__ = ["MAX_TEMPERATURE", "check_for_vllm", "for_sample", "to_sampling_param
 MAX_TEMPERATURE = 2.0
 """vLLM refuses what is above."""
 
+EMBEDDED_ONLY = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_new_tokens",
+    "json_schema",
+    "regex",
+    "top_logp",
+)
+"""Fields of Sampling that these engines refuse."""
+
 ENOUGH_TOKENS = 8
 """At the end of a prompt, to tell whether it ends inside a character of at most four bytes."""
 
@@ -29,11 +41,13 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
         raise PromptError(
             f"prompt {index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
         )
-    if sampling.top_logp:
-        raise PromptError(
-            f"prompt {index} asks for top_logp={sampling.top_logp}, and vLLM's engines here report the sampled "
-            f"token alone: set top_logp=0"
-        )
+    off = Sampling(max_new_tokens=1)
+    for name in EMBEDDED_ONLY:
+        if getattr(sampling, name) != getattr(off, name):
+            raise PromptError(
+                f"prompt {index} asks for {name}={getattr(sampling, name)!r:.100}, which the embedded engine alone "
+                f"does, not vLLM's: leave it out, or use TransformersEngine"
+            )
     if sampling.stop and decode(limits.tokenizer, request.prompt[-ENOUGH_TOKENS:]).endswith(INCOMPLETE):
         raise PromptError(
             f"prompt {index} ends inside a character, and asks for stop={sampling.stop!r}, which vLLM would then look "
@@ -73,12 +87,7 @@ def to_sampling_params(
         sample_index: Which of the `n` answers.
         streaming: Whether the engine hands out new tokens as they come, or an answer when it is whole.
     """
-    # `from vllm import` looks it up each time.
-    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-    grammar = None
-    if sampling.json_schema or sampling.regex:
-        grammar = StructuredOutputsParams(json=sampling.json_schema, regex=sampling.regex)
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # `from vllm import` looks it up each time
 
     own = () if sampling.ignore_eos else tuple(stop_token_ids)
     return SamplingParams(
@@ -93,12 +102,6 @@ def to_sampling_params(
         bad_words=list(sampling.bad_words),
         ignore_eos=True,
         max_tokens=sampling.max_new_tokens,
-        min_tokens=sampling.min_new_tokens,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=dict(sampling.logit_bias) or None,
-        structured_outputs=grammar,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
