@@ -16,7 +16,7 @@ from rl_generation.server.fields import IRRELEVANT, Fields, shortened
 
 __all__ = ["ResponsesRequest"]
 
-LOGPROBS = "message.output_text.logprobs"
+INCLUDED_LOGP = "message.output_text.logprobs"
 """What `include` may ask for."""
 
 
@@ -56,8 +56,8 @@ class ResponsesRequest:
         messages = [{"role": "system", "content": instructions}] if instructions is not None else []
         chat: dict[str, Any] = {"messages": messages + _messages(take("input", None))}
         include = take("include", None) or []
-        if not isinstance(include, list) or any(each != LOGPROBS for each in include):
-            message = f"include takes {LOGPROBS!r} alone; got {shortened(include)}"
+        if not isinstance(include, list) or any(each != INCLUDED_LOGP for each in include):
+            message = f"include takes {INCLUDED_LOGP!r} alone; got {shortened(include)}"
             raise HttpError(400, message, param="include", code="unsupported_field")
         chat["logprobs"] = bool(include)
         if "max_output_tokens" in body:
@@ -236,13 +236,11 @@ def _response_format(text: Any) -> dict[str, Any]:
     return dict(how)
 
 
-def _output(
-    text: str | None, calls: Any, logprobs: list[Any], *, message_id: str | None = None
-) -> list[dict[str, Any]]:
+def _output(text: str | None, calls: Any, logp: list[Any], *, message_id: str | None = None) -> list[dict[str, Any]]:
     """The items of a response: what is said, where anything is or nothing is called, then the calls."""
     items = []
     if text or not calls:
-        part = {"type": "output_text", "text": text or "", "annotations": [], "logprobs": logprobs}
+        part = {"type": "output_text", "text": text or "", "annotations": [], "logprobs": logp}
         items.append(_message_item(message_id or f"msg_{uuid.uuid4().hex}", part, status="completed"))
     return items + [
         {
