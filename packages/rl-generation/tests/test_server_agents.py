@@ -5,6 +5,7 @@ import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -231,7 +232,7 @@ def test_the_agents_sdk_calls_a_tool_and_goes_on_with_its_result(url, api):
     asked = []
 
     @agents.function_tool
-    def weather(days: int) -> str:
+    def weather(days: Literal[1, 2]) -> str:
         """Look at the weather."""
         asked.append(days)
         return "sunny"
