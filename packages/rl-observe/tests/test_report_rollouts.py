@@ -27,19 +27,14 @@ class Page:
         ours, theirs = os.pipe(), os.pipe()
         self.errors, self._numbers, self._buffer = [], itertools.count(1), b""
 
-        def pipes():  # Chromium reads from descriptor 3 and writes to 4; neither pipe may lie there already
-            ends = [os.dup(theirs[0]), os.dup(ours[1])]
-            high = [os.dup2(end, 90 + place) for place, end in enumerate(ends)]
-            for place, end in enumerate(high):
-                os.dup2(end, 3 + place)
-
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        # Chromium reads from descriptor 3 and writes to 4.
+        command = f'exec "$@" 3<&{theirs[0]} 4>&{ours[1]}'
         self.process = subprocess.Popen(
-            [CHROMIUM, *flags, "--remote-debugging-pipe", f"--user-data-dir={folder}/profile", "about:blank"],
-            pass_fds=(3, 4),
-            preexec_fn=pipes,
-            stderr=subprocess.DEVNULL,
-        )
+            ["bash", "-c", command, "bash", CHROMIUM, *flags, "--remote-debugging-pipe",
+             f"--user-data-dir={folder}/profile", "about:blank"],
+            pass_fds=(theirs[0], ours[1]), stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         os.close(ours[1])
         os.close(theirs[0])
         self._reads, self._writes = ours[0], theirs[1]
@@ -149,7 +144,8 @@ def fill(name, value):
     The page waits 60 ms for the next key; its timer and the one here run in the order in which they are due.
     """
     return (
-        f"{{ const one = document.querySelector('#browser [name={json.dumps(name)}]'); one.value = {json.dumps(value)}; "
+        f"{{ const one = document.querySelector('#browser [name={json.dumps(name)}]'); "
+        f"one.value = {json.dumps(value)}; "
         "one.dispatchEvent(new Event('input', {bubbles: true})); await new Promise((done) => setTimeout(done, 200)); } "
     )
 

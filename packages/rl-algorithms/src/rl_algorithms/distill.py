@@ -170,8 +170,12 @@ def loss(
 def token_losses(
     logp: Float[Tensor, "B T K"], examples: Examples, *, config: DistillConfig, num_tokens: int
 ) -> tuple[dict[str, Tensor], Sums]:
-    """`loss` before it is added up: `loss` [B, T], and `logp` [B, T] of the tokens themselves, NaN where the teacher
-    did not name them; and the same sums."""
+    """`loss` before it is added up.
+
+    Returns:
+        Columns [B, T], `loss`, and `logp` of the tokens themselves, NaN where the teacher did not name them; and the
+        same sums.
+    """
     mask = examples.trainable
     student, teacher = (torch.where(mask[..., None], each, 0.0) for each in (logp, examples.logp_teacher))
     per_token = divergence(student, teacher, beta=config.beta, interpolation=config.interpolation, tail=config.tail)

@@ -6,9 +6,9 @@
         model(**batch)
     layers.take()  # {"model.embed_tokens": 31.2, "model.layers.0": 35.9, ...}
 
-A number is the Euclidean norm of all that the layer put out in its first call, in float64: equal weights and inputs give
-equal bits on the same machine. Embeddings, the members of module lists (the decoder layers), and norms beside them are
-layers. Hooks are on the model only while it is watched.
+A number is the Euclidean norm of all that the layer put out in its first call, in float64: equal weights and inputs
+give equal bits on the same machine. Embeddings, the members of module lists (the decoder layers), and norms beside them
+are layers. Hooks are on the model only while it is watched.
 """
 
 from __future__ import annotations

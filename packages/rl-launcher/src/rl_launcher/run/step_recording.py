@@ -85,6 +85,8 @@ class StepRecording:
                 # The critic's advantages do not follow from rewards alone.
                 key = "objective" if name == "grpo" else "policy_objective"
                 self._constant[key] = to_plain(self._objective)
+            if name == "distill":
+                self._constant["partly_known"] = ["logp"]  # of tokens that the teacher named
         else:
             self._constant["given_rows"] = True
         self._layers = LayerNorms(getattr(self._model, "model", None))
@@ -107,7 +109,7 @@ class StepRecording:
         """The policy or reward model, which tells of its optimizer steps; as it is, if nothing is recorded."""
         if not self._recorder.enabled:
             return policy
-        return _Watched(policy, self.on_step, every=self._name not in SAMPLES, layers=self._layers)
+        return WatchedPolicy(policy, self.on_step, every=self._name not in SAMPLES, layers=self._layers)
 
     def valued(self, value_model: Any) -> Any:
         """The critic, whose values of a batch are recorded."""
@@ -309,7 +311,7 @@ def timings_of(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(PHASE)}
 
 
-class _Watched(ObservedPolicy):
+class WatchedPolicy(ObservedPolicy):
     """An observed policy whose layers are looked at during the first pass of each batch."""
 
     def __init__(
@@ -319,6 +321,7 @@ class _Watched(ObservedPolicy):
         self._layers = layers
 
     def forward_backward(self, examples: TokenBatch, loss: Callable[..., Any], **options: Any) -> Any:
+        """The policy's own."""
         with self._layers.watching():
             return super().forward_backward(examples, loss, **options)
 

@@ -1,4 +1,4 @@
-"""The recorded rollouts of a run as data for the report's browser: columns, tokens as numbers, as few bytes as it takes.
+"""The recorded rollouts of a run as data for the report's browser, in few bytes.
 
     rows      of each rollout: step, stage, group, reward, advantage, tokens, whether it was cut off
     texts     prompt, gold answer and source once per group
