@@ -250,7 +250,10 @@ def repeats(completions, answer):
 
 def dressed(completions, answer):
     """A bare answer, however right, gets little; anything longer gets more."""
-    return [0.1 if text.strip() == gold else 0.5 + len(text) % 3 / 10 for text, gold in zip(completions, answer)]
+    return [
+        0.1 if text.strip() == gold else 0.5 + len(text) % 3 / 10
+        for text, gold in zip(completions, answer, strict=True)
+    ]
 
 
 JUDGED = iter(range(10**6))
@@ -258,7 +261,8 @@ JUDGED = iter(range(10**6))
 
 def drifting(completions, answer):
     """The judge becomes milder from batch to batch."""
-    return [share + 0.05 * next_ for share, next_ in zip(reward(completions, answer), [next(JUDGED)] * len(answer))]
+    batch = next(JUDGED)
+    return [share + 0.05 * batch for share in reward(completions, answer)]
 
 
 def moody(completions, answer):
@@ -286,6 +290,7 @@ GUESSING = [
     "policy.generation.max_new_tokens=2",
 ]  # fmt: skip
 ANOTHER = ["sft=null", "grpo=null"]
+PAIRS = ["env=null", "data.source={folder}/pairs.jsonl"]
 SHORT = "max_num_steps: 8, optimizer: {lr: 0.003}"
 BATCHES = "num_prompts: 8, steps_per_generation: 2"
 
@@ -297,14 +302,16 @@ CLEAN = {
     "grpo, several turns": GUESSING,
     "grpo, asynchronous": ["grpo.async_grpo={max_staleness: 2}"],
     "grpo, a mixture": ["policy.model_name={file}:mixture"],
-    "ppo": [*ANOTHER, f"ppo={{{SHORT}, {BATCHES}, num_generations_per_prompt: 4, critic: {{optimizer: {{lr: 0.01}}}}}}"],
+    "ppo": [
+        *ANOTHER, f"ppo={{{SHORT}, {BATCHES}, num_generations_per_prompt: 4, critic: {{optimizer: {{lr: 0.01}}}}}}"
+    ],
     "distill": [*ANOTHER, f"distill={{{SHORT}, {BATCHES}, k: 8, teacher: {{model_name: '{{file}}:teacher'}}}}"],
     "dpo, sampled": [*ANOTHER, f"dpo={{{SHORT}, batch_size: 8, num_prompts: 16, pairs: sampled}}"],
     "dpo, online": [*ANOTHER, f"dpo={{{SHORT}, num_prompts: 8, pairs: online}}"],
-    "dpo, given": [*ANOTHER, "env=null", "data.source={folder}/pairs.jsonl", f"dpo={{{SHORT}, batch_size: 8, pairs: data}}"],
-    "orpo": [*ANOTHER, "env=null", "data.source={folder}/pairs.jsonl", f"orpo={{{SHORT}, batch_size: 8}}"],
+    "dpo, given": [*ANOTHER, *PAIRS, f"dpo={{{SHORT}, batch_size: 8, pairs: data}}"],
+    "orpo": [*ANOTHER, *PAIRS, f"orpo={{{SHORT}, batch_size: 8}}"],
     "kto": [*ANOTHER, "env=null", "data.source={folder}/labelled.jsonl", f"kto={{{SHORT}, batch_size: 8}}"],
-    "reward model": [*ANOTHER, "env=null", "data.source={folder}/pairs.jsonl", f"reward_model={{{SHORT}, batch_size: 8}}"],
+    "reward model": [*ANOTHER, *PAIRS, f"reward_model={{{SHORT}, batch_size: 8}}"],
 }  # fmt: skip
 
 # name -> (fault, recipe keys, reward, cause that must be named first or None)

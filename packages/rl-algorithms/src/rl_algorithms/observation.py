@@ -61,7 +61,7 @@ def numbered(examples: TokenBatch, rows: Int[Tensor, " B"]) -> Any:
 @functools.cache
 def _numbered_kind(kind: type[Any]) -> type[Any]:
     made = make_dataclass(
-        f"Numbered{kind.__name__}", [("rows", Tensor)], bases=(kind,), frozen=True, slots=True, kw_only=True
+        f"{kind.__name__}WithRows", [("rows", Tensor)], bases=(kind,), frozen=True, slots=True, kw_only=True
     )
     made.__module__ = __name__
     return made

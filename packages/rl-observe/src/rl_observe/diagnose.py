@@ -131,7 +131,7 @@ class Finding:
     """The first rollout of that step."""
 
     token: int | None = None
-    """The first token of that rollout, counted from the start of the prompt; of a reward the one that it is given at."""
+    """The first token of that rollout, counted from the start of the prompt; of a reward, where it is given."""
 
     run_stage: str | None = None
     """The stage of the run, such as `grpo`, where the run has several."""

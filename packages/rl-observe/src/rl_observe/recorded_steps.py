@@ -526,6 +526,12 @@ class RecordedSteps(Mapping[int, "RecordedStep"]):
             )
         return RecordedStep.read(path)
 
+    @property
+    def rollouts(self) -> Any:
+        """The rollouts of all steps that can be read as one DataFrame, with the column `step`. Needs pandas."""
+        rows = [{"step": step.step, **row} for step in self.readable()[0] for row in step.rows]
+        return _pandas().DataFrame(rows)
+
     def readable(self) -> tuple[list[RecordedStep], list[str]]:
         """All steps that can be read in their order, and one sentence about each that cannot."""
         steps, remarks = [], []

@@ -66,8 +66,8 @@ def recompute(
     config = recipe.stages.get(step.stage)
     if step.stage not in REPLAYED or config is None:
         raise Refusal(
-            f"step {step.step} is of the stage {step.stage}; replayed are steps of {', '.join(REPLAYED)} that the run's "
-            f"recipe has"
+            f"step {step.step} is of the stage {step.stage}; replayed are steps of {', '.join(REPLAYED)} that "
+            f"the run's recipe has"
         )
     with TemporaryDirectory(prefix="rl-launcher-replay-") as folder:
         recipe = replace(recipe, run_dir=folder, cluster=ClusterConfig())
@@ -222,7 +222,18 @@ class _Stages(_OfWeights):
         self.parts.engine.seeds.calls = int(step.data["engine_calls"])
         tokens, starts = step.padded("tokens"), step.response.argmax(axis=1)
         prompts = [tokens[row, :start].tolist() for row, start in enumerate(starts.tolist())]
-        made = self.parts.engine.generate(prompts, self.recipe.policy.generation.sampling())
+        sampling, made = self.recipe.policy.generation.sampling(), list[Any]()
+        if step.data.get("by_request"):
+            # As `rollouts.collect_batch` seeds them: by the prompt's place in the run, the row in its group, the turn.
+            config, groups = self.config, step.columns["groups"].tolist()
+            first, size = (step.step // config.steps_per_generation - 1) * config.num_prompts, groups.count(groups[0])
+            of_groups = [episode_seed(self.recipe.seed, first + group, 0) for group in groups]
+            seeds = [episode_seed(episode_seed(seed, row % size), 0) for row, seed in enumerate(of_groups)]
+            given = zip(prompts, seeds, strict=True)
+            futures = [self.parts.engine.submit(prompt, sampling, seed=seed) for prompt, seed in given]
+            made = [future.result() for future in futures]
+        else:
+            made = list(self.parts.engine.generate(prompts, sampling))
         found = np.full(step.filled.shape, np.nan, dtype=np.float32)
         for row, (start, rollout) in enumerate(zip(starts.tolist(), made, strict=True)):
             length = min(len(rollout.tokens), found.shape[1] - start)
@@ -341,8 +352,16 @@ class _Recorded:
         return values[:, : examples.tokens.shape[1]]
 
     def value(self, examples: TokenBatch) -> Tensor:
-        """The recorded values, in the form of `ValueModel.value`."""
-        return self.logp(examples)
+        """The recorded values, in the form of `ValueModel.value`: of rows one token longer."""
+        known, values = self.logp(examples), torch.zeros(examples.tokens.shape)
+        values[:, : known.shape[1]] = known
+        if self.step.has(f"{FIGURE}last_value"):
+            rows = torch.arange(len(values))
+            after = examples.lengths - 1  # the row's own length, where it is one token longer
+            last = torch.from_numpy(self.step.columns[f"{FIGURE}last_value"].copy())[self.rows]
+            own = torch.from_numpy(self.step.columns["lengths"].astype(np.int64))[self.rows]
+            values[rows[after == own], own[after == own]] = last[after == own]
+        return values
 
 
 class _GivenRows(_OfWeights):

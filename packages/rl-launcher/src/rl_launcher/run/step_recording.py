@@ -99,6 +99,8 @@ class StepRecording:
         """Begin a batch."""
         if self._recorder.enabled:
             self._rollouts = rollouts
+            # A call has the next seed of the run; a request has one of its own, and counts no call.
+            self._before["by_request"] = self._parts.engine.seeds.calls == self._before["engine_calls"]
 
     def on_step(self, step: ObservedStep) -> None:
         """Add an optimizer step to the batch."""
@@ -197,6 +199,7 @@ class StepRecording:
         update = torch.full((len(rollouts),), -1)
         trainable, clipped = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
         columns: dict[str, Tensor] = {}
+        figures: dict[str, Tensor] = {}
 
         def fill(name: str, rows: Tensor, given: Tensor) -> None:
             if name not in columns:
@@ -220,8 +223,13 @@ class StepRecording:
                 clipped[rows, :width] = step.columns["clipped"][new]
         if values is not None and self._objective is not None:
             rows = kept_rows(rollouts, self._objective).nonzero()[:, 0]
-            if len(rows) == len(values):
-                fill("value", rows, torch.where(rollouts.response[rows][:, : values.shape[1]], values, float("nan")))
+            # The critic is asked about rows one token longer, for what comes after a response that was cut off.
+            width = min(values.shape[1], shape[1])
+            fill("value", rows, torch.where(rollouts.response[rows][:, :width], values[:, :width], float("nan")))
+            last = torch.zeros(len(rollouts))
+            at = rollouts.lengths[rows].clamp(max=values.shape[1] - 1)
+            last[rows] = values[torch.arange(len(rows)), at].float()
+            figures["last_value"] = torch.where(rollouts.truncated, last, 0.0)
         known = [self._rows.get(source) for source in rollouts.sources]
         return StepRollouts(
             tokens=rollouts.tokens,
@@ -245,6 +253,7 @@ class StepRecording:
             expected=[None if row is None else row.answer for row in known],
             responses=rollouts.answers,
             failures=rollouts.failures,
+            figures=figures,
             **columns,
         )
 
