@@ -119,15 +119,16 @@ def test_a_step_whose_weights_are_gone_says_so_and_replays_the_rest(recipe):
 
 PAIRS = [{"prompt": f"{digit}+0=", "chosen": str(digit), "rejected": str(9 - digit)} for digit in range(10)]
 LABELLED = [{"prompt": f"{digit}+0=", "completion": str(digit), "label": digit % 2 == 0} for digit in range(10)]
+BATCHES = "max_num_steps: 4, steps_per_generation: 2, num_prompts: 4, optimizer: {lr: 0.01}"
 STAGES = {
     "sft": ([], "sft={max_num_steps: 4, batch_size: 4, optimizer: {lr: 0.01}}"),
     "ppo": (
         [],
-        "ppo={max_num_steps: 4, num_generations_per_prompt: 2, critic: {optimizer: {lr: 0.01}}, steps_per_generation: 2, num_prompts: 4, optimizer: {lr: 0.01}}",
+        "ppo={num_generations_per_prompt: 2, critic: {optimizer: {lr: 0.01}}, {batches}}",
     ),
     "distill": (
         [],
-        "distill={max_num_steps: 4, k: 8, teacher: {model_name: '{folder}/model.py:build'}, steps_per_generation: 2, num_prompts: 4, optimizer: {lr: 0.01}}",
+        "distill={k: 8, teacher: {model_name: '{folder}/model.py:build'}, {batches}}",
     ),
     "dpo, sampled": (
         [],
@@ -152,7 +153,7 @@ REPLAYED = {
 def test_steps_of_every_stage_are_recorded_clean_and_replayed_bit_for_bit(recipe, name):
     """Nothing is found in them; what cannot be computed again says why, and the rest has the recorded bits."""
     rows, stage = STAGES[name]
-    keys = ["grpo=null", stage.replace("{folder}", str(recipe.parent))]
+    keys = ["grpo=null", stage.replace("{folder}", str(recipe.parent)).replace("{batches}", BATCHES)]
     if rows:
         (recipe.parent / "given.jsonl").write_text("\n".join(map(json.dumps, rows)))
         keys += ["env=null", f"data.source={recipe.parent}/given.jsonl"]
