@@ -76,7 +76,7 @@ class StageResult:
     """The first token of it that does."""
 
     layer: str | None = None
-    """Of `logp`: the first layer of the model whose output is another one, where both were looked at."""
+    """Of `logp` that is not the same: the first layer of the model whose output is another one, if that is known."""
 
     recorded: float | None = None
     """The value there."""
@@ -92,6 +92,8 @@ class StageResult:
         if self.outcome == "not replayed":
             return f"{self.stage:<10} not replayed: {self.reason}"
         line = f"{self.stage:<10} {self.outcome}, {self.compared} numbers, largest difference {self.largest:.3g}"
+        if self.outcome == "within" and self.layer:
+            line += f", in layer {self.layer} first"
         if self.outcome == "differs":
             places = [f"{name} {place}" for name in ("row", "token") if (place := getattr(self, name)) is not None]
             where = f" first at {', '.join(places)}" if places else ""
@@ -153,7 +155,7 @@ def replay(step: RecordedStep, recompute: Mapping[str, Recompute] | None = None)
             continue
         result = _compare(stage, recorded, recomputed, bound=bounds.get(stage, 0.0))
         known = step.data.get("layers")
-        if stage == "logp" and result.outcome == "differs" and known:
+        if stage == "logp" and result.outcome != "same" and known:
             other = first_layer_that_differs(known, layers(step), bound=LAYER_BOUND)
             result = replace(result, layer=None if other is None else other[0])
         results.append(result)
