@@ -41,7 +41,7 @@ def test_a_grpo_run_records_its_last_steps_as_they_were_trained_on(recipe):
         assert each.version == step - 2
         versions = each.padded("versions")
         assert (versions[each.response] == each.version).all()
-        assert {line["source"] for line in each.shared} <= {f"{recipe.parent}/rows.jsonl:{n}" for n in range(8)}
+        assert {line["source"] for line in each.shared} <= {f"{recipe.parent}/rows.jsonl:{n}" for n in range(1, 9)}
         assert each.data["refit"]["digest"]
 
 
@@ -51,19 +51,18 @@ def test_nothing_is_recorded_where_the_recipe_keeps_no_step(recipe):
 
 
 def test_the_batch_that_ended_a_run_is_recorded_with_the_error_and_the_tokens(recipe, monkeypatch):
-    """The trainer's weights become NaN after two batches: the third is refused, and its bundle says where."""
+    """The weights become NaN within the third batch: its second step is refused, and its bundle says why."""
     real, calls = stepping.finite_step, []
 
     def break_weights(policy, sums):
         norm = real(policy, sums)
         calls.append(norm)
-        if len(calls) == 4:
+        if len(calls) == 5:
             with torch.no_grad():
                 next(iter(policy.model.parameters())).fill_(float("nan"))
         return norm
 
     monkeypatch.setattr("rl_algorithms.grpo.finite_step", break_weights)
-    monkeypatch.setattr("rl_algorithms.stepping.bring_weights", lambda *_, **__: None)
     with pytest.raises(RunStoppedError):
         start(recipe)
     directory = RunDirectory(recipe.parent / "run")
