@@ -397,6 +397,8 @@ def one_run(name, folder, *, on_ray=False):
 
         def with_fault(*arguments, **options):
             parts = build(*arguments, **options)
+            if name in FAULTS:
+                parts.engine.submit = None  # faults of the engine are put into `generate`, so no request may pass it by
             if (patch := fault(parts)) is not None:
                 stack.enter_context(patch)
             return parts

@@ -100,7 +100,8 @@ class StepRecording:
         if self._recorder.enabled:
             self._rollouts = rollouts
             # A call has the next seed of the run; a request has one of its own, and counts no call.
-            self._before["by_request"] = self._parts.engine.seeds.calls == self._before["engine_calls"]
+            if self._name in SAMPLES:
+                self._before["by_request"] = self._parts.engine.seeds.calls == self._before["engine_calls"]
 
     def on_step(self, step: ObservedStep) -> None:
         """Add an optimizer step to the batch."""
