@@ -148,12 +148,10 @@ def test_empty_cache_is_not_filled_twice_and_a_full_one_is_refused():
     assert_same({name: p.grad for name, p in model.named_parameters()}, truth)
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     assert cache.get_seq_length() == 9  # nothing is recorded there, and the cache works
     with pytest.raises(plans.PlanError, match="holds tokens while a gradient is recorded"):
-        model(
-            input_ids=ids,
-            **{"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache},
-        )
+        model(input_ids=ids, **{name: cache})
 
 
 def test_what_would_recompute_twice_is_refused():

@@ -55,8 +55,8 @@ SAVED = frozenset(
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments of a layer that hold what earlier tokens left, and that a second forward would write to once more."""
 MARK = "_rl_activation_checkpointing"
-# What selective checkpointing keeps goes through the caller's hooks on saved tensors (`save_on_cpu`), as everything else
-# that backward needs does. Since torch 2.15, which asks for a choice; older releases keep it past the hooks.
+# What selective checkpointing keeps goes through the caller's hooks on saved tensors (`save_on_cpu`), as everything
+# else that backward needs does. Since torch 2.15, which asks for a choice; older releases keep it past the hooks.
 HOOKS: dict[str, Any] = (
     {"respect_saved_tensors_hooks": True}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
