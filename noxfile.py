@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -305,6 +306,19 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--outdir", "dist", str(package.root))
     built = sorted(str(path) for path in (HERE / "dist").glob(f"{package.import_name}-{package.version}*"))
     session.run("twine", "check", "--strict", *built)
+
+
+@nox.session(venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the tests and benchmarks that need a GPU, in nine minutes, with what `python` has; on a CPU a dry run.
+
+    Installs nothing and needs no network: the packages are read from this checkout. `-- --parts logp refit` chooses.
+    """
+    code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+    probe = subprocess.run(["python", "-c", code], check=False, capture_output=True)
+    if b"No module named" in probe.stderr:
+        session.error("`python` has no torch: activate an environment that has it, such as .venv of `nox -s dev`")
+    session.run("python", "scripts/gpu_day.py", *(["--dry-run"] if probe.returncode else []), *session.posargs)
 
 
 @nox.session(python=PYTHON, default=False)

@@ -4,9 +4,9 @@
     python scripts/gpu_day.py --dry-run            on a CPU: the same programs at toy sizes, so that typos show before
     python scripts/gpu_day.py --parts logp refit   some parts only
 
-It runs from the checkout, with the torch that is installed, and without network. Every part is a process of its own with
-a deadline: one that fails, hangs or finds something missing is named, with its reason, and the others go on. Writes
-`benchmarks/results/gpu-<name>-<date>.json` and prints a table in Markdown; a dry run writes only to `--out`.
+It runs from the checkout, with the torch that is installed, and without network. Every part is a process of its own
+with a deadline: one that fails, hangs or finds something missing is named, with its reason, and the others go on.
+Writes `benchmarks/results/gpu-<name>-<date>.json` and prints a table in Markdown; a dry run writes only to `--out`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def workloads() -> Any:
     """Return the module with batches and the plain loop that the benchmarks of rl-backends use."""
     path = HERE / "packages/rl-backends/benchmarks/workloads.py"
     spec = importlib.util.spec_from_file_location("workloads", path)
-    assert spec is not None and spec.loader is not None, path
+    assert spec is not None, path
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules["workloads"] = module
     spec.loader.exec_module(module)
@@ -155,7 +156,7 @@ def take_steps(device: str, *, dry_run: bool, steps: int = 4, **options: Any) ->
 # -- The parts, in the order in which they run ---------------------------------------------------
 
 
-def parity(device: str, *, dry_run: bool) -> Figures:
+def parity(device: str, *, dry_run: bool) -> Figures:  # noqa: ARG001 - small in any case
     """Log-probabilities of the backend in float32 against plain transformers on the CPU."""
     import torch
 
@@ -326,7 +327,7 @@ def kernels(device: str, *, dry_run: bool) -> Figures:
     figures: Figures = {"plain": take_steps(device, dry_run=dry_run, steps=2, micro_batch_tokens=budget)}
     if device == "cuda":
         figures["compile"] = take_steps(device, dry_run=dry_run, steps=2, micro_batch_tokens=budget, compile=True)
-    for field, value in (("attention", "flash_attention_2"), ("mlp", "liger"), ("norm", "liger")):
+    for field, value in (("attention", "flex"), ("attention", "flash"), ("loss", "liger"), ("mlp", "liger")):
         try:
             config = KernelsConfig(**{field: value})
             figures[f"{field}_{value}"] = take_steps(
@@ -347,8 +348,7 @@ def forecast(device: str, *, dry_run: bool) -> Figures:
     with torch.device("meta"):
         shape = make_model(dry_run=dry_run, device="meta")
     report = memory(shape, batch_size=rows, sequence_length=length, optimizer="adamw_fused", param_dtype=None)
-    predicted = report.peak.total if hasattr(report.peak, "total") else None
-    figures: Figures = {"predicted_bytes": predicted, "predicted": str(report.peak)[:400]}
+    figures: Figures = {"predicted_bytes": report.peak.num_bytes}
     if device == "cuda":
         from rl_parallel_plans import linear_logp
 
@@ -393,7 +393,7 @@ def run(device: str, *, dry_run: bool) -> Figures:
                 "num_prompts": 2 if dry_run else 32,
                 "optimizer": {"warmup_steps": 1},
             },
-            evaluation=None if dry_run else {"every": steps},
+            evaluation={"every": steps},
         )
         total_s = time.perf_counter() - start
         lines = (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines()
@@ -406,15 +406,16 @@ def run(device: str, *, dry_run: bool) -> Figures:
     return {"total_s": total_s, "steps": 2 * steps, **medians}
 
 
-def gpu_tests(device: str, *, dry_run: bool) -> Figures:
+def gpu_tests(device: str, *, dry_run: bool) -> Figures:  # noqa: ARG001 - the tests know theirs
     """Every test that is marked `gpu`; a dry run collects them."""
-    folders = sorted({str(path.parent) for path in HERE.glob("packages/*/tests") for path in [path / "x"]})
-    marked = [path for path in folders if any("pytest.mark.gpu" in f.read_text() for f in Path(path).rglob("*.py"))]
+    files: dict[str, list[str]] = {}
+    for path in sorted(HERE.glob("packages/*/tests/**/test_*.py")):
+        if "pytest.mark.gpu" in path.read_text() and "vllm" not in path.parts:
+            files.setdefault(path.relative_to(HERE).parts[1], []).append(str(path.relative_to(HERE)))
     counts = {}
-    for folder in marked:
-        name = Path(folder).parent.name
-        options = ["--collect-only"] if dry_run else ["-x", "--maxfail=20"]
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *options, "--ignore-glob=*/vllm/*", folder]
+    for name, marked in files.items():
+        options = ["--collect-only"] if dry_run else ["--maxfail=20"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *options, *marked]
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
         last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
         counts[name] = last.strip("= ")
