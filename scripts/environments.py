@@ -244,7 +244,7 @@ def damage_of(environment: Path) -> str | None:
         folder = record.parent.parent
         for line in record.read_text(encoding="utf-8").splitlines():
             name = line.rsplit(",", 2)[0].strip('"')
-            if "__pycache__" not in name and not (folder / name).exists():
+            if "__pycache__" not in name and not name.endswith(".pyc") and not (folder / name).exists():
                 return f"{name} of {record.parent.name.removesuffix('.dist-info')} is gone"
     return None
 

@@ -393,7 +393,7 @@ def run(device: str, *, dry_run: bool) -> Figures:
                 "num_prompts": 2 if dry_run else 32,
                 "optimizer": {"warmup_steps": 1},
             },
-            evaluation={"every": steps},
+            evaluation={"every": steps, "max_prompts": 8 if dry_run else 200},
         )
         total_s = time.perf_counter() - start
         lines = (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines()
