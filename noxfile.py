@@ -308,14 +308,6 @@ def build(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *built)
 
 
-@nox.session(python=PYTHON, default=False)
-def site(session: nox.Session) -> None:
-    """Build the documentation site from the READMEs, `docs/` and the docstrings, in `build/site/site`."""
-    install(session, REPO, [], requirements=group(TOOLS, "site"))
-    session.run("python", "scripts/documentation_site.py", "build/site")
-    session.run("mkdocs", "build", "--quiet", "--strict", "--config-file", "build/site/mkdocs.yml")
-
-
 @nox.session(venv_backend="none", default=False)
 def gpu(session: nox.Session) -> None:
     """Run the tests and benchmarks that need a GPU, in nine minutes, with what `python` has; on a CPU a dry run.
