@@ -147,7 +147,7 @@ def toy(session):
 """
 
 
-@pytest.mark.parametrize("installer", ["uv", "pip"])
+@pytest.mark.parametrize("installer", ["uv"])
 def test_an_environment_heals_and_install_only_installs(root, monkeypatch, installer):
     monkeypatch.setenv("RL_STACK_INSTALLER", installer)
     monkeypatch.delenv("PYTHONPATH", raising=False)
