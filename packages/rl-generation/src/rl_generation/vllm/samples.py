@@ -1,6 +1,6 @@
 """Samples on an `AsyncLLM`, each a request of its own, so that a timeout or an abort costs one and the others go on.
 
-Everything here runs on the event loop of the engine. Does not check what it is asked for, and knows no other thread.
+Everything here runs on the event loop of the engine. Callers check the arguments.
 """
 
 import asyncio
