@@ -108,15 +108,32 @@ def test_an_engine_that_is_wrong_from_some_length_on_fails_by_default(tiny, righ
     assert verify_logp(engine(copy.deepcopy(policy)), policy).max_abs_difference <= 1e-4
 
 
+class Delegate:
+    """An engine that does everything through `inner`."""
+
+    version = property(lambda self: self.inner.version)
+    logp_of = property(lambda self: self.inner.logp_of)
+    limits = property(lambda self: self.inner.limits)
+
+    def explain(self):
+        return self.inner.explain()
+
+    def metrics(self):
+        return self.inner.metrics()
+
+    def close(self):
+        self.inner.close()
+
+
 def test_an_engine_that_keeps_a_prefix_of_old_weights_fails_by_default(tiny):
     """As one with a prefix cache that a refit did not reset."""
     policy = tiny("llama", **LONG)
 
-    class Stale:
+    class Stale(Delegate):
         """Answers what it was asked before with the logp of the weights of that time."""
 
         def __init__(self, inner):
-            self.inner, self.limits, self.seen = inner, inner.limits, {}
+            self.inner, self.seen = inner, {}
 
         def generate(self, prompts, sampling):
             rollouts = self.inner.generate(prompts, sampling)

@@ -73,7 +73,7 @@ def test_a_refit_under_inference_mode_does_not_spoil_the_next():
         class Passing:
             """A source whose tensors do not stay."""
 
-            manifest, shards = staticmethod(source.manifest), staticmethod(source.shards)
+            device, manifest, shards = source.device, staticmethod(source.manifest), staticmethod(source.shards)
 
         refit = Refit(Passing(), ModuleSink(engine, mode=mode))
         with torch.inference_mode():

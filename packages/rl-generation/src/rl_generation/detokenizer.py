@@ -41,7 +41,12 @@ def answer_text(
     prompt: Sequence[int],
     skip_special_tokens: bool = True,
 ) -> str:
-    """Return the text that `tokens` add to the text of `prompt`, a character that they complete included."""
+    """Return the text that `tokens` add to the text of `prompt`, a character that they complete included.
+
+    No tokens add nothing, nor do special ones that are skipped, also behind a prompt that ends inside a character.
+    """
+    if not tokens or (skip_special_tokens and frozenset(tokenizer.all_special_ids).issuperset(tokens)):
+        return ""
     tail, whole = _prompt_tail(tokenizer, prompt)
     before = decode(tokenizer, tail[:whole], skip_special_tokens=skip_special_tokens)
     text = decode(tokenizer, [*tail, *tokens], skip_special_tokens=skip_special_tokens)

@@ -383,7 +383,7 @@ def disagreement():
     for party, settings, blame in (
         ("sink 0", {"bucket_bytes": 1024}, ["bucket_bytes 1024"]),
         ("source 1", {"bucket_bytes": 1024}, ["source 1", "bucket_bytes 1024"]),
-        ("sink 0", {"transport": "arena"}, ["shared memory"]),
+        ("sink 0", {"transport": "arena"}, ["transport 'arena'"]),
         ("sink 0", {"num_sinks": 3}, ["num_sinks"]),
         ("source 0", {"num_sources": 1}, ["num_sources"]),
     ):
