@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, final
 
-__all__ = ["main"]
-
 PROGRAM = "rl-backends"
 COMMANDS = {
     "explain": "say what the backend would do with a model on so many ranks, and what memory that takes",

@@ -34,9 +34,11 @@ from rl_backends.batching.microbatches import (
 )
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
 from rl_backends.choices import require_temperature
+from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import BatchError
 from rl_backends.examples import BatchT, TokenBatch, require_token_ids, token_ids_of
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
+from rl_backends.megatron.config import MegatronConfig
 from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
@@ -45,18 +47,6 @@ from rl_backends.rank_agreement import require_same_batch
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
 from rl_backends.reference import ReferenceModel
 from rl_parallel_plans import TopKLogp
-
-__all__ = [
-    "Backend",
-    "BackendConfig",
-    "DistributedModel",
-    "StageOptimizers",
-    "TrainingBackend",
-    "asked_of",
-    "max_positions",
-    "media_tokens",
-    "vocabulary_size",
-]
 
 WEIGHTS: tuple[Part, ...] = ("weights",)
 PASSES: tuple[Part, ...] = ("weights", "gradients")
@@ -138,35 +128,6 @@ class TrainingBackend(Protocol):
 
 
 @runtime_checkable
-class BackendConfig(Protocol):
-    """What the configuration of every backend says of how it computes."""
-
-    @property
-    def device(self) -> Literal["cpu", "cuda"]:
-        """Where the model lives."""
-
-    @property
-    def precision(self) -> Literal["float32", "bfloat16"]:
-        """What the forward and backward passes compute in."""
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Most rows in one pass on one rank."""
-
-    @property
-    def micro_batch_tokens(self) -> int | None:
-        """Most tokens in one pass on one rank; None bounds by rows alone."""
-
-    @property
-    def sequence_packing(self) -> bool:
-        """Rows lie one after the other, without padding."""
-
-    @property
-    def peak_flops_per_s(self) -> float | None:
-        """Of one device; None looks it up."""
-
-
-@runtime_checkable
 class StageOptimizers(Protocol):
     """The optimizers of a stage, as `start_training` makes them."""
 
@@ -188,7 +149,7 @@ class StageOptimizers(Protocol):
 class DistributedModel(ABC):
     """A model laid out over all ranks of this run, each of which is given whole batches and reads its own rows."""
 
-    config: BackendConfig
+    config: DTensorConfig | MegatronConfig
     vocabulary_size: int
     """Rows of the embedding: token ids are below it."""
     max_positions: int | None

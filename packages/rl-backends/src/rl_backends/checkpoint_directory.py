@@ -4,8 +4,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["VARIABLE", "explain_megatron_checkpoint_dir", "megatron_checkpoint_dir"]
-
 VARIABLE = "NRL_MEGATRON_CHECKPOINT_DIR"
 SUBFOLDER = "nemo_rl"
 

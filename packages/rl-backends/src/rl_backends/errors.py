@@ -1,14 +1,5 @@
 """What is refused, and what stops a step. Every message names the thing, says why, and says what to do."""
 
-__all__ = [
-    "BatchError",
-    "CheckpointError",
-    "MissingDependencyError",
-    "ModelError",
-    "NonFiniteGradientError",
-    "RankError",
-]
-
 
 class ModelError(ValueError):
     """A model or tokenizer that cannot be used, or not in the way that was asked for."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rl_backends.errors import BatchError
 
-__all__ = ["BatchT", "TokenBatch", "require_token_ids", "token_ids_of"]
-
 
 @runtime_checkable
 class TokenBatch(Protocol):
@@ -50,12 +48,7 @@ def token_ids_of(examples: TokenBatch) -> Tensor | None:
 
 
 def require_token_ids(examples: TokenBatch, *, vocabulary_size: int) -> None:
-    """Refuse `examples.token_ids` that are absent or unknown to the model; places that do not train may hold any.
-
-    Raises:
-        BatchError: the examples have no `token_ids`, they are no ids of [B, T, K], or one of a trainable token is
-            outside the vocabulary.
-    """
+    """Refuse `examples.token_ids` that are absent or unknown to the model; places that do not train may hold any."""
     token_ids = token_ids_of(examples)
     if token_ids is None:
         raise BatchError(

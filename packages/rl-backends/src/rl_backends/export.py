@@ -24,14 +24,13 @@ from torch import Tensor, nn
 
 from rl_backends.checkpoints.folders import probe_file, sees
 from rl_backends.checkpoints.manifest import sync
+from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
 from rl_backends.loading.pretrained import dtype_of_config
 from rl_backends.loading.skeleton import twin_of
 from rl_backends.loading.weights import first_names, has_conversions
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards
-
-__all__ = ["export_pretrained"]
 
 
 def export_pretrained(
@@ -97,7 +96,7 @@ def export_pretrained(
         stream = export_state_dict(model, every_rank=True, device=None) if tensors is None else tensors
         failure = _write_stream(stream, groups, files=files, skeleton=skeleton)
     except BaseException:
-        if _this_rank() == 0:
+        if this_rank() == 0:
             remove()
         raise
     try:
@@ -124,15 +123,11 @@ def export_pretrained(
     on_rank_0(finish)
 
 
-def _this_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _ranks_that_see(folder: Path) -> list[int]:
     """The ranks to which rank 0's `folder` is the same folder: without a shared file system, those of its node."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [0]
-    with probe_file(folder) if _this_rank() == 0 else nullcontext(("", "")) as probe:
+    with probe_file(folder) if this_rank() == 0 else nullcontext(("", "")) as probe:
         path, token = json.loads(gather_text(json.dumps(probe))[0])
         seen = gather_text("yes" if sees(path, token) else "")
     return [rank for rank, answer in enumerate(seen) if answer]
@@ -240,7 +235,7 @@ class _ShardFiles:
         }
         self._missing: dict[str, set[str]] = {}
         for name, at in number_of.items():
-            if writers[at % len(writers)] == _this_rank():
+            if writers[at % len(writers)] == this_rank():
                 self._missing.setdefault(self._file_of[name], set()).add(name)
         self._held: dict[str, dict[str, Tensor]] = {}
         self._thread = ThreadPoolExecutor(1)
@@ -251,12 +246,7 @@ class _ShardFiles:
         return self._file_of[name] in self._missing
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor, if it is in one of this rank's files; write the file that it completes, in the background.
-
-        Raises:
-            ModelError: the tensor has another shape than planned.
-            OSError: an earlier file could not be written.
-        """
+        """Take a tensor, if it is in one of this rank's files; write the file that it completes, in the background."""
         if not self.is_mine(name):
             return
         planned = self._outputs[name]
@@ -274,13 +264,7 @@ class _ShardFiles:
             self._writing = self._thread.submit(self._write, file, self._held.pop(file))
 
     def finish(self, failure: BaseException | None) -> None:
-        """Wait until this rank's files are on disk.
-
-        Raises:
-            BaseException: `failure`.
-            ModelError: tensors that were to be added were not.
-            OSError: the disk is full or read-only.
-        """
+        """Wait until this rank's files are on disk."""
         self._thread.shutdown()
         if failure is not None:
             raise failure
@@ -327,9 +311,6 @@ def plan_groups(skeleton: Any, tensors: Mapping[str, Tensor]) -> list[Group]:
 
     skeleton: the unsharded model on the meta device, with `_weight_conversions` if it was loaded from files.
     tensors: meta tensors of what is to be written, by name in the model, in its order.
-
-    Raises:
-        ModelError: a conversion of transformers cannot be done group by group, or not at all.
     """
     expected = as_in_files(skeleton, tensors)
     made = {name: as_in_files(skeleton, {name: tensor}) for name, tensor in tensors.items()}
@@ -366,11 +347,7 @@ def _joined(tensors: Mapping[str, Tensor], made_by: Mapping[str, list[str]]) -> 
 
 
 def as_in_files(skeleton: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the model as files have them, by the conversions of the installed transformers.
-
-    Raises:
-        ModelError: transformers fails to convert them.
-    """
+    """Tensors of the model as files have them, by the conversions of the installed transformers."""
     if not has_conversions():
         return {_name_in_files(skeleton, name): tensor for name, tensor in tensors.items()}
     from transformers.core_model_loading import revert_weight_conversion

@@ -2,8 +2,6 @@
 
 from pathlib import PurePosixPath
 
-__all__ = ["is_plain_name"]
-
 
 def is_plain_name(name: object) -> bool:
     """Whether it is text that names a file beside the one that it was read from: no folder, no `..`, no root."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from rl_backends.batching.microbatches import moved
 from rl_backends.examples import BatchT, TokenBatch
 
-__all__ = ["ROUTER_LOSS", "LossFunction", "LossOverMicrobatches", "Output", "Sums", "last_tokens", "through_outputs"]
-
 Sums = dict[str, Tensor]
 Output = Literal["logp", "logp_and_entropy", "logp_of_token_ids", "value", "score"]
 LossFunction = Callable[[Tensor, BatchT], tuple[Tensor, Sums]]
@@ -25,12 +23,6 @@ class LossOverMicrobatches(Generic[BatchT]):
 
     A loss that raises must not stop its rank alone, since other ranks wait in the collectives of the model's backward:
     the first error is kept in `failure`, and this rank goes on with a loss of 0 until all ranks can raise together.
-
-    Args:
-        loss: of outputs and rows, to a scalar and named scalars.
-        device: where its rows are moved to.
-        reserved: names of sums that the loss may not use.
-        around: entered around every call of the loss.
     """
 
     def __init__(
@@ -84,11 +76,6 @@ def through_outputs(
         outputs: of the model, for the rows of one microbatch.
         counted: False for a microbatch whose gradient shall be 0.
         reserved: names of sums that the loss may not use.
-
-    Raises:
-        TypeError: the result is no pair of a scalar tensor and named numbers.
-        ValueError: no gradient flows from the scalar, or a name is reserved.
-        Exception: what the loss's backward pass raises.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise TypeError(f"a loss returns (scalar, {{name: scalar}}), and this one returned a {type(result).__name__}")

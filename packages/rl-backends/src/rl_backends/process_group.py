@@ -232,17 +232,7 @@ def meet_at(
     device: Literal["cpu", "cuda"],
     timeout_s: float,
 ) -> None:
-    """Make this process a rank. A collective of all ranks.
-
-    Args:
-        address: of the store.
-        store: rank 0's; None for the others, which connect to it.
-        rank: this one.
-        num_ranks: all.
-        local_rank: which of the node's GPUs is its own.
-        device: "cuda" joins by NCCL too.
-        timeout_s: how long a rank waits for another in a collective.
-    """
+    """Make this process a rank. A collective of all ranks; `store` is rank 0's, the others connect to `address`."""
     ip, port = address
     names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "MASTER_ADDR": ip, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})

@@ -5,7 +5,8 @@ of its own, both silently; comparing CRC-32 of the bytes finds any accident. Not
 ranks as bytes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from zlib import crc32
@@ -18,18 +19,6 @@ from rl_backends.errors import BatchError, ModelError, RankError
 from rl_backends.examples import TokenBatch, token_ids_of
 from rl_parallel_plans.dtensor import has_numbers
 
-__all__ = [
-    "add_up",
-    "forget_host_group",
-    "gather_text",
-    "host_group",
-    "on_every_rank",
-    "on_rank_0",
-    "raise_together",
-    "require_same_batch",
-    "require_same_model",
-]
-
 T = TypeVar("T")
 
 _host_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
@@ -40,10 +29,6 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None = 
     """Let every rank act; if one fails, all raise. Every rank of `group` must call it.
 
     group: None for all ranks; where there is no process group, this process alone.
-
-    Raises:
-        BaseException: this rank's own.
-        RankError: other ranks', in words.
     """
     result: T | None = None
     error: BaseException | None = None
@@ -86,6 +71,33 @@ def gather_text(text: str, *, group: dist.ProcessGroup | None = None) -> list[st
     return [each.cpu().numpy().tobytes().rstrip(b"\0").decode() for each in gathered]
 
 
+def told_by_last_rank(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, *, device: torch.device | str
+) -> list[Tensor]:
+    """What the last rank of `group`, such as the last stage of a pipeline, passes, on every rank; others pass none."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return list(tensors)
+    kinds = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
+    kinds = json.loads(gather_text(json.dumps(kinds), group=group)[-1])
+    if dist.get_rank(group) == size - 1:
+        told = [each.detach().to(device).contiguous() for each in tensors]
+    else:
+        told = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in kinds]
+    for each in told:
+        dist.broadcast(each, src=dist.get_global_rank(group, size - 1), group=group)
+    return told
+
+
+def sums_of_last_rank(
+    sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device
+) -> dict[str, Tensor]:
+    """The same of named scalars."""
+    names = json.loads(gather_text(json.dumps(list(sums)), group=group)[-1])
+    told = told_by_last_rank([torch.stack(list(sums.values()))] if sums else [], group, device=device)
+    return dict(zip(names, told[0].unbind(), strict=True)) if names else {}
+
+
 def host_group() -> dist.ProcessGroup | None:
     """All ranks over the host's network, apart from the collectives of training; None without a process group.
 
@@ -121,14 +133,12 @@ def require_same_model(model: nn.Module) -> None:
     """Compare names, shapes and dtypes of all parameters and buffers, and their bits where they have numbers.
 
     Every rank must call it. The weights are read once, through the host's memory.
-
-    Raises:
-        ModelError: on every rank; ranks have other weights, or other models.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if _differ(crc32("\n".join(map(_described, tensors, tensors.values())).encode())):
+    described = [f"{name} {each.dtype} {tuple(each.shape)} {each.is_meta}" for name, each in tensors.items()]
+    if _differ(crc32("\n".join(described).encode())):
         models = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_text(_summary(model, tensors))))
         raise ModelError(f"every rank must be given the same model, and these are different ones: {models}")
     if all(map(has_numbers, tensors.values())) and (difference := _first_difference(tensors)) is not None:
@@ -140,15 +150,7 @@ def require_same_model(model: nn.Module) -> None:
 
 
 def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) -> None:
-    """Compare tokens, lengths and which tokens train; every rank must call it.
-
-    Args:
-        examples: of this rank.
-        with_token_ids: compare `examples.token_ids` as well: ranks that share a row must ask about the same tokens.
-
-    Raises:
-        BatchError: on every rank; the ranks have other batches.
-    """
+    """Compare tokens, lengths and which tokens train; every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors = [examples.tokens, examples.lengths, examples.trainable]
@@ -164,17 +166,17 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
         )
 
 
-def _differ(digest: int) -> bool:
+def _differ(digest: int, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ranks have other digests: one small reduction."""
-    extremes = torch.tensor([digest, -digest], device=_device())
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    extremes = torch.tensor([digest, -digest], device=_device_of(group))
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     most, least = extremes.tolist()
     return bool(most != -least)
 
 
 def _first_difference(tensors: dict[str, Tensor]) -> tuple[str, list[int]] | None:
     """The first tensor that is not alike everywhere, and the ranks where it is not what rank 0 has."""
-    own = torch.tensor([_digest([tensor]) for tensor in tensors.values()], device=_device())
+    own = torch.tensor([_digest([tensor]) for tensor in tensors.values()], device=_device_of(None))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     apart = torch.stack(gathered).cpu() != gathered[0].cpu()
@@ -190,16 +192,6 @@ def _digest(tensors: Iterable[Tensor], start: int = 0) -> int:
     return start
 
 
-def _device() -> str:
-    """Where collectives of all ranks take tensors from; the host, if they can."""
-    backend = dist.get_backend()
-    return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
-
-
-def _described(name: str, tensor: Tensor) -> str:
-    return f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.is_meta}"
-
-
 def _summary(model: nn.Module, tensors: dict[str, Tensor]) -> str:
     numbers = sum(tensor.numel() for tensor in tensors.values())
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
@@ -212,29 +204,17 @@ def _named(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device) -> dict[str, Tensor]:
-    """Scalars by name, added over the ranks of `group`; float64, which counts every token.
-
-    Raises:
-        ValueError: the ranks have other names.
-    """
+def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Scalars by name, added over the ranks of `group`; float64, which counts every token."""
     names = sorted(sums)
     together = dist.get_world_size(group) > 1
-    if together:
-        _require_same_names(names, group, device=device)
+    if together and _differ(crc32("\n".join(names).encode()), group):
+        raise ValueError(
+            f"ranks returned sums of different names, {names} here; a loss must return the same names for any rows"
+        )
     if not names:
         return {}
     stacked = torch.stack([sums[name].to(torch.float64) for name in names])
     if together:
         dist.all_reduce(stacked, group=group)
     return dict(zip(names, stacked.unbind(), strict=True))
-
-
-def _require_same_names(names: list[str], group: dist.ProcessGroup, *, device: torch.device) -> None:
-    digest = crc32("\n".join(names).encode())
-    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    if int(extremes[0]) != -int(extremes[1]):
-        raise ValueError(
-            f"ranks returned sums of different names, {names} here; a loss must return the same names for any rows"
-        )

@@ -21,18 +21,6 @@ from rl_backends.lora.layers import adapted_head
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp
 
-__all__ = [
-    "Head",
-    "Reader",
-    "has_language_model_head",
-    "read_entropy",
-    "read_logp",
-    "read_top_k",
-    "read_value",
-    "token_logp_reader",
-    "value_reader",
-]
-
 Reader = Callable[[nn.Module, Tensor, ModelInputs], Any]
 
 
@@ -55,11 +43,7 @@ class Head:
 
     @classmethod
     def of(cls, model: nn.Module, kernels: KernelsConfig | None = None) -> "Head":
-        """As the model's configuration says it, read by the kernel of the loss.
-
-        Raises:
-            ModelError: the model has no language-model head.
-        """
+        """As the model's configuration says it, read by the kernel of the loss."""
         if not has_language_model_head(model):
             raise ModelError(
                 f"{type(model).__qualname__} has no language-model head, so it has no log-probabilities; load it with "
@@ -93,9 +77,6 @@ def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
 
     "logp" [n], its log-probability; "logp_and_entropy" [n, 2], with the entropy in nats of the distribution that it was
     drawn from; "logp_of_token_ids" [n, k], the log-probabilities of the k tokens asked about in its place.
-
-    Raises:
-        ValueError: it is no output of a language model.
     """
     if output not in {"logp", "logp_and_entropy", "logp_of_token_ids"}:
         raise ValueError(f"output={output!r} must be one of {', '.join(map(repr, get_args(Output)))}")
@@ -125,16 +106,8 @@ def read_logp(head: Head, temperature: float) -> Reader:
 
 def read_entropy(head: Head, temperature: float) -> Reader:
     """Entropy in nats of the distribution that each asked token was drawn from: float32 [n]."""
-
-    def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Float[Tensor, " n"]:
-        lm_head, hidden = adapted_head(model.get_output_embeddings(), hidden)
-        options = head.options(temperature)
-        _, entropy = linear_logp(
-            hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, kernel=head.kernel, **options
-        )
-        return entropy
-
-    return read
+    both = token_logp_reader("logp_and_entropy", head, temperature)
+    return lambda model, hidden, inputs: both(model, hidden, inputs)[:, 1]
 
 
 def read_top_k(head: Head, temperature: float, k: int) -> Reader:
@@ -148,11 +121,7 @@ def read_top_k(head: Head, temperature: float, k: int) -> Reader:
 
 
 def value_reader(model: nn.Module) -> Reader:
-    """What reads the number that a head says of each asked place.
-
-    Raises:
-        ModelError: the model has no such head.
-    """
+    """What reads the number that a head says of each asked place."""
     if not hasattr(model, "score"):
         raise ModelError(
             f"{type(model).__qualname__} has no head `score` that gives a number; load it with "

@@ -15,8 +15,6 @@ from rl_backends.examples import TokenBatch
 from rl_backends.readers import Head, Reader, read_logp, read_top_k
 from rl_parallel_plans import TopKLogp
 
-__all__ = ["Readable", "ReferenceModel", "without_weights"]
-
 
 @runtime_checkable
 class Readable(Protocol):

@@ -13,8 +13,6 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.lora.config import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
 
-__all__ = ["BackendConfigs", "BackendSelection", "select_backend"]
-
 
 @runtime_checkable
 class BackendConfigs(Protocol):
@@ -35,13 +33,10 @@ class BackendSelection:
 
     backend: Literal["dtensor", "megatron"]
     """Which one."""
-
     reason: str
     """Why that one, and which settings of the other have no effect."""
-
     config: DTensorConfig | MegatronConfig
     """Of the chosen one."""
-
     unused: tuple[str, ...] = ()
     """Settings of the other that differ from their defaults, as `dtensor_cfg.device='cuda'`."""
 

@@ -504,7 +504,7 @@ def test_overlapped_reduction_takes_one_call_a_step(world, make_backend):
 
 def test_explain_says_whose_attention_and_mlp_compute(world, make_backend):
     assert (
-        "attention torch's scaled_dot_product_attention, MLP MLP, no fusions"
+        "attention torch's scaled_dot_product_attention, MLP torch's SwiGLU, no fusions"
         in make_backend(make_model(world)).explain()
     )
     fused = make_backend(world.make_model("Qwen3Moe"), bias_dropout_fusion=True).explain()

@@ -201,11 +201,11 @@ def _flip(path):
 @pytest.mark.parametrize(
     ("name", "damage", "why"),
     [
-        ("release/__0_0.distcp", _cut, "bytes instead of"),
-        ("release/__0_0.distcp", _flip, "does not hold the bytes that were written"),
-        ("release/.metadata", _flip, "does not hold the bytes that were written"),
-        ("release/common.pt", Path.unlink, "is missing"),
-        ("conversion.json", _flip, "is damaged, or cannot be read"),
+        ("release/__0_0.distcp", _cut, "is not what was written"),
+        ("release/__0_0.distcp", _flip, "is not what was written"),
+        ("release/.metadata", _flip, "is not what was written"),
+        ("release/common.pt", Path.unlink, "is not what was written: missing"),
+        ("conversion.json", _flip, "is damaged"),
     ],
 )
 def test_a_damaged_conversion_is_refused_by_the_name_of_the_file(converted, tmp_path, on_ranks, name, damage, why):
@@ -232,7 +232,7 @@ def test_a_conversion_without_its_manifest_is_not_complete(converted, tmp_path):
     folder = shutil.copytree(conversions.only(converted[1]), tmp_path / "copy")
     (folder / "conversion.json").unlink()
     assert not is_conversion(folder)
-    with pytest.raises(CheckpointError, match="no complete conversion"):
+    with pytest.raises(CheckpointError, match=r"is incomplete: it has no conversion\.json"):
         read_conversion(folder)
 
 

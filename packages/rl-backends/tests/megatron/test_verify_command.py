@@ -55,7 +55,7 @@ def verify(world, tmp_path, capsys, monkeypatch, on_ranks):
         def run_ranks(task, *, deadline_s):
             on_ranks(lambda rank: one(task, rank), ranks=task["ranks"])
 
-        monkeypatch.setattr("rl_backends.commands.verify_start.run_ranks", run_ranks)
+        monkeypatch.setattr("rl_backends.commands.verify_rank.run_ranks", run_ranks)
         world.make_model(family, **config).config.save_pretrained(tmp_path)
         given = ["verify", str(tmp_path / "config.json"), "--backend", "megatron", "--ranks", "2", "--json", *flags]
         code = main(given)
@@ -246,7 +246,7 @@ def test_a_flag_of_the_other_backend_and_an_unknown_backend_are_misuse(capsys, f
 
 def test_explain_needs_no_megatron_and_says_that_training_does(world, tmp_path, capsys, monkeypatch):
     world.make_model("Llama").config.save_pretrained(tmp_path)
-    monkeypatch.setattr("rl_backends.commands.explain_megatron.version", without_megatron)
+    monkeypatch.setattr("rl_backends.dry_run.explanation.version", without_megatron)
     assert main(["explain", str(tmp_path / "config.json"), "--backend", "megatron"]) == 0
     told = capsys.readouterr().out
     assert 'megatron-core is not installed, and training needs it: pip install "rl-backends[megatron]"' in told

@@ -35,24 +35,6 @@ from torch import Tensor
 from rl_backends.errors import BatchError
 from rl_backends.examples import BatchT, TokenBatch
 
-__all__ = [
-    "Bounds",
-    "Layout",
-    "Microbatch",
-    "MicrobatchLimits",
-    "ModelInputs",
-    "SequenceShard",
-    "SharedPlaces",
-    "cut",
-    "cut_all",
-    "make_inputs",
-    "moved",
-    "packed_groups",
-    "padded_groups",
-    "row_cost",
-    "share_out",
-]
-
 Groups = list[list[int]]
 
 
@@ -62,7 +44,6 @@ class Bounds:
 
     units: int
     """Most units."""
-
     tokens: int | None
     """Most tokens, as the model reads them."""
 
@@ -175,7 +156,6 @@ class SequenceShard:
 
     rank: int
     """On the context-parallel axis."""
-
     num_ranks: int
     """Of that axis."""
 
@@ -210,7 +190,6 @@ class SharedPlaces:
 
     of_rows: Int[Tensor, " N"]
     """Place in the pack of each token of each row, row by row."""
-
     of_pack: Int[Tensor, " t"]
     """The reverse: for each place of the pack, one of the rows' tokens that is read there."""
 
@@ -221,36 +200,27 @@ class ModelInputs:
 
     tokens: Int[Tensor, "rows_read t"]
     """Token ids."""
-
     position_ids: Int[Tensor, "rows_or_one t"] | None
     """Position of each token in its own row; None where it is the token's place in what is read."""
-
     cu_seq_lens: Int[Tensor, " rows_and_one"] | None
     """Where each packed row begins, and the end of the last (int32); None where rows are padded.
 
     Of whole rows with their padding, over all context-parallel ranks: Megatron's `cu_seqlens_q_padded`. A rank holds
     its share of each, which begins at its share of these. Padding that no row asks for is one more row, the last.
     """
-
     longest: int
     """Tokens of the longest row, over all context-parallel ranks, padding included where rows are padded."""
-
     at: Int[Tensor, " n"]
     """Places in the flattened hidden states `[rows_read * t]` from which the asked tokens are predicted."""
-
     targets: Int[Tensor, " n"]
     """Ids of the asked tokens."""
-
     into: Int[Tensor, " n"]
     """Places of the asked tokens in the flattened examples `[b * w]`."""
-
     words: Int[Tensor, "n k"] | None = None
     """Ids of tokens whose log-probabilities are wanted in each asked token's place, where a loss asks for them."""
-
     row_lengths: tuple[int, ...] | None = None
     """Tokens of each packed row, the differences of `cu_seq_lens`, as numbers of the host; None where rows are padded.
     """
-
     shared: SharedPlaces | None = None
     """Where `cu_seq_lens` are of rows that share what they begin with; None where each is read by itself."""
 
@@ -355,10 +325,8 @@ class Microbatch:
 
     rows: Int[Tensor, " b"]
     """Indices along B."""
-
     width: int
     """Tokens of the longest of them: columns beyond are padding."""
-
     counted: bool
     """False for a repetition that only keeps this rank in step with the others."""
 
@@ -439,10 +407,8 @@ class MicrobatchLimits:
 
     rows: int = 64
     """Most rows."""
-
     tokens: int | None = None
     """Most tokens as the model reads them, padding included; None bounds by rows alone."""
-
     layout: Layout = "padded"
     """Whether rows are padded to the longest of their microbatch, or laid one after the other."""
 
@@ -476,9 +442,6 @@ def cut_all(
         num_ranks: data-parallel ranks.
         token_multiple: what a row's tokens are rounded up to: 2 · ranks under context parallelism.
         vocabulary_size: ids are below it; None does not look at them.
-
-    Raises:
-        BatchError: no rows, rows that no model can compute, or a unit that is too large for a microbatch.
     """
     lengths: list[int] = examples.lengths.tolist()
     check_examples(examples, lengths, limits, vocabulary_size=vocabulary_size)
@@ -535,9 +498,6 @@ def check_examples(
     """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `cut_all`.
 
     lengths: `examples.lengths`, on the host.
-
-    Raises:
-        BatchError: it names the row and what to do.
     """
     if not lengths:
         raise BatchError("the batch has no rows (B=0): there is nothing to compute; do not ask with an empty batch")

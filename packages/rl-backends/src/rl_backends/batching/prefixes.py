@@ -22,8 +22,6 @@ from torch import Tensor
 
 from rl_backends.batching.microbatches import ModelInputs, SharedPlaces
 
-__all__ = ["make_shared_inputs"]
-
 _MULTIPLE = 4  # rows unfold to lengths of multiples of it: attention runs once for all rows of one length
 
 

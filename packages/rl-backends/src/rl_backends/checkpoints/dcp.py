@@ -46,17 +46,6 @@ from rl_backends.errors import CheckpointError
 from rl_backends.file_names import is_plain_name
 from rl_parallel_plans import Box
 
-__all__ = [
-    "CheckpointReader",
-    "CheckpointWriter",
-    "Contents",
-    "ShardLoadPlanner",
-    "ShardSavePlanner",
-    "StagingBuffers",
-    "describe_failure",
-    "metadata_of",
-]
-
 CHUNK_BYTES = 64 * 2**20
 """Of host memory that is allocated at a time. A power of two, to which torch rounds pinned memory up."""
 
@@ -138,11 +127,7 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self._boxes = _by_index(state_dict, saved=False)
 
     def create_local_plan(self) -> LoadPlan:
-        """Which parts of saved boxes fill the boxes of this rank.
-
-        Raises:
-            CheckpointError: a tensor is missing, has another shape or dtype, or its saved boxes leave a gap.
-        """
+        """Which parts of saved boxes fill the boxes of this rank."""
         items: list[ReadItem] = []
         for name, shard in self._shards.items():
             if not shard.boxes:
@@ -333,11 +318,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads boxes, or parts of them, from a complete checkpoint.
-
-    Raises:
-        CheckpointError: the index names a file outside of the folder.
-    """
+    """Reads boxes, or parts of them, from a complete checkpoint."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
         super().__init__(folder)

@@ -1,27 +1,20 @@
 """Folders and files that are complete or absent, folders that prove it by a marker, and folders that all ranks see."""
 
 import json
+import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
 from rl_backends.errors import CheckpointError
 
-__all__ = [
-    "atomic_folder",
-    "probe_file",
-    "read_marker",
-    "require_shared",
-    "sees",
-    "sync_tree",
-    "unfinished_name",
-    "write_marker",
-    "write_text",
-]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -75,7 +68,7 @@ def write_text(path: Path, text: str) -> None:
 # ---- A marker: size and digest of the other files, and a digest of its own text.
 
 
-def write_marker(marker: Path, about: dict[str, Any], *, format: tuple[str, int], files: Iterable[Path]) -> None:  # noqa: A002
+def write_marker(marker: Path, about: Mapping[str, Any], *, format: tuple[str, int], files: Iterable[Path]) -> None:  # noqa: A002
     """Write the marker of a folder whose other files are written.
 
     Args:
@@ -84,38 +77,56 @@ def write_marker(marker: Path, about: dict[str, Any], *, format: tuple[str, int]
         format: name and version of the folder's layout.
         files: those in the folder that the marker vouches for.
     """
-    sizes = {path.relative_to(marker.parent).as_posix(): [path.stat().st_size, digest_of(path)] for path in files}
+    paths = list(files)
+    digests = zip(paths, in_threads(digest_of, paths), strict=True)
+    sizes = {path.relative_to(marker.parent).as_posix(): [path.stat().st_size, digest] for path, digest in digests}
     body = {"format": format[0], "format_version": format[1], **about, "files": sizes}
     marker.write_text(json.dumps({**body, "sha256": text_digest(body)}), encoding="utf-8")
 
 
-def read_marker(marker: Path, *, format: tuple[str, int], remedy: str) -> dict[str, Any]:  # noqa: A002
-    """Read a marker, and compare the files with their digests.
+def read_marker(marker: Path, *, format: tuple[str, int], remedy: str, check: bool = True) -> dict[str, Any]:  # noqa: A002
+    """Read a marker, and compare the files with their digests, unless `check` is False.
 
     Raises:
         CheckpointError: the folder is incomplete, damaged, or of another format; the message ends with `remedy`.
     """
     if not marker.is_file():
         raise CheckpointError(
-            f"{marker.parent} is incomplete, or no checkpoint: it has no {marker.name}, which is written last; {remedy}"
+            f"{marker.parent} is incomplete: it has no {marker.name}, which is written last; {remedy}"
         )
     try:
         body: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
-        digest, written = body.pop("sha256"), (body["format"], body["format_version"])
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        digest, written, listed = body.pop("sha256"), (body["format"], body["format_version"]), body["files"]
+        sound = digest == text_digest(body)
+        body["files"] = files = {
+            name: (int(num_bytes), str(file_digest)) for name, (num_bytes, file_digest) in listed.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{marker} is damaged: {error}; {remedy}") from error
-    if digest != text_digest(body):
+    if not sound:
         raise CheckpointError(f"{marker} is damaged: its digest does not match its text; {remedy}")
     if written != format:
         raise CheckpointError(
-            f"{marker} has format {written[0]} {written[1]}, and this release reads {format[0]} {format[1]}: resume "
-            f"with the release that wrote it"
+            f"{marker} has format {written[0]} {written[1]}, and this release reads {format[0]} {format[1]}: use the "
+            f"release that wrote it"
         )
-    for name, (num_bytes, file_digest) in body["files"].items():
-        path = marker.parent / name
-        if not path.is_file() or path.stat().st_size != num_bytes or digest_of(path) != file_digest:
-            raise CheckpointError(f"{path} is not what was written: missing or damaged; {remedy}")
+    if strange := [name for name in files if {"..", "/"} & set(PurePosixPath(name).parts)]:
+        raise CheckpointError(f"{marker} names {strange[0]!r}, which does not lie in its folder; {remedy}")
+
+    def is_whole(name: str) -> bool:
+        path, (num_bytes, file_digest) = marker.parent / name, files[name]
+        return path.is_file() and path.stat().st_size == num_bytes and digest_of(path) == file_digest
+
+    for name, whole in zip(files, in_threads(is_whole, files) if check else (), strict=check):
+        if not whole:
+            raise CheckpointError(f"{marker.parent / name} is not what was written: missing or damaged; {remedy}")
     return body
+
+
+def in_threads(action: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The results of `action`, in threads: hashing releases the interpreter's lock."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(action, items))
 
 
 # ---- A file that shows which ranks see the same folder.

@@ -7,17 +7,15 @@ finds accidents (other weights, another order of them), and is no defence agains
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.errors import CheckpointError
+from rl_backends.loading.weights import Shard
 from rl_backends.rank_agreement import gather_text
-from rl_parallel_plans import Box, named_shards
-
-__all__ = ["check_frozen_weights", "check_same_digests", "frozen_digests", "tensor_digests"]
+from rl_parallel_plans import named_shards
 
 MULTIPLIER, ADDEND = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
 """Odd numbers of many bits; torch's int64 wraps, as this needs."""
@@ -26,52 +24,34 @@ CHUNK = 1 << 22
 """Elements at a time: hashing takes 8 bytes for each, a few times."""
 
 
-@runtime_checkable
-class Shard(Protocol):
-    """What a rank holds of a tensor: `NamedShard` of a PyTorch module, `HeldTensor` of a model of Megatron."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def local(self) -> Tensor: ...
-    def boxes(self) -> list[Box]: ...
-
-
 def frozen_digests(model: nn.Module, *, group: dist.ProcessGroup | None) -> dict[str, int]:
     """The digest of every parameter of `model` that does not train, by name; every rank must call it."""
-    return tensor_digests((each for each in named_shards(model) if _is_frozen(each.tensor)), group=group)
+    return tensor_digests(
+        (
+            each
+            for each in named_shards(model)
+            if isinstance(each.tensor, nn.Parameter) and not each.tensor.requires_grad
+        ),
+        group=group,
+    )
 
 
 def check_frozen_weights(
     source: object, saved: Mapping[str, int], model: nn.Module, *, group: dist.ProcessGroup | None
 ) -> None:
-    """Refuse a checkpoint of adapters that were trained on other frozen weights; every rank must call it.
-
-    Raises:
-        CheckpointError: on every rank; it names the first weight that differs.
-    """
+    """Refuse a checkpoint of adapters that were trained on other frozen weights; every rank must call it."""
     here = tensor_digests((each for each in named_shards(model) if each.name in saved), group=group)
     check_same_digests(source, saved, here)
 
 
 def check_same_digests(source: object, saved: Mapping[str, int], here: Mapping[str, int]) -> None:
-    """Refuse a checkpoint of adapters whose frozen weights have other digests than those of the model.
-
-    Raises:
-        CheckpointError: it names the first weight that differs.
-    """
+    """Refuse a checkpoint of adapters whose frozen weights have other digests than those of the model."""
     apart = [name for name, digest in saved.items() if here.get(name) != digest]
     if apart:
         raise CheckpointError(
             f"{source} holds adapters, and {len(apart)} of the {len(saved)} frozen weights that they were trained on "
             f"are not those of this model, {apart[0]} first: load the model that training began with"
         )
-
-
-def _is_frozen(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 @torch.no_grad()

@@ -49,8 +49,6 @@ from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, on_every_rank
 from rl_parallel_plans import stage_info
 
-__all__ = ["CheckpointState", "OpenCheckpoint", "check_holds", "load_checkpoint", "open_checkpoint", "read_shards"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
@@ -166,9 +164,6 @@ def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
     """Check that every rank was given the same complete checkpoint; every rank must call it.
 
     verify: compare the digest of every file, which reads each once more.
-
-    Raises:
-        CheckpointError, RankError: on every rank: absent, unfinished, damaged or of an unknown format.
     """
     group = idle_group()
     source = Path(folder)
@@ -188,11 +183,7 @@ def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
 
 
 def check_holds(opened: OpenCheckpoint, *, weights: bool, optimizer: bool, has_optimizers: bool) -> None:
-    """Check that the checkpoint has what is asked for, and no optimizer state that would be lost.
-
-    Raises:
-        CheckpointError: it has not.
-    """
+    """Check that the checkpoint has what is asked for, and no optimizer state that would be lost."""
     source, saved = opened.source, opened.state["optimizers"]
     if weights and not opened.manifest.weights:
         raise CheckpointError(
@@ -217,10 +208,6 @@ def read_shards(
     """Fill this rank's shards, in place, after all ranks have found theirs; every rank must call it.
 
     schedule: continues where that of the checkpoint stood; None leaves it.
-
-    Raises:
-        CheckpointError, RankError: on every rank: something is not in the checkpoint or has another shape, or the
-            schedule refuses; nothing has changed then, unless a file became unreadable, which the message says.
     """
     source, index, group = opened.source, opened.index, opened.group
 

@@ -22,26 +22,6 @@ from torch import Tensor
 from rl_backends.errors import CheckpointError
 from rl_backends.file_names import is_plain_name
 
-__all__ = [
-    "DAMAGED",
-    "INDEX",
-    "MARKER",
-    "STATE",
-    "FileRecord",
-    "Manifest",
-    "check_digest",
-    "check_model",
-    "check_sizes",
-    "digest_of",
-    "read_json",
-    "read_manifest",
-    "sync",
-    "text_digest",
-    "write_json",
-    "write_manifest",
-    "write_safetensors",
-]
-
 MARKER, INDEX, STATE = "checkpoint.json", "tensors.json", "state.json"
 FORMAT, FORMAT_VERSION = "rl-backends checkpoint", 1
 
@@ -85,10 +65,6 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
 
     safetensors writes from the tensors' own memory, without a copy. The digest is computed from the file, so that it
     is the digest of what a reader gets.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: safetensors has no name for a dtype.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -102,11 +78,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
-    """Write a value as JSON into a new file and wait until it is on disk.
-
-    Raises:
-        OSError: the file cannot be written, or exists.
-    """
+    """Write a value as JSON into a new file and wait until it is on disk."""
     data = json.dumps(value).encode()
     with path.open("xb") as file:
         file.write(data)
@@ -125,11 +97,7 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, read as a stream.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The SHA-256 of a file, read as a stream."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -140,11 +108,7 @@ def text_digest(body: Mapping[str, Any]) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        CheckpointError: it cannot be read or parsed.
-    """
+    """The value in a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -155,22 +119,13 @@ def read_json(path: Path) -> Any:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Mark a folder as a complete checkpoint.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Mark a folder as a complete checkpoint."""
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
     write_json(folder / MARKER, {**body, "sha256": text_digest(body)})
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint of this format.
-
-    Raises:
-        CheckpointError: absent, unfinished, damaged, of a format that this release does not know, or with names of
-            files outside of the folder.
-    """
+    """The manifest of a complete checkpoint of this format."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint; find_latest(parent) names the newest complete one")
     marker = folder / MARKER
@@ -201,11 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there and has its size.
-
-    Raises:
-        CheckpointError: a file is missing, truncated or longer than what was written.
-    """
+    """Check that every file is there and has its size."""
     for record in manifest.files:
         path = folder / record.name
         if not path.is_file():
@@ -216,11 +167,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def check_digest(folder: Path, record: FileRecord) -> None:
-    """Check that a file has the bytes that were written.
-
-    Raises:
-        CheckpointError: it has others, or cannot be read.
-    """
+    """Check that a file has the bytes that were written."""
     path = folder / record.name
     try:
         digest = digest_of(path)
@@ -234,11 +181,7 @@ def check_digest(folder: Path, record: FileRecord) -> None:
 
 
 def check_model(folder: Path, saved: Mapping[str, list[Any]], here: Mapping[str, list[Any]]) -> None:
-    """Check that the checkpoint is of this model: names, shapes and dtypes.
-
-    Raises:
-        CheckpointError: it is another model's; the first differences are listed.
-    """
+    """Check that the checkpoint is of this model: names, shapes and dtypes."""
     if saved == here:
         return
     differences = [f"{name} is only in the checkpoint" for name in saved if name not in here]

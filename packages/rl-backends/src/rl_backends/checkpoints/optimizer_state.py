@@ -21,19 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rl_backends.checkpoints.shards import ModelShard, TensorShard, dtype_name, this_rank, whole_tensor
 from rl_backends.errors import CheckpointError
 
-__all__ = [
-    "NOT_RESTORED",
-    "CheckpointedOptimizers",
-    "State",
-    "check_hyperparameters",
-    "check_optimizers",
-    "describe_optimizers",
-    "holds_subclasses",
-    "new_state",
-    "optimizer_shards",
-    "put_state",
-]
-
 State = dict[Tensor, dict[str, Any]]
 JSON_VALUE = bool | int | float | str | None
 
@@ -67,9 +54,6 @@ def optimizer_shards(
     """This rank's part of every tensor of the optimizers' state.
 
     bound: of each optimizer, whether its state is a tensor subclass on any rank.
-
-    Raises:
-        CheckpointError: state that is neither a number nor sharded as its parameter is.
     """
     shards: dict[str, TensorShard] = {}
     for optimizer, is_bound in zip(optimizers.each, bound, strict=True):
@@ -81,11 +65,7 @@ def optimizer_shards(
 def describe_optimizers(
     optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard], *, bound: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """Everything about the optimizers that is not a tensor, as JSON.
-
-    Raises:
-        CheckpointError: a hyperparameter that JSON cannot hold, or a parameter that is not the model's.
-    """
+    """Everything about the optimizers that is not a tensor, as JSON."""
 
     def describe(name: str, key: str, value: Any) -> dict[str, Any]:
         if isinstance(value, Tensor):
@@ -124,11 +104,7 @@ def check_optimizers(
     *,
     same_mesh: bool,
 ) -> None:
-    """Check that the optimizers of the checkpoint are these.
-
-    Raises:
-        CheckpointError: they are others, or their state cannot be read on this mesh.
-    """
+    """Check that the optimizers of the checkpoint are these."""
     here = [{"kind": _kind(optimizer), "groups": _groups(optimizer, held)} for optimizer in optimizers.each]
     check_hyperparameters(here, saved, same_mesh=same_mesh)
 
@@ -139,9 +115,6 @@ def check_hyperparameters(
     """Compare the `kind` and `groups` of optimizers with those of a checkpoint; a group has `names` and `options`.
 
     Parameters may be grouped differently, as groups depend on the mesh, but must have the same options.
-
-    Raises:
-        CheckpointError: the optimizers differ, or their state cannot be read on this mesh.
     """
     advice = "start training with the optimizer of the checkpoint, or load the weights alone by optimizer=False"
     kinds = [each["kind"] for each in here], [each["kind"] for each in saved]

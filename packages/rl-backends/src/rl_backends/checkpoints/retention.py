@@ -8,8 +8,6 @@ from rl_backends.checkpoints.saving import idle_group, other_ranks_failures, unf
 from rl_backends.errors import CheckpointError
 from rl_backends.rank_agreement import on_every_rank, on_rank_0
 
-__all__ = ["find_latest", "prune"]
-
 
 def find_latest(parent: str | Path) -> Path | None:
     """The checkpoint in `parent` that was completed last, or None if there is none.

@@ -44,17 +44,6 @@ from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
 from rl_parallel_plans import stage_info
 
-__all__ = [
-    "CheckpointWrite",
-    "as_json",
-    "idle_group",
-    "other_ranks_failures",
-    "release_staging_buffers",
-    "save_checkpoint",
-    "unfinished_name",
-    "write_checkpoint",
-]
-
 
 @contextmanager
 def other_ranks_failures() -> Iterator[None]:
@@ -209,16 +198,7 @@ def write_checkpoint(
     *,
     asynchronous: bool,
 ) -> CheckpointWrite:
-    """Write what `collect` returns on each rank. It is called when nothing else is being written.
-
-    Args:
-        collect: returns this rank's shards by name, and what rank 0 writes besides; it may communicate over the group.
-        folder: the checkpoint to be written.
-        asynchronous: return when the copies to host memory are made or queued.
-
-    Raises:
-        CheckpointError: on every rank: see `save_checkpoint`.
-    """
+    """Write what `collect` returns on each rank. It is called when nothing else is being written."""
     start, running = time.perf_counter(), any(not write.done for write in _last)
     group = idle_group()
     waited_s = time.perf_counter() - start if running else 0.0
@@ -287,9 +267,6 @@ def as_json(what: str, value: Any, *, exact: bool = False) -> Any:
     """A copy of a value as JSON returns it, which the caller cannot change while it is written.
 
     exact: refuse values that would come back changed.
-
-    Raises:
-        CheckpointError: JSON cannot hold it.
     """
     try:
         again = json.loads(json.dumps(value))

@@ -21,26 +21,6 @@ from torch import Tensor, nn
 from rl_backends.rank_agreement import gather_text
 from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards, stage_info
 
-__all__ = [
-    "FlatBox",
-    "ModelShard",
-    "TensorShard",
-    "described_by_all_stages",
-    "device_of",
-    "dtype_name",
-    "fingerprint",
-    "flat_boxes",
-    "has_rng",
-    "mesh_of",
-    "model_shards",
-    "num_ranks",
-    "of_stage",
-    "rng_shards",
-    "set_rng",
-    "this_rank",
-    "whole_tensor",
-]
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,6 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.kernels import KernelsConfig
 from rl_backends.megatron.config import MegatronConfig
 
-__all__ = ["add_backend_flags", "add_model_arguments", "chosen_backend", "chosen_config"]
-
 CONFIGS: Mapping[str, type[Any]] = {"dtensor": DTensorConfig, "megatron": MegatronConfig}
 SHORT: Mapping[str, Mapping[str, str]] = {
     "dtensor": {
@@ -68,11 +66,7 @@ def add_backend_flags(parser: argparse.ArgumentParser, backend: str, *, leave_ou
 
 
 def chosen_config(arguments: argparse.Namespace, **others: Any) -> Any:
-    """The configuration of the chosen backend; `others` go before its defaults, and flags before them.
-
-    Raises:
-        ValueError: what the configuration refuses.
-    """
+    """The configuration of the chosen backend; `others` go before its defaults, and flags before them."""
     config = CONFIGS[arguments.backend]
     if "kernels" in {field.name for field in dataclasses.fields(config)}:
         others = {"kernels": config_of(KernelsConfig, arguments, prefix=KERNELS_PREFIX), **others}

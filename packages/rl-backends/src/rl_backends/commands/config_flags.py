@@ -10,8 +10,6 @@ from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["add_config_flags", "config_of", "field_docs", "one_of"]
-
 ConfigT = TypeVar("ConfigT")
 
 
@@ -24,16 +22,7 @@ def add_config_flags(
     prefix: str = "",
     title: str,
 ) -> None:
-    """Declare a flag for each field of the dataclass `config`.
-
-    Args:
-        parser: where to.
-        config: whose fields are of bool, int, float, str, Literal, or one of these or None.
-        leave_out: fields that get no flag.
-        short: another flag, by field.
-        prefix: of every flag, and of where its value lies in what is parsed.
-        title: of the group of flags.
-    """
+    """Declare a flag for each field of the dataclass `config`."""
     group = parser.add_argument_group(title)
     docs, hints = field_docs(config), get_type_hints(config)
     for field in fields(config):
@@ -47,11 +36,7 @@ def add_config_flags(
 
 
 def config_of(config: type[ConfigT], arguments: argparse.Namespace, *, prefix: str = "", **others: Any) -> ConfigT:
-    """The configuration that the flags ask for; `others` go before its defaults, and flags before them.
-
-    Raises:
-        ValueError: what the configuration refuses.
-    """
+    """The configuration that the flags ask for; `others` go before its defaults, and flags before them."""
     names = {f"{prefix}{field.name}": field.name for field in fields(config)}  # type: ignore[arg-type]
     given = {names[name]: value for name, value in vars(arguments).items() if name in names}
     return config(**{**others, **given})

@@ -11,8 +11,6 @@ from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
 from rl_backends.commands.console import CommandError, say, show, show_json
 from rl_backends.errors import MissingDependencyError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""

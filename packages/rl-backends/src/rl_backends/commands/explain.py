@@ -16,8 +16,7 @@ from rl_backends.commands.backend_flags import (
 )
 from rl_backends.commands.config_flags import one_of
 from rl_backends.commands.console import CommandError, show, show_json
-
-__all__ = ["add_arguments", "add_chosen_arguments", "run"]
+from rl_backends.commands.megatron_layout import explain_megatron
 
 GIB = 2**30
 
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain, and return the exit code."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
         raise CommandError(f"--device-memory-gib must be above 0; got {given}")
-    text, document, peak = (_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
+    text, document, peak = (explain_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
     show(text)
     holds = given is None or peak <= given * GIB
     if given is not None:
@@ -75,15 +74,8 @@ def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
     from rl_backends.dry_run.explanation import Explanation, answer_here
 
     # This process has nothing to keep: no other one need be started.
-    explanation = Explanation(answer_here({"what": "explain", **_request(arguments)}))
+    explanation = Explanation(answer_here(_request(arguments)))
     return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes
-
-
-def _megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.commands.explain_megatron import explain_megatron
-
-    explanation = explain_megatron(arguments)
-    return explanation.text(), dict(explanation.document), explanation.fullest.num_bytes
 
 
 def _request(arguments: argparse.Namespace) -> dict[str, Any]:

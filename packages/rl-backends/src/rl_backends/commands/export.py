@@ -8,7 +8,7 @@ Exit codes: 0 written; 1 it could not be written, or the checkpoint cannot be re
 import argparse
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ from rl_backends.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from rl_backends.loading import ModelSource
-
-__all__ = ["add_arguments", "run"]
 
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from rl_backends.checkpoints.manifest import check_digest, check_model, check_sizes, read_manifest
+    from rl_backends.checkpoints.shards import fingerprint, model_shards
     from rl_backends.export import export_pretrained
     from rl_backends.loading import open_model
 
@@ -77,7 +76,7 @@ def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace
         raise CommandError(f"{checkpoint} holds no weights, which were left out when it was saved")
     source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
     skeleton = source.skeleton()
-    check_model(checkpoint, manifest.model, _fingerprint(skeleton))
+    check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
     check_sizes(checkpoint, manifest)
     for record in manifest.files:
         check_digest(checkpoint, record)
@@ -113,12 +112,6 @@ def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, 
         "max_shard_bytes": int(arguments.max_shard_gib * GIB),
         "tokenizer": _tokenizer(source, arguments) if arguments.tokenizer else None,
     }
-
-
-def _fingerprint(skeleton: Any) -> Mapping[str, list[Any]]:
-    from rl_backends.checkpoints.shards import fingerprint, model_shards
-
-    return fingerprint(model_shards(skeleton))
 
 
 def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:

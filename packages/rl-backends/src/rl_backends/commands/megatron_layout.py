@@ -4,22 +4,26 @@ Ranks are counted as megatron-core counts them: tensor-parallel ones first, then
 from the first rank of a stage on, over tensor, context and data ranks alike.
 """
 
+import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from torch import nn
 
+from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
+from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.console import CommandError
+from rl_backends.dry_run.predict import format_bytes
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.groups import sizes_of
+from rl_backends.megatron.installed import INSTALL
 from rl_backends.megatron.transformer_config import layers_of_stages, padded_vocab_size, require_layout
-
-__all__ = ["Axis", "Stage", "axes_of", "describe_layout", "format_bytes", "readable_layout", "shapes_of", "stages_of"]
 
 MadeT = TypeVar("MadeT")
 
@@ -30,6 +34,11 @@ DOES = {
     "dp": "have rows of their own, and sum gradients",
     "pp": "share the layers, as stages of a pipeline",
 }
+CHOSEN = (
+    "by --backend megatron; in a recipe policy.megatron_cfg.enabled=true chooses it, and takes precedence over "
+    "policy.dtensor_cfg.enabled"
+)
+SHOWN_GROUPS, SHOWN_RANKS = 4, 8
 GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
 MOMENT_BYTES = 8
@@ -70,16 +79,7 @@ class Stage:
 
 
 def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfig], *, ranks: int) -> tuple[str, int]:
-    """Describe the axes and the memory of the fullest rank, and return that rank's bytes, without activations.
-
-    Args:
-        skeleton: the model on the meta device, with its `config`.
-        make_config: makes the backend's configuration.
-        ranks: of the trainer.
-
-    Raises:
-        ValueError: the configuration, the architecture or the layout is refused; every reason is in the message.
-    """
+    """Describe the axes and the memory of the fullest rank, and return that rank's bytes, without activations."""
     architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
     fullest = max(
         stages_of(architecture, shapes_of(skeleton, config), config, ranks=ranks), key=lambda stage: stage.num_bytes
@@ -112,11 +112,7 @@ def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[in
 def readable_layout(
     hf_config: Any, make_config: Callable[[], MegatronConfig], *, ranks: int
 ) -> tuple[Architecture, MegatronConfig]:
-    """The architecture of a configuration, and how it is asked to be laid over so many ranks.
-
-    Raises:
-        CommandError: it cannot be; every reason is in the message.
-    """
+    """The architecture of a configuration, and how it is asked to be laid over so many ranks."""
     problems: list[str] = []
     config = _tried(make_config, problems)
     architecture = _tried(lambda: read_architecture(hf_config), problems)
@@ -174,11 +170,6 @@ def stages_of(
     return made
 
 
-def format_bytes(num_bytes: int) -> str:
-    """In MiB or GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
-
-
 def _tried(action: Callable[[], MadeT], problems: list[str]) -> MadeT | None:
     try:
         return action()
@@ -217,20 +208,17 @@ def _numbers(
     padding = padded_vocab_size(architecture, config) - architecture.vocab_size
     for name, shape in shapes.items():
         numbers = math.prod(shape)
+        # Of an adapter's two, tensor parallelism does not shard B where W is cut by columns, else A.
+        replicated = B_TAIL if ".o_proj." in name or ".down_proj." in name else A_TAIL
         if ".mlp.experts." in name:
             experts += numbers
         elif name in {"model.embed_tokens.weight", "lm_head.weight"}:
             dense += (numbers + padding * shape[1]) // ranks
-        elif "norm" in name or name.endswith((".mlp.gate.weight", "score.weight", _replicated(name))):
+        elif "norm" in name or name.endswith((".mlp.gate.weight", "score.weight", replicated)):
             dense += numbers
         else:
             dense += numbers // ranks
     return dense, experts // config.expert_model_parallel_size
-
-
-def _replicated(name: str) -> str:
-    """Which of an adapter's two tensor parallelism does not shard: B where W is cut by columns, else A."""
-    return B_TAIL if ".o_proj." in name or ".down_proj." in name else A_TAIL
 
 
 def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks: int) -> int:
@@ -240,3 +228,97 @@ def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks:
     stage = ranks // config.pipeline_model_parallel_size
     sharing, sharing_experts = stage // config.tensor_model_parallel_size, stage // config.expert_model_parallel_size
     return (-(-dense // sharing) + -(-experts // sharing_experts)) * per_number
+
+
+# ---- `rl-backends explain --backend megatron`.
+
+
+def explain_megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    """Layout, memory without activations, vocabulary, files: for people, in plain values, and the most bytes of a rank.
+
+    No ranks, no weights, and no megatron-core are needed.
+    """
+    from rl_backends.dry_run.explanation import release_of
+    from rl_backends.dry_run.predict import skeleton_of
+    from rl_backends.megatron.cpu_compat import entries
+
+    skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    architecture, config = readable_layout(skeleton.config, lambda: chosen_config(arguments), ranks=arguments.ranks)
+    axes = axes_of(config, ranks=arguments.ranks)
+    stages = stages_of(architecture, shapes_of(skeleton, config), config, ranks=arguments.ranks)
+    fullest = max(stages, key=lambda stage: stage.num_bytes)
+    padded = padded_vocab_size(architecture, config)
+    directory = {"directory": str(megatron_checkpoint_dir().absolute()), "told": explain_megatron_checkpoint_dir()}
+    document = {
+        "backend": "megatron",
+        "reason": CHOSEN,
+        "model": {
+            "class": type(skeleton).__name__,
+            "type": architecture.model_type,
+            "parameters": sum(parameter.numel() for parameter in skeleton.parameters()),
+        },
+        "world_size": arguments.ranks,
+        "config": asdict(config),
+        "versions": {name: release_of(name) for name in ("megatron-core", "torch", "transformers")},
+        "layout": [asdict(axis) for axis in axes],
+        "stages": [{**asdict(stage), "bytes": stage.num_bytes} for stage in stages],
+        "memory": {"fullest_rank_bytes": fullest.num_bytes},
+        "vocabulary": {
+            "words": architecture.vocab_size,
+            "padded": padded,
+            "padding": padded - architecture.vocab_size,
+            "rows_of_rank": padded // config.tensor_model_parallel_size,
+        },
+        "checkpoint_dir": directory,
+        "workarounds": [
+            {"name": entry.name, "reason": entry.reason, "seen_in": entry.seen_in}
+            for entry in (entries() if config.device == "cpu" else ())
+        ],
+    }
+    return "\n".join(_told(document, axes, stages, fullest=fullest)), document, fullest.num_bytes
+
+
+def _told(document: dict[str, Any], axes: Sequence[Axis], stages: Sequence[Stage], *, fullest: Stage) -> Iterator[str]:
+    model, ranks, config = document["model"], document["world_size"], document["config"]
+    yield (
+        f"MegatronBackend of {model['class']} ({model['parameters']:,} parameters) on {ranks} {config['device']} "
+        f"rank{'s' if ranks > 1 else ''}"
+    )
+    yield f"chosen {document['reason']}"
+    yield ", ".join(
+        f"{name} {release}" if release else f"{name} is not installed, and training needs it: {INSTALL}"
+        for name, release in document["versions"].items()
+    )
+    yield "\nlayout" if axes else "\nlayout\n  one rank: nothing is shared out"
+    for axis in axes:
+        listed = "; ".join(_listed(group) for group in axis.groups[:SHOWN_GROUPS])
+        more = f"; and {len(axis.groups) - SHOWN_GROUPS} more" if len(axis.groups) > SHOWN_GROUPS else ""
+        yield f"  {axis.name}{axis.size:>5}  {axis.does}: ranks {listed}{more}"
+    yield "\nstages" if len(stages) > 1 else "\neach rank"
+    for stage in stages:
+        first, last = stage.layers[0], stage.layers[-1]
+        parts = [f"layer {first}" if first == last else f"layers {first} to {last}"]
+        parts += ["the embedding"] * stage.embedding + ["the last norm and the head"] * stage.head
+        yield f"  ranks {_listed(stage.ranks)}: {', '.join(parts)}; {stage.numbers:,} numbers each"
+    words = document["vocabulary"]
+    padding = f"padded with zeros to {words['padded']:,}" if words["padding"] else "as is"
+    yield f"  vocabulary of {words['words']:,} words, {padding}: {words['rows_of_rank']:,} rows a rank"
+    states = "AdamW, two moments" + (" and float32 masters" if config["precision"] == "bfloat16" else "")
+    shared = ", shared out to data-parallel ranks" if config["use_distributed_optimizer"] else ""
+    yield f"\nmemory of the fullest ranks ({_listed(fullest.ranks)}), without activations and communication"
+    yield f"  weights    {format_bytes(fullest.weight_bytes):>12}  {config['precision']}"
+    yield f"  gradients  {format_bytes(fullest.gradient_bytes):>12}  float32"
+    yield f"  optimizer  {format_bytes(fullest.optimizer_bytes):>12}  {states}{shared}"
+    yield f"  together   {format_bytes(fullest.num_bytes):>12}"
+    yield "\nweights are read from the Hugging Face files, each rank its own parts; nothing is converted"
+    yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {document['checkpoint_dir']['told']}"
+    if found := document["workarounds"]:
+        yield f"\nwithout CUDA {len(found)} assumptions of megatron-core are worked around"
+    yield from (f"  {entry['name']} (seen in {entry['seen_in']})" for entry in found)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) > 1 and all(later - rank == 1 for rank, later in pairwise(ranks)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = " ".join(map(str, ranks[:SHOWN_RANKS]))
+    return f"{shown} ... {ranks[-1]}" if len(ranks) > SHOWN_RANKS else shown

@@ -29,8 +29,6 @@ from rl_backends.commands.console import CommandError, say, show, show_json
 if TYPE_CHECKING:
     from rl_backends.commands.verify_plain import Check, SmallModel
 
-__all__ = ["add_arguments", "add_chosen_arguments", "run"]
-
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 """Of the largest relative difference where nobody said another; bfloat16 has 8 bits."""
 
@@ -99,7 +97,7 @@ def _checks(
     import torch
 
     from rl_backends.commands.verify_plain import compare, make_rows, plain_result
-    from rl_backends.commands.verify_start import run_ranks
+    from rl_backends.commands.verify_rank import run_ranks
 
     megatron = arguments.backend == "megatron"
     small = _save_small_model(folder / "model", arguments, config)

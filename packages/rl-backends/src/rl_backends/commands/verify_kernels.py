@@ -26,8 +26,6 @@ from rl_backends.errors import MissingDependencyError
 from rl_backends.kernels import KernelsConfig
 from rl_backends.optimizers import OptimizerConfig
 
-__all__ = ["verify_each_kernel"]
-
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 FLOAT8_TOLERANCE = 0.5
 """Of 3 or 2 bits of mantissa, over the largest entry of each tensor."""

@@ -17,25 +17,6 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-__all__ = [
-    "BETAS",
-    "EPS",
-    "LR",
-    "MAX_GRAD_NORM",
-    "STEPS",
-    "WEIGHT_DECAY",
-    "Check",
-    "Plain",
-    "SmallModel",
-    "VerifyRows",
-    "check",
-    "compare",
-    "loss_of",
-    "make_rows",
-    "plain_result",
-    "save_small_model",
-]
-
 STEPS, LR, WEIGHT_DECAY, MAX_GRAD_NORM, BETAS = 3, 1e-2, 0.01, 1.0, (0.9, 0.95)
 EPS = 1e-4
 """Large, so that Adam does not blow the rounding of gradients near 0 up to whole steps."""
@@ -94,9 +75,6 @@ def save_small_model(
     tp: ranks that its heads can be shared out to.
     pp: stages that its layers can be shared out to.
     keep_heads: leave the size of a head as it is, on which kernels of attention depend.
-
-    Raises:
-        PlanError: `source` names no model, or one that cannot be made small.
     """
     from transformers.utils import logging
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -47,8 +48,6 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans import as_json
-
-__all__ = ["Explanation", "answer_here", "document_of", "explain"]
 
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
@@ -74,7 +73,7 @@ class Explanation:
         """For people; plan: also which rule shards which parameter."""
         blocks = [_head(self.document), _mesh(self.document), _numbers(self.document), _batch(self.document)]
         told = ["\n".join(block) for block in blocks]
-        told.append(f"memory\n{_indented(self.dry_run.text())}")
+        told.append(f"memory\n{indent(self.dry_run.text(), '  ')}")
         if sent := list(_sent(self.dry_run.collectives)):
             told.append("\n".join(["sent and received by each rank, of the whole tensors", *sent]))
         if plan:
@@ -91,6 +90,7 @@ def explain(
     rows: int | None = None,
     length: int = 2048,
     lengths: Sequence[int] | None = None,
+    temperature: float = 1.0,
     reference: bool = False,
     offload_reference: bool = False,
     revision: str | None = None,
@@ -99,7 +99,25 @@ def explain(
 ) -> Explanation:
     """The mesh, the plan, dtypes, the batch, FLOPs, collectives and the memory of a step on each rank.
 
-    Args and errors as `rl_backends.dry_run.predict.predict`.
+    Args:
+        model: a causal LM, which is not changed; or a folder, a config.json or a hub id, of which no weights are read.
+        config: as for the backend.
+        world_size: ranks of the run; none of them is started.
+        optimizer: None leaves the optimizer out: no state, no step.
+        rows: of the whole batch, all of `length` tokens; None takes two microbatches for each rank.
+        length: tokens of a row.
+        lengths: of each row of the batch, instead of `rows` and `length`.
+        temperature: divides the logits.
+        reference: keep a frozen copy of the policy too.
+        offload_reference: keep that copy in host memory.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run the model's own Python code. Only for code that you have read.
+        timeout_s: after which another process is given up.
+
+    Raises:
+        ModelError: the model cannot be built or run so; or this process has a process group, and a module no `config`.
+        PlanError, ValueError: what the backend would refuse.
+        TimeoutError: the other process took too long.
     """
     asked = step_asked(
         config,
@@ -108,7 +126,7 @@ def explain(
         rows=rows,
         length=length,
         lengths=lengths,
-        temperature=1.0,
+        temperature=temperature,
         reference=reference,
         offload_reference=offload_reference,
     )
@@ -119,18 +137,14 @@ def explain(
     request = request_of(
         model, config, asked, world_size=world_size, revision=revision, trust_remote_code=trust_remote_code
     )
-    return Explanation(ask_child({"what": "explain", **request}, timeout_s=timeout_s))
+    return Explanation(ask_child(request, timeout_s=timeout_s))
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[str]:
-    model, versions = document["model"], document["versions"]
-    yield f"DTensorBackend of {model['class']} ({_count(model['parameters'])} parameters) on {_ranks(document)}"
+    model, versions, ranks = document["model"], document["versions"], document["world_size"]
+    on = f"{ranks} {document['config']['device']} rank{'s' if ranks > 1 else ''}"
+    yield f"DTensorBackend of {model['class']} ({_count(model['parameters'])} parameters) on {on}"
     yield ", ".join(f"{name} {release}" for name, release in versions.items() if release)
-
-
-def _ranks(document: Mapping[str, Any]) -> str:
-    device = document["config"]["device"]
-    return f"{document['world_size']} {device} rank{'s' if document['world_size'] > 1 else ''}"
 
 
 def _mesh(document: Mapping[str, Any]) -> Iterator[str]:
@@ -178,10 +192,6 @@ def _sent(collectives: Sequence[Collective]) -> Iterator[str]:
         yield from aligned(rows)
 
 
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" if line else "" for line in text.splitlines())
-
-
 def _count(elements: int) -> str:
     for unit, name in ((10**9, "B"), (10**6, "M")):
         if elements >= unit:
@@ -204,8 +214,6 @@ AXES = {
 
 def answer_here(request: Mapping[str, Any]) -> dict[str, Any]:
     """What a request in plain values asks for, in this process, which must have no process group."""
-    from rl_backends.dry_run.fake import dry_run_here
-
     config, asked = config_from_dict(request["config"]), step_from_dict(request["asked"])
     skeleton = skeleton_of(
         request["source"],
@@ -213,17 +221,11 @@ def answer_here(request: Mapping[str, Any]) -> dict[str, Any]:
         trust_remote_code=request["trust_remote_code"],
         model_config=request["model_config"],
     )
-    if request["what"] == "explain":
-        return document_of(skeleton, config, asked, world_size=request["world_size"])
-    return {"dry_run": dry_run_here(skeleton, config, asked, world_size=request["world_size"])[0].as_dict()}
+    return document_of(skeleton, config, asked, world_size=request["world_size"])
 
 
 def document_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int) -> dict[str, Any]:
-    """The document of a model on the meta device, which is taken over.
-
-    Raises:
-        ModelError, PlanError, ValueError: as `dry_run_here`.
-    """
+    """The document of a model on the meta device, which is taken over."""
     from rl_backends.dry_run.fake import dry_run_here
 
     started = time.monotonic()
@@ -234,38 +236,30 @@ def document_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, 
     return {
         "format": FORMAT,
         "model": {"class": made.model, "parameters": made.num_parameters, "model_type": model_type},
-        "versions": {name: _release(name) for name in ("torch", "transformers", "rl-backends")},
+        "versions": {name: release_of(name) for name in ("torch", "transformers", "rl-backends")},
         "world_size": world_size,
         "config": asdict(config),
         "mesh": [{"axis": axis, "ranks": ranks, "does": AXES[axis]} for axis, ranks in made.mesh.items()],
-        "numbers": _dtypes(config, asked),
-        "batch": _batch_figures(config, made),
+        "numbers": {
+            "weights": "float32",
+            "frozen_weights": None if config.lora_cfg is None else config.lora_cfg.base_dtype,
+            "computation": config.precision,
+            "reduction": "float32",
+            "optimizer": None if asked.optimizer is None else asked.optimizer.name,
+        },
+        "batch": {
+            "rows": made.num_rows,
+            "tokens": made.num_tokens,
+            "layout": "packed" if config.sequence_packing else "padded",
+            "microbatches": made.num_microbatches,
+            "micro_batch_size": config.micro_batch_size,
+            "micro_batch_tokens": config.micro_batch_tokens,
+        },
         "flops": flops,
         "memory": made.as_dict(),
         "plan": json.loads(as_json(plan, dp=sharded_over)),
         "plan_text": plan.explain(dp=sharded_over),
         "seconds": round(time.monotonic() - started, 3),
-    }
-
-
-def _dtypes(config: DTensorConfig, asked: StepRequest) -> dict[str, Any]:
-    return {
-        "weights": "float32",
-        "frozen_weights": None if config.lora_cfg is None else config.lora_cfg.base_dtype,
-        "computation": config.precision,
-        "reduction": "float32",
-        "optimizer": None if asked.optimizer is None else asked.optimizer.name,
-    }
-
-
-def _batch_figures(config: DTensorConfig, made: DryRun) -> dict[str, Any]:
-    return {
-        "rows": made.num_rows,
-        "tokens": made.num_tokens,
-        "layout": "packed" if config.sequence_packing else "padded",
-        "microbatches": made.num_microbatches,
-        "micro_batch_size": config.micro_batch_size,
-        "micro_batch_tokens": config.micro_batch_tokens,
     }
 
 
@@ -279,7 +273,8 @@ def _flops(skeleton: nn.Module, asked: StepRequest) -> dict[str, float] | None:
         return None
 
 
-def _release(package: str) -> str | None:
+def release_of(package: str) -> str | None:
+    """The installed release; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

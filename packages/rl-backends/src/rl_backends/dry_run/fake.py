@@ -11,6 +11,7 @@ Axes: B rows, T tokens.
 
 import gc
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +55,6 @@ from rl_parallel_plans.forecast.tracker import (
     TEMPORARIES,
 )
 
-__all__ = ["BETWEEN_STEPS", "REFERENCE", "CollectiveCounter", "dry_run_here", "rows_of", "run_step"]
-
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
 
@@ -77,18 +76,14 @@ def run_step(
     ledger: Ledger,
     also: Callable[[Any, Any, Any], None] | None = None,
 ) -> None:
-    """Make a backend and let it take a step; the phases in `ledger` have the names at the head of this file.
-
-    Args:
-        make_backend: called once, under the count.
-        asked: rows and optimizer.
-        ledger: the account to write into.
-        also: called with each operator, its arguments and its result.
-    """
+    """Make a backend and let it take a step; the phases in `ledger` have the names at the head of this file."""
     rows, names = rows_of(asked.lengths, different_tokens=asked.different_tokens), dict[nn.Module, str]()
     with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
         backend = make_backend()
-        names.update((module, _place(name)) for name, module in backend.model.named_modules())
+        # The same name for the same module of every layer.
+        names.update(
+            (module, re.sub(r"(?<![^.])\d+(?![^.])", "*", name)) for name, module in backend.model.named_modules()
+        )
         tracker.label(backend.model.parameters(), PARAMETERS)
         tracker.label(backend.model.buffers(), BUFFERS)
         labelled.enter_context(gathered_labels(tracker, backend.model))
@@ -162,11 +157,6 @@ def _one_microbatch(backend: DTensorBackend, asked: StepRequest) -> Sequence[int
     return lengths[: max(1, len(lengths) // len(cut[0]))]
 
 
-def _place(name: str) -> str:
-    """The same for the same module of every layer."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 # ---- On fake ranks and tensors.
 
 LARGEST = 8
@@ -190,10 +180,6 @@ def dry_run_here(
     """Let a backend of `skeleton`, which lies on the meta device and is taken over, take a step as rank 0.
 
     Returns what was counted, and the plan by which the backend has sharded the model.
-
-    Raises:
-        ModelError: this process has a process group, or the model computes what depends on the numbers in a tensor.
-        PlanError, ValueError: as `DTensorBackend`.
     """
     if dist.is_initialized():
         raise ModelError(
@@ -396,10 +382,7 @@ def _axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> str:
     """The axes along which the ranks differ."""
     names = mesh.mesh_dim_names or ()
     shape: Mapping[str, int] = dict(zip(names, mesh.shape, strict=True))
-    coordinates = [_coordinates(rank, tuple(shape.values())) for rank in ranks]
+    sizes = tuple(shape.values())
+    coordinates = [[rank // math.prod(sizes[axis + 1 :]) % sizes[axis] for axis in range(len(sizes))] for rank in ranks]
     varying = [name for i, name in enumerate(names) if len({each[i] for each in coordinates}) > 1]
     return " x ".join(varying)
-
-
-def _coordinates(rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(rank // math.prod(shape[axis + 1 :]) % shape[axis] for axis in range(len(shape)))

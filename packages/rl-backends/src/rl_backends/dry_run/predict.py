@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
@@ -22,24 +21,6 @@ from rl_backends.kernels import KernelsConfig
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.lora import LoraConfig
 from rl_backends.optimizers import MuonConfig, OptimizerConfig
-
-__all__ = [
-    "Collective",
-    "DryRun",
-    "Phase",
-    "StepRequest",
-    "aligned",
-    "ask_child",
-    "config_from_dict",
-    "config_of_module",
-    "format_bytes",
-    "predict",
-    "request_of",
-    "skeleton_of",
-    "step_asked",
-    "step_from_dict",
-]
-
 
 # ---- The result.
 
@@ -74,13 +55,10 @@ class Phase:
 
     name: str
     """between steps, logp, reference logp, forward_backward or optim_step."""
-
     num_bytes: int
     """Alive at that moment."""
-
     by_category: Mapping[str, int]
     """What they are, largest first."""
-
     largest: tuple[tuple[str, str, int], ...]
     """The largest shares: category, module that ran when they were made ("" outside of all), bytes."""
 
@@ -99,19 +77,14 @@ class Collective:
 
     phase: str
     """In which it runs."""
-
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all or broadcast."""
-
     axes: str
     """Names of the axes over which it runs, joined by x."""
-
     ranks: int
     """How many they are."""
-
     count: int
     """How often it runs."""
-
     num_bytes: int
     """Of the whole tensors, all of them together."""
 
@@ -122,31 +95,22 @@ class DryRun:
 
     model: str
     """Class of the model."""
-
     num_parameters: int
     """Of the whole model, ties counted once."""
-
     mesh: Mapping[str, int]
     """Ranks on each axis."""
-
     num_rows: int
     """Of the whole batch, on all ranks together."""
-
     num_tokens: int
     """Of the whole batch, padding left out."""
-
     num_microbatches: int
     """That each rank works on."""
-
     phases: tuple[Phase, ...]
     """In their order. A phase's peak counts what was alive when it began."""
-
     host_bytes: int
     """Held in host memory beside, where parameters or the reference are offloaded from a GPU; else 0."""
-
     collectives: tuple[Collective, ...]
     """What ranks send one another, by phase."""
-
     assumptions: tuple[str, ...]
     """What the figures rest on, and what they leave out."""
 
@@ -232,19 +196,14 @@ class StepRequest:
 
     lengths: tuple[int, ...]
     """Tokens of each row of the whole batch."""
-
     optimizer: OptimizerConfig | None
     """None takes no step, and has no state."""
-
     temperature: float = 1.0
     """Of the log-probabilities."""
-
     reference: bool = False
     """Keep a frozen copy of the policy."""
-
     offload_reference: bool = False
     """Keep that copy in host memory."""
-
     different_tokens: int = DIFFERENT_TOKENS
     """Ids of the rows are from 0 to one less."""
 
@@ -260,57 +219,15 @@ def predict(
     *,
     world_size: int,
     optimizer: OptimizerConfig | None = None,
-    rows: int | None = None,
-    length: int = 2048,
-    lengths: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    reference: bool = False,
-    offload_reference: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    timeout_s: float = 600.0,
+    **asked: Any,
 ) -> DryRun:
     """Run a step of `DTensorBackend` on fake tensors and ranks, and count what one of them holds.
 
-    Args:
-        model: a causal LM, which is not changed; or a folder, a config.json or a hub id, of which no weights are read.
-        config: as for the backend.
-        world_size: ranks of the run; none of them is started.
-        optimizer: None leaves the optimizer out: no state, no step.
-        rows: of the whole batch, all of `length` tokens; None takes two microbatches for each rank.
-        length: tokens of a row.
-        lengths: of each row of the batch, instead of `rows` and `length`.
-        temperature: divides the logits.
-        reference: keep a frozen copy of the policy too.
-        offload_reference: keep that copy in host memory.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run the model's own Python code. Only for code that you have read.
-        timeout_s: after which another process is given up.
-
-    Raises:
-        ModelError: the model cannot be built or run so; or this process has a process group, and a module no `config`.
-        PlanError, ValueError: what the backend would refuse.
-        TimeoutError: the other process took too long.
+    Args and errors as `rl_backends.explain`, which tells more; without an optimizer there is no state and no step.
     """
-    asked = step_asked(
-        config,
-        world_size=world_size,
-        optimizer=optimizer,
-        rows=rows,
-        length=length,
-        lengths=lengths,
-        temperature=temperature,
-        reference=reference,
-        offload_reference=offload_reference,
-    )
-    if isinstance(model, nn.Module) and not dist.is_initialized():
-        from rl_backends.dry_run.fake import dry_run_here
-        from rl_backends.reference import without_weights
+    from rl_backends.dry_run.explanation import explain
 
-        return dry_run_here(without_weights(model), config, asked, world_size=world_size)[0]
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    request = request_of(model, config, asked, world_size=world_size, **options)
-    return DryRun.from_dict(ask_child({"what": "predict", **request}, timeout_s=timeout_s)["dry_run"])
+    return explain(model, config, world_size=world_size, optimizer=optimizer, **asked).dry_run
 
 
 def step_asked(
@@ -325,11 +242,7 @@ def step_asked(
     reference: bool,
     offload_reference: bool,
 ) -> StepRequest:
-    """The step that `predict` is asked for.
-
-    Raises:
-        ValueError: sizes that are none.
-    """
+    """The step that `predict` is asked for."""
     for name, value in (("world_size", world_size), ("rows", rows), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be >= 1")
@@ -355,11 +268,7 @@ def request_of(
     revision: str | None,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    """A step in plain values, for `ask_child`.
-
-    Raises:
-        ModelError: a module without a configuration.
-    """
+    """A step in plain values, for `ask_child`."""
     in_hand = isinstance(model, nn.Module)
     return {
         "source": None if in_hand else str(model),
@@ -391,13 +300,7 @@ def step_from_dict(values: Mapping[str, Any]) -> StepRequest:
 
 
 def ask_child(request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """The answer of an interpreter of its own to a request in plain values.
-
-    Raises:
-        ModelError: it refused, in its words.
-        TimeoutError: it took longer than `timeout_s`; it is ended.
-        RuntimeError: it died.
-    """
+    """The answer of an interpreter of its own to a request in plain values."""
     found = [os.environ.get("PYTHONPATH", ""), *sys.path]
     try:
         child = subprocess.run(  # noqa: S603 - this interpreter, this package
@@ -439,18 +342,7 @@ def _default_rows(config: DTensorConfig, *, world_size: int, length: int) -> int
 def skeleton_of(
     source: str | None, *, revision: str | None, trust_remote_code: bool, model_config: dict[str, Any] | None = None
 ) -> nn.Module:
-    """In float32, its parameters on the meta device.
-
-    Args:
-        source: where it lies; None where `model_config` says it all.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run code that comes with the model.
-        model_config: what `config_of_module` has returned.
-
-    Raises:
-        ModelError: there is no such model, or transformers cannot make it.
-        PlanError: the same, of a file or a type of model.
-    """
+    """In float32, its parameters on the meta device."""
     import transformers
 
     if model_config is not None:
@@ -470,11 +362,7 @@ def skeleton_of(
 
 
 def config_of_module(model: nn.Module) -> dict[str, Any]:
-    """The configuration of a model of transformers in plain values.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """The configuration of a model of transformers in plain values."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         raise ModelError(

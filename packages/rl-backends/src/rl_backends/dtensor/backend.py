@@ -3,7 +3,6 @@
 `Backend` has the surface and what Megatron shares; here is how a model under FSDP2 computes, steps and is saved.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.head_check import check_head
 from rl_backends.dtensor.mesh import sizes_of
-from rl_backends.dtensor.pipeline import told_by_last_stage
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
@@ -42,7 +40,7 @@ from rl_backends.lora import (
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, gather_text, host_group, raise_together
+from rl_backends.rank_agreement import add_up, host_group, raise_together, sums_of_last_rank
 from rl_backends.readers import Head, Reader, has_language_model_head
 from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import NamedShard, named_shards
@@ -192,7 +190,7 @@ class DTensorBackend(Backend):
         sums = loss_of.sums
         if routers is not None and context is not None:
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each rank holds the term of its own tokens
-        return add_up(sums, sharded.row_group, device=torch.device(config.device))
+        return add_up(sums, sharded.row_group)
 
     def _accumulate_over_stages(
         self,
@@ -226,11 +224,8 @@ class DTensorBackend(Backend):
 
         sharded.run_pipeline(inputs, use, backward=True)
         raise_together(loss_of.failure)
-        sums = add_up(loss_of.sums, sharded.row_group, device=device)
-        names = json.loads(gather_text(json.dumps(sorted(sums)), group=sharded.pipeline.group)[-1])
-        stacked = [torch.stack([sums[name] for name in names])] if sums else []
-        told = told_by_last_stage(stacked, sharded.pipeline)
-        return dict(zip(names, told[0].unbind(), strict=True)) if names else {}
+        sums = add_up(loss_of.sums, sharded.row_group)
+        return sums_of_last_rank(sums, sharded.pipeline.group, device=device)
 
     def _clear_gradient(self) -> None:
         super()._clear_gradient()

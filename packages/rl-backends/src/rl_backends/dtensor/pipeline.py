@@ -1,17 +1,15 @@
 """Microbatches of a pipeline, whose stages send one another tensors of one shape, and what its last stage tells."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from rl_backends.batching.microbatches import ModelInputs
-from rl_backends.rank_agreement import gather_text
+from rl_backends.rank_agreement import told_by_last_rank
 
 if TYPE_CHECKING:
     from rl_parallel_plans import Pipeline
@@ -59,16 +57,4 @@ def _another_row(inputs: ModelInputs, tokens: int) -> ModelInputs:
 
 def told_by_last_stage(tensors: Sequence[Tensor], pipeline: "Pipeline") -> list[Tensor]:
     """The last stage's tensors, on every stage of this rank's pipeline; others pass none."""
-    group = pipeline.group
-    kinds = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
-    text = gather_text(json.dumps(kinds), group=group)[-1]
-    if pipeline.is_last:
-        told = [each.detach().contiguous() for each in tensors]
-    else:
-        told = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=pipeline.device) for dtype, shape in json.loads(text)
-        ]
-    last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
-    for each in told:
-        dist.broadcast(each, src=last, group=group)
-    return told
+    return told_by_last_rank(tensors, pipeline.group, device=pipeline.device)

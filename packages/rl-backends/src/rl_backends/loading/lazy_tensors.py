@@ -16,8 +16,6 @@ from torch import Tensor
 
 from rl_backends.errors import ModelError
 
-__all__ = ["FileTensor", "LazyTensor", "UnknownConversionError", "open_tensors"]
-
 PIECE_BYTES = 32 * 2**20
 """Most bytes that are read at once, where a row of a tensor is not larger."""
 
@@ -153,10 +151,6 @@ class _Squeezed(LazyTensor):
         self._other.read_into(out.unsqueeze(self._dim), [*offsets[: self._dim], 0, *offsets[self._dim :]])
 
 
-def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
-    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
-
-
 def _split(tensor: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
     whole = tensor.shape[dim]
     if isinstance(sizes, int):
@@ -177,7 +171,7 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.stack: _Stacked,
     torch.cat: _Joined,
     torch.transpose: _Transposed,
-    torch.chunk: _chunk,
+    torch.chunk: lambda tensor, chunks, dim=0: _split(tensor, -(-tensor.shape[dim] // chunks), dim),
     torch.split: _split,
 }
 
@@ -214,11 +208,7 @@ class FileTensor(LazyTensor):
 
 @contextmanager
 def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, LazyTensor]]:
-    """Every tensor of safetensors files under its name there, to be read until the end of the context.
-
-    Raises:
-        ModelError: a file is damaged, or holds a dtype that cannot be trained.
-    """
+    """Every tensor of safetensors files under its name there, to be read until the end of the context."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, LazyTensor] = {}

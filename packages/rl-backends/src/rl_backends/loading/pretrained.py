@@ -10,17 +10,6 @@ from torch import nn
 
 from rl_backends.errors import ModelError
 
-__all__ = [
-    "check_generation_config",
-    "check_vocabulary",
-    "dtype_of_config",
-    "dtypes_in_files",
-    "load_causal_lm",
-    "load_tokenizer",
-    "pad_token_id",
-    "stop_token_ids",
-]
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
 

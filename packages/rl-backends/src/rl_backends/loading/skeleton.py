@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from rl_backends.errors import ModelError
 from rl_parallel_plans.structure import retie, tied_names
 
-__all__ = ["in_float32", "initial_value", "make_skeleton", "materialize", "original_class", "twin_of"]
-
 
 class _EmptyOnMeta(TorchFunctionMode):
     """Memory without numbers is not taken: what a parameter is made of, and what a computed buffer is not."""
@@ -36,9 +34,6 @@ def make_skeleton(make: Callable[[], nn.Module]) -> nn.Module:
     """What `make` makes, in eval mode, its ties made, its parameters on the meta device and its buffers real.
 
     Consumes no random numbers.
-
-    Raises:
-        ModelError: a buffer that no file holds has no numbers.
     """
     with torch.random.fork_rng(devices=[]), _EmptyOnMeta():
         model = make()
@@ -57,11 +52,7 @@ def make_skeleton(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """The skeleton of a model that may be sharded, wrapped and adapted: its names, shapes and rules before all that.
-
-    Raises:
-        ModelError: it is no model of transformers.
-    """
+    """The skeleton of a model that may be sharded, wrapped and adapted: its names, shapes and rules before all that."""
     cls: Any = original_class(model)
     if not hasattr(cls, "_from_config"):
         raise ModelError(f"{cls.__name__} is no model of transformers, whose configuration says how to make another")
@@ -137,9 +128,6 @@ def initial_value(skeleton: nn.Module, name: str, *, seed: int) -> Tensor:
     """The whole tensor `name` in float32 on the CPU, as a new model has it; a buffer as the model was made with it.
 
     skeleton: the unsharded model on the meta device; it is left as it was.
-
-    Raises:
-        ModelError: no rule gives it numbers.
     """
     path, _, leaf = name.rpartition(".")
     owner = skeleton.get_submodule(path)

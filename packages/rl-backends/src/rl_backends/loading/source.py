@@ -22,8 +22,6 @@ from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
 from rl_backends.rank_agreement import gather_text, on_every_rank
 
-__all__ = ["Head", "ModelSource", "local_folder", "model_folder", "open_model", "weight_files"]
-
 Head = Literal["causal_lm", "sequence_classification"]
 
 
@@ -205,11 +203,7 @@ SINGLE = "model.safetensors"
 
 
 def local_folder(model_name: str) -> Path | None:
-    """The folder that `model_name` means, or None where it is an id of the Hub.
-
-    Raises:
-        ModelError: it can only be a folder, and there is none, or no `config.json` in it.
-    """
+    """The folder that `model_name` means, or None where it is an id of the Hub."""
     folder = Path(model_name).expanduser()
     if not (model_name.startswith((".", "/", "~")) or folder.exists()):
         return None
@@ -220,11 +214,7 @@ def local_folder(model_name: str) -> Path | None:
 
 
 def model_folder(model_name: str, *, revision: str | None, trust_remote_code: bool) -> Path:
-    """The folder with the configuration: the local one, or that of one commit in the Hub's cache.
-
-    Raises:
-        ModelError: there is none; the Hub has none, or cannot be reached.
-    """
+    """The folder with the configuration: the local one, or that of one commit in the Hub's cache."""
     if (folder := local_folder(model_name)) is not None:
         return folder
     patterns = ["config.json", "generation_config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
@@ -238,9 +228,6 @@ def weight_files(model_name: str, folder: Path) -> list[Path]:
     """The safetensors files of a model, from the Hub where `model_name` is an id.
 
     folder: what `model_folder` gave.
-
-    Raises:
-        ModelError: there are none, one is missing, or the index cannot be read or names files elsewhere.
     """
     names = _indexed(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     if local_folder(model_name) is None:

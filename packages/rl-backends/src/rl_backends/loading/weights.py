@@ -24,19 +24,6 @@ from rl_backends.loading.lazy_tensors import LazyTensor, UnknownConversionError,
 from rl_backends.loading.skeleton import initial_value, twin_of
 from rl_parallel_plans import Box, NamedShard, named_shards, stage_info
 
-__all__ = [
-    "Converted",
-    "LoadReport",
-    "Shard",
-    "as_in_model",
-    "first_names",
-    "has_conversions",
-    "initialise",
-    "load_weights",
-    "shards_by_name",
-    "write_whole",
-]
-
 # ---- Which part of which tensor a rank holds.
 
 ADAPTER = re.compile(r"(^|[._])lora_")
@@ -49,6 +36,14 @@ WRAPPED = re.compile(r"(\.(base_layer|original_module|modules_to_save\.[^.]+))+(
 @runtime_checkable
 class Shard(Protocol):
     """This rank's part of one tensor, whatever has cut it."""
+
+    @property
+    def name(self) -> str:
+        """In the Hugging Face model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the unsharded tensor."""
 
     @property
     def local(self) -> Tensor:
@@ -69,9 +64,6 @@ def shards_by_name(model: nn.Module, skeleton: nn.Module) -> dict[str, list[Name
     """What this rank holds of each tensor of `skeleton`, by its first name; adapters are left out.
 
     Several shards are of one tensor where an adapter keeps a copy of it. A pipeline stage has some of the tensors.
-
-    Raises:
-        ModelError: the model is not `skeleton` sharded, or its parameters have no memory yet.
     """
     first = first_names(skeleton)
     shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
@@ -123,11 +115,7 @@ def has_conversions() -> bool:
 
 
 def as_in_model(skeleton: nn.Module, found: Mapping[str, LazyTensor]) -> Converted:
-    """The tensors of files as `skeleton` has them; nothing is read.
-
-    Raises:
-        ModelError: a conversion cannot be done on slices, or the files do not fit it.
-    """
+    """The tensors of files as `skeleton` has them; nothing is read."""
     return _converted(skeleton, found) if has_conversions() else _renamed(skeleton, found)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from rl_backends.errors import ModelError
 from rl_backends.megatron.rope import Rope, read_rope, rope_problems
 
-__all__ = ["MODEL_TYPES", "Architecture", "read_architecture"]
-
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The `model_type` of configurations that can be read."""
 
@@ -40,52 +38,35 @@ class Architecture:
 
     model_type: str
     """Hugging Face's name of the family."""
-
     num_layers: int
     hidden_size: int
-
     ffn_hidden_size: int
     """Width of the gated block of a dense layer."""
-
     num_attention_heads: int
     """Heads of queries."""
-
     num_query_groups: int
     """Heads of keys and values."""
-
     head_dim: int
-
     vocab_size: int
     """Rows of the embeddings as they lie in a checkpoint; Megatron's are padded to a multiple of tensor ranks."""
-
     tied: bool
     """The output layer is the embedding."""
-
     num_labels: int
     """Numbers that a value or reward head (`score`) says of a token; 0 of a language model."""
-
     qkv_bias: bool
     """Queries, keys and values have biases (Qwen2); nothing else has."""
-
     qk_norm: bool
     """Queries and keys are normed head by head (Qwen3)."""
-
     norm_eps: float
-
     num_experts: int
     """Of every layer; 0 in a dense model."""
-
     experts_per_token: int
     expert_ffn_hidden_size: int
-
     normalise_router: bool
     """The weights of the chosen experts add up to 1 (`norm_topk_prob`)."""
-
     sliding_windows: tuple[int | None, ...]
     """For each layer how many tokens a token sees, itself among them; None sees all before it."""
-
     max_positions: int
-
     rope: Rope
     """How positions turn queries and keys."""
 
@@ -99,15 +80,7 @@ class Architecture:
 
 
 def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
-    """Read the configuration of a causal language model, or of one with a value or reward head.
-
-    Args:
-        hf_config: a `transformers` configuration, of releases 4.57 to 5.x.
-        scores: the model is a `ForSequenceClassification`, which has no output layer.
-
-    Raises:
-        ModelError: it is of another family, or asks for what is not built here. All reasons are in one message.
-    """
+    """Read the configuration of a causal language model, or of one with a value or reward head."""
     _require_family(hf_config)
     problems = [
         *_number_problems(hf_config),
@@ -168,14 +141,14 @@ def _require_family(hf_config: Any) -> None:
 
 def _number_problems(hf_config: Any) -> list[str]:
     heads, groups, head_dim = hf_config.num_attention_heads, _groups(hf_config), _head_dim(hf_config)
-    return [
-        *(
-            [f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; both must be positive"]
-            if groups < 1 or heads % groups
-            else []
-        ),
-        *([f"head_dim={head_dim} is odd, and rotary positions turn pairs"] if head_dim % 2 else []),
-    ]
+    problems = []
+    if groups < 1 or heads % groups:
+        problems.append(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; both must be positive"
+        )
+    if head_dim % 2:
+        problems.append(f"head_dim={head_dim} is odd, and rotary positions turn pairs")
+    return problems
 
 
 def _layer_problems(hf_config: Any) -> list[str]:

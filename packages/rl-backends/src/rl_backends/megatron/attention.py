@@ -29,8 +29,6 @@ from rl_backends.errors import ModelError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["TorchAttention"]
-
 Run = tuple[Tensor, Tensor, Tensor]
 """Queries [n, L, Q, D], and keys and values of every context-parallel rank [cp, n, L, K, D]."""
 
@@ -51,23 +49,7 @@ class TorchAttention(nn.Module):
         pg_collection: Any = None,
         sliding_window: int | None = None,
     ) -> None:
-        """As megatron-core builds its `core_attention`.
-
-        Args:
-            config: Megatron's TransformerConfig.
-            layer_number: from 1; for messages.
-            attn_mask_type: Megatron's AttnMaskType; a causal one.
-            attention_type: "self".
-            attention_dropout: of this layer; the configuration's where it is None. 0.
-            softmax_scale: of scores; D to the power of -1/2 where it is None.
-            cp_comm_type: how Transformer Engine would send keys and values. It changes no result.
-            pg_collection: Megatron's process groups; those of its parallel_state where it is None.
-            sliding_window: tokens that a query sees, itself among them; None for all up to it. From the ModuleSpec's
-                `params`.
-
-        Raises:
-            ModelError: the configuration asks for what would be left out.
-        """
+        """As megatron-core builds its `core_attention`."""
         super().__init__()
         self.layer_number = layer_number
         self.sliding_window = sliding_window
@@ -98,22 +80,10 @@ class TorchAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Each token's attention to those of its row up to itself.
+        """Each token's attention to those of its row up to itself: [S, b, Q·D], or [t, Q, D] of packed rows.
 
-        Args:
-            query: [S, b, Q, D], or [t, Q, D] of packed rows.
-            key: [S, b, K, D] or [t, K, D], where K divides Q.
-            value: the same.
-            attention_mask: None; it could know only this rank's tokens.
-            attn_mask_type: a causal one, or None.
-            attention_bias: None.
-            packed_seq_params: Megatron's PackedSeqParams of "thd" rows; their lengths are those over all
-                context-parallel ranks, multiples of 2·cp.
-
-        Returns [S, b, Q·D], or [t, Q, D] of packed rows.
-
-        Raises:
-            ModelError: the call asks for what would be left out.
+        Queries are [S, b, Q, D], or [t, Q, D] of packed rows; keys and values have K heads, where K divides Q. Packed
+        rows are "thd"; their lengths are those over all context-parallel ranks, multiples of 2·cp.
         """
         packed = packed_seq_params
         self._refuse(
@@ -127,12 +97,14 @@ class TorchAttention(nn.Module):
                 "a qkv_format other than 'thd'": packed is not None and packed.qkv_format != "thd",
             }
         )
-        keys, values = _of_all_ranks(key, value, self.cp_group)
-        if packed is None:
-            rows = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
-            return self._attend(*rows).transpose(0, 1).flatten(2)
-        runs = _runs(query, keys, values, held=self._held(packed, num_tokens=len(query)))
-        return torch.cat([self._attend(*run).flatten(0, 1) for run in runs])
+        # Nothing here asks for CUDA, and `cpu_compat` would look at every call.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public one
+            keys, values = _of_all_ranks(key, value, self.cp_group)
+            if packed is None:
+                rows = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
+                return self._attend(*rows).transpose(0, 1).flatten(2)
+            runs = _runs(query, keys, values, held=self._held(packed, num_tokens=query.shape[0]))
+            return torch.cat([self._attend(*run).flatten(0, 1) for run in runs])
 
     def _held(self, packed: Any, *, num_tokens: int) -> list[int]:
         """Tokens of each packed row that this rank holds."""
@@ -153,8 +125,23 @@ class TorchAttention(nn.Module):
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[n, L, Q, D] of the tokens of one `Run`."""
-        ranks, rank = self.cp_group.size(), self.cp_group.rank()
-        numbers = [rank, 2 * ranks - 1 - rank] if ranks > 1 else [0]
+        ranks, rank = keys.shape[0], self.cp_group.rank()
+        if ranks == 1:  # whole rows
+            length, window = query.shape[1], self.sliding_window
+            mask = None
+            if window is not None and window < length:
+                mask = _seen(0, length, first=0, window=window, of=query)
+            attended = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                keys[0].transpose(1, 2),
+                values[0].transpose(1, 2),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[2] != keys.shape[3],
+            )
+            return attended.transpose(1, 2)
+        numbers = [rank, 2 * ranks - 1 - rank]
         keys, values = _in_order(keys), _in_order(values)
         out = []
         for number, queries in zip(numbers, query.chunk(len(numbers), dim=1), strict=True):
@@ -173,7 +160,7 @@ class TorchAttention(nn.Module):
                 enable_gqa=query.shape[2] != keys.shape[1],
             )
             out.append(attended.transpose(1, 2))
-        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+        return torch.cat(out, dim=1)
 
     def _refuse(self, asked: dict[str, Any]) -> None:
         if left_out := [name for name, given in asked.items() if given]:
@@ -227,8 +214,6 @@ def _runs(query: Tensor, keys: Tensor, values: Tensor, *, held: list[int]) -> li
 
 def _in_order(of_ranks: Tensor) -> Tensor:
     """[n, K, cp · L, D] in the order of each row's tokens, from the two chunks of each rank [cp, n, L, K, D]."""
-    if len(of_ranks) == 1:
-        return of_ranks[0].transpose(1, 2)
     heads, tails = of_ranks.chunk(2, dim=2)
     chunks = torch.cat([heads, tails.flip(0)])  # [2 · cp, n, L / 2, K, D]
     return chunks.permute(1, 3, 0, 2, 4).flatten(2, 3)

@@ -26,7 +26,7 @@ from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.gathering import Gatherer
-from rl_backends.megatron.gradients import GradientAccumulation, clip_and_step
+from rl_backends.megatron.gradients import accumulate, clip_and_step, discard
 from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import HeldTensor, names_in_hugging_face
 from rl_backends.megatron.masters import masters_of
@@ -39,9 +39,6 @@ from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import host_group, on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
 from rl_backends.reference import ReferenceModel, without_weights
-
-__all__ = ["MegatronBackend"]
-
 
 ACCELERATIONS = (
     "bias_activation_fusion",
@@ -91,7 +88,12 @@ class MegatronBackend(Backend):
             add_lora(model, config.lora_cfg, seed=seed, layers_only=True)
         super().__init__(config, without_weights(model))
         source = from_hugging_face(_with_weights(model)) if fill is None else fill
-        self._distributed = MegatronModel(self._skeleton, config, fill=partial(_same_then, source, model))
+
+        def fill_alike(distributed: MegatronModel) -> None:
+            require_same_model(model)
+            source(distributed)
+
+        self._distributed = MegatronModel(self._skeleton, config, fill=fill_alike)
         try:
             if fill is None:
                 prove(self._distributed, source=model)
@@ -99,7 +101,6 @@ class MegatronBackend(Backend):
         except BaseException:
             self._distributed.close()
             raise
-        self._accumulation = GradientAccumulation(self._distributed)
         self._meter = self._make_meter(recomputed=config.recompute_granularity == "full")
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
@@ -166,11 +167,11 @@ class MegatronBackend(Backend):
                 "overlap_grad_reduce=True sums gradients over ranks during backward, so a step has one call of "
                 "forward_backward: give it all rows at once, or set overlap_grad_reduce=False; the gradient is cleared"
             )
-        return self._accumulation.run(examples, microbatches, loss, reader=reader, output=output)
+        return accumulate(self._distributed, examples, microbatches, loss=loss, reader=reader, output=output)
 
     def _clear_gradient(self) -> None:
         super()._clear_gradient()
-        self._accumulation.discard()
+        discard(self._distributed)
 
     def _clip_and_step(self) -> GradientStep:
         assert self._optimizers is not None
@@ -225,8 +226,9 @@ class MegatronBackend(Backend):
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         self._require_on_device("save_adapter", WEIGHTS)
-        trainable = self._require_adapters().trainable()
-        shapes = {name: shape for name, shape in self._distributed.shapes.items() if _is_trained(self._skeleton, name)}
+        trainable, whole = self._require_adapters().trainable(), trained_whole(self._skeleton)
+        of_all = self._distributed.shapes.items()
+        shapes = {name: shape for name, shape in of_all if is_adapter(name) or name in whole}
         self._distributed.finish_param_gather()
         tensors = Gatherer(trainable, shapes).tensors()
         save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
@@ -252,7 +254,8 @@ class MegatronBackend(Backend):
         adapters, gatherer = self._distributed.adapters, self._gatherer
         if adapters is not None:
             gatherer = Gatherer(adapters.merged(), bare_shapes(self._distributed.shapes))
-        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=gatherer.tensors())
+        tensors = gatherer.tensors()
+        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
 
     def _write_checkpoint(
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
@@ -302,10 +305,6 @@ class MegatronBackend(Backend):
         self._distributed.close()
 
 
-def _is_trained(skeleton: nn.Module, name: str) -> bool:
-    return is_adapter(name) or name in trained_whole(skeleton)
-
-
 def _visiting(model: MegatronModel) -> Callable[[], AbstractContextManager[None]]:
     """Keep a model in pinned host memory but for the time of a visit to its device."""
     offloader = Offloader(model.gpt)
@@ -329,12 +328,6 @@ def _with_weights(model: nn.Module) -> nn.Module:
             f"fill= to put weights into it"
         )
     return model
-
-
-def _same_then(fill: Fill, source: nn.Module, model: MegatronModel) -> None:
-    """Fill, from a source that is the same on every rank."""
-    require_same_model(source)
-    fill(model)
 
 
 def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizers | None) -> str:
@@ -366,6 +359,7 @@ def _implementation(model: MegatronModel) -> str:
     kernels = {
         "TorchAttention": "torch's scaled_dot_product_attention",
         "TEDotProductAttention": "Transformer Engine's attention",
+        "GatedMLP": "torch's SwiGLU",
         "SequentialMLP": "experts one after the other",
         "TEGroupedMLP": "Transformer Engine's grouped GEMM for experts",
     }

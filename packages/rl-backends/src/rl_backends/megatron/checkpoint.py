@@ -44,8 +44,6 @@ from rl_backends.megatron.masters import Master, masters_of
 from rl_backends.megatron.optimizer import MegatronOptimizers
 from rl_backends.rank_agreement import gather_text, on_every_rank
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 ADAMW = f"{AdamW.__module__}.{AdamW.__qualname__}"
 """What every backend calls it; Transformer Engine's and Apex's compute the same."""
 ADAMW_WITH_MASTERS = f"{ADAMW} with float32 masters"
@@ -107,11 +105,7 @@ def describe(
     *,
     group: dist.ProcessGroup | None,
 ) -> Description:
-    """What all ranks hold; every rank must call it.
-
-    Raises:
-        CheckpointError: another rank could not tell.
-    """
+    """What all ranks hold; every rank must call it."""
     text = on_every_rank(lambda: json.dumps(asdict(_describe(held, optimizers, masters))), group=group)
     found = Description()
     for each in map(json.loads, gather_text(text, group=group)):
@@ -150,7 +144,9 @@ def _describe(
         model=model,
         trained={each.name: _options(optimizers, master.group) for each, master in stepped},
         state={
-            each.name: {key: _specification(value) for key, value in state.items()}
+            each.name: {
+                key: {"dtype": dtype_name(value.dtype), "sharded": value.ndim > 0} for key, value in state.items()
+            }
             for each, master in stepped
             if (state := master.state())
         },
@@ -163,14 +159,12 @@ def _options(optimizers: MegatronOptimizers, group: Mapping[str, Any]) -> dict[s
 
     Weight decay is that of the settings, also where a schedule is changing it.
     """
-    adam = optimizers.adam
-    standard = AdamW([nn.Parameter(torch.zeros(()))], betas=adam.betas, eps=adam.eps).param_groups[0]
+    settings = optimizers.settings
+    standard = AdamW(
+        [nn.Parameter(torch.zeros(()))], betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps
+    ).param_groups[0]
     options = {key: value for key, value in standard.items() if key not in NOT_RESTORED}
-    return {**options, "lr": float(group["lr"]), "weight_decay": adam.weight_decay * group["wd_mult"]}
-
-
-def _specification(value: Tensor) -> dict[str, Any]:
-    return {"dtype": dtype_name(value.dtype), "sharded": value.ndim > 0}
+    return {**options, "lr": float(group["lr"]), "weight_decay": settings.weight_decay * group["wd_mult"]}
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -189,24 +183,10 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
 ) -> CheckpointWrite:
-    """Write weights, optimizer, schedule and random-number generators into a new folder; every rank must call it.
+    """As `rl_backends.checkpoints.save_checkpoint`, of everything that this rank holds.
 
-    Args:
-        held: everything that this rank holds of the model.
-        optimizers: None saves the weights alone.
-        folder: the checkpoint to be; its parent belongs to this run, which removes what killed saves left there.
-        version: optimizer steps that the weights have seen.
-        layout: sizes of the axes that the model is laid over, for people.
-        weights: False leaves them out, where they lie elsewhere; float32 masters are then saved as state.
-        asynchronous: return when everything is copied to host memory, and write while training goes on.
-        extra: what else belongs to the run, as JSON.
-        frozen: weights that are left out, since they never change: their digests by name, as `tensor_digests` returns.
-
-    Returns:
-        The write; already complete unless `asynchronous`.
-
-    Raises:
-        CheckpointError: on every rank: see `rl_backends.checkpoints.save_checkpoint`.
+    layout: sizes of the axes that the model is laid over, for people.
+    weights: False leaves them out, where they lie elsewhere; float32 masters are then saved as state.
     """
     left_out = dict(frozen or {}) if weights else {}
 
@@ -273,22 +253,10 @@ def load_checkpoint(
     optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
-    """Put what a checkpoint holds into a model, its optimizer and the generators of random numbers, in place.
+    """As `rl_backends.checkpoints.load_checkpoint`, also of a checkpoint of DTensors where AdamW was its optimizer.
 
-    Every rank must call it; the layout may be any, and the checkpoint may be one of DTensors, where AdamW was its
-    optimizer. Gradients are cleared. What is saved in float32 is rounded for a model in 16 bits, and its optimizer goes
-    on from the float32; a model in float32 takes float32 alone.
-
-    Args:
-        held: everything that this rank holds of the model, duplicates too.
-        optimizers: as when it was written; None where there is none.
-        folder: of the checkpoint.
-        weights: False leaves the weights as they are, unless masters were saved for them.
-        optimizer: False leaves moments and schedule as they are, whatever the checkpoint has of them.
-        verify: compare the digest of every file, which reads each once more.
-
-    Raises:
-        CheckpointError: on every rank: see `rl_backends.checkpoints.load_checkpoint`.
+    What is saved in float32 is rounded for a model in 16 bits, and its optimizer goes on from the float32; a model in
+    float32 takes float32 alone. Without `weights` they stay as they are, unless masters were saved for them.
     """
     opened = open_checkpoint(folder, verify=verify)
     masters = [] if optimizers is None else masters_of(optimizers)
@@ -320,9 +288,14 @@ def load_checkpoint(
         mastered = [each for each in held if MASTER in saved.get(each.name, {})]
         filled += _weight_pieces(mastered, masters, name=f"optimizer/{{}}/{MASTER}")
     read_shards(opened, rng | _numbered(filled), schedule=kept)
-    _put(states)
+    for state in states:
+        step = next(iter(state.steps.values()), None)
+        state.master.put_state(state.moments if step is None else {"step": step, **state.moments})
     set_rng(rng)
-    _clear_gradients(held)
+    for each in held:
+        each.parameter.grad = None
+        if (summed := getattr(each.parameter, "main_grad", None)) is not None:
+            summed.zero_()
     return opened.result(rng_restored=bool(rng))
 
 
@@ -410,13 +383,6 @@ def _check_steps(states: Sequence[_NewState]) -> None:
             )
 
 
-def _put(states: Sequence[_NewState]) -> None:
-    """Give the optimizers what was read."""
-    for state in states:
-        step = next(iter(state.steps.values()), None)
-        state.master.put_state(state.moments if step is None else {"step": step, **state.moments})
-
-
 def _weight_pieces(held: Sequence[HeldTensor], masters: Sequence[Master], *, name: str) -> Iterator[TensorShard]:
     """The parameters, and what the optimizer keeps of them in more digits: both are filled from one source."""
     for each in held:
@@ -425,10 +391,3 @@ def _weight_pieces(held: Sequence[HeldTensor], masters: Sequence[Master], *, nam
     for each, master in held_with(held, masters):
         if master.is_copy:
             yield replace(master.piece(each), saved_as=name.format(each.name), takes=MIXED)
-
-
-def _clear_gradients(held: Sequence[HeldTensor]) -> None:
-    for each in held:
-        each.parameter.grad = None
-        if (summed := getattr(each.parameter, "main_grad", None)) is not None:
-            summed.zero_()

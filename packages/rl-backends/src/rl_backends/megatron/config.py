@@ -3,13 +3,12 @@
 Names are megatron-core's own, where it has one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from rl_backends.choices import check_choices, check_finite
+from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
 from rl_backends.lora.config import LoraConfig
-
-__all__ = ["MegatronConfig", "MegatronOptimizerConfig", "MegatronSchedulerConfig"]
 
 STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
 
@@ -50,21 +49,15 @@ class MegatronOptimizerConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_finite(self)
-        problems = [
-            f"lr={self.lr} must be > 0" if not self.lr > 0 else "",
-            f"min_lr={self.min_lr} must be from 0 to lr={self.lr}" if not 0 <= self.min_lr <= self.lr else "",
-            f"weight_decay={self.weight_decay} must be >= 0" if not self.weight_decay >= 0 else "",
-            f"adam_eps={self.adam_eps} must be > 0" if not self.adam_eps > 0 else "",
-            *(
-                f"{name}={value} must be at least 0 and below 1"
-                for name, value in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2))
-                if not 0 <= value < 1
-            ),
-            f"clip_grad={self.clip_grad} must be > 0, or None"
-            if self.clip_grad is not None and not self.clip_grad > 0
-            else "",
-        ]
-        _raise_all(problems)
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from out_of_bounds(self, {"> 0": "lr adam_eps clip_grad", ">= 0": "weight_decay"})
+        if not 0 <= self.min_lr <= self.lr:
+            yield f"min_lr={self.min_lr} must be from 0 to lr={self.lr}"
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"{name}={getattr(self, name)} must be at least 0 and below 1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,22 +90,18 @@ class MegatronSchedulerConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_finite(self)
-        decays = (self.start_weight_decay, self.end_weight_decay)
-        problems = [
-            f"lr_decay_iters={self.lr_decay_iters} must be >= 1, or None"
-            if self.lr_decay_iters is not None and self.lr_decay_iters < 1
-            else "",
-            f"lr_warmup_iters={self.lr_warmup_iters} must be >= 0" if self.lr_warmup_iters < 0 else "",
-            f"lr_warmup_init={self.lr_warmup_init} must be >= 0" if self.lr_warmup_init < 0 else "",
-            f"start_weight_decay and end_weight_decay are {decays}: give both, of which end is not less, or none"
-            if (decays[0] is None) != (decays[1] is None)
-            or (decays[0] is not None and decays[1] is not None and not 0 <= decays[0] <= decays[1])
-            else "",
-            "weight_decay_incr_style='constant' keeps one weight decay, and start and end differ"
-            if self.weight_decay_incr_style == "constant" and decays[0] != decays[1]
-            else "",
-        ]
-        _raise_all(problems)
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from out_of_bounds(self, {">= 1": "lr_decay_iters", ">= 0": "lr_warmup_iters lr_warmup_init"})
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if (start is None) != (end is None) or (start is not None and end is not None and not 0 <= start <= end):
+            yield (
+                f"start_weight_decay and end_weight_decay are {(start, end)}: give both, of which end is not less, or "
+                f"none"
+            )
+        if self.weight_decay_incr_style == "constant" and start != end:
+            yield "weight_decay_incr_style='constant' keeps one weight decay, and start and end differ"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,116 +218,84 @@ class MegatronConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_finite(self)
-        _raise_all([*self._numbers(), *self._combinations()])
+        refuse(self._problems())
 
     @property
     def data_multiple(self) -> int:
         """Ranks that hold one copy of the model: the run's ranks are a multiple of it."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
-    def _numbers(self) -> list[str]:
+    def _problems(self) -> Iterator[str]:
         sizes = (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "micro_batch_size",
+            "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage micro_batch_size micro_batch_tokens"
         )
-        optional = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
-        return [
-            *(f"{name}={value} must be >= 1, or None" for name, value in given.items() if value < 1),
-            *(f"{name}={getattr(self, name)} must be >= 1" for name in sizes if getattr(self, name) < 1),
-            f"micro_batch_tokens={self.micro_batch_tokens} must be >= 1, or None for no bound"
-            if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1
-            else "",
-            f"peak_flops_per_s={self.peak_flops_per_s} must be > 0, or None"
-            if self.peak_flops_per_s is not None and not self.peak_flops_per_s > 0
-            else "",
-            f"timeout_s={self.timeout_s} must be > 0" if not self.timeout_s > 0 else "",
-        ]
-
-    def _combinations(self) -> list[str]:
-        return [
-            "sequence_parallel=True needs tensor_model_parallel_size > 1, whose ranks share the sequence between blocks"
-            if self.sequence_parallel and self.tensor_model_parallel_size == 1
-            else "",
-            "expert_model_parallel_size > 1 with tensor_model_parallel_size > 1 needs sequence_parallel=True, or its "
-            "ranks would each send the same tokens to the experts"
-            if self.expert_model_parallel_size > 1
-            and self.tensor_model_parallel_size > 1
-            and not self.sequence_parallel
-            else "",
-            *self._pipeline(),
-            *self._kernels(),
-            "scheduler is given without optimizer, whose learning rate it would follow: give both, or neither"
-            if self.scheduler is not None and self.optimizer is None
-            else "",
-        ]
-
-    def _pipeline(self) -> list[str]:
+        yield from out_of_bounds(self, {">= 1": sizes, "> 0": "peak_flops_per_s timeout_s"})
+        tensor_parallel = self.tensor_model_parallel_size > 1
+        if self.sequence_parallel and not tensor_parallel:
+            yield (
+                "sequence_parallel=True needs tensor_model_parallel_size > 1, whose ranks share the sequence between "
+                "blocks"
+            )
+        if self.expert_model_parallel_size > 1 and tensor_parallel and not self.sequence_parallel:
+            yield (
+                "expert_model_parallel_size > 1 with tensor_model_parallel_size > 1 needs sequence_parallel=True, or "
+                "its ranks would each send the same tokens to the experts"
+            )
         uneven = (
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
             "pipeline_model_parallel_layout",
         )
         asked = [name for name in uneven if getattr(self, name) is not None]
-        return [
-            f"{asked[0]} needs pipeline_model_parallel_size > 1"
-            if asked and self.pipeline_model_parallel_size == 1
-            else "",
-            "pipeline_model_parallel_layout says how many layers each stage has: leave the other fields of pipeline "
-            "stages out"
-            if self.pipeline_model_parallel_layout is not None and len(asked) > 1
-            else "",
-            f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: Megatron's interleaved "
-            f"schedule needs a multiple of the stages as the number of microbatches, and rows of any length make any "
-            f"number; leave it out, or use uneven stages"
-            if self.virtual_pipeline_model_parallel_size is not None
-            else "",
-        ]
-
-    def _kernels(self) -> list[str]:
-        of_engine = (
-            "apply_rope_fusion",
-            "moe_permute_fusion",
-            "moe_router_fusion",
-            "gradient_accumulation_fusion",
-        )
+        if asked and self.pipeline_model_parallel_size == 1:
+            yield f"{asked[0]} needs pipeline_model_parallel_size > 1"
+        if self.pipeline_model_parallel_layout is not None and len(asked) > 1:
+            yield (
+                "pipeline_model_parallel_layout says how many layers each stage has: leave the other fields of "
+                "pipeline stages out"
+            )
+        if self.virtual_pipeline_model_parallel_size is not None:
+            yield (
+                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: Megatron's "
+                f"interleaved schedule needs a multiple of the stages as the number of microbatches, and rows of any "
+                f"length make any number; leave it out, or use uneven stages"
+            )
         plain = self.transformer_impl == "local" or (self.transformer_impl is None and self.device == "cpu")
-        return [
-            *(
-                f"{name}=True is a kernel of Transformer Engine, on a GPU: set device='cuda' and "
-                f"transformer_impl='transformer_engine', or leave it out"
-                for name in of_engine
-                if getattr(self, name) and plain
-            ),
-            "transformer_impl='transformer_engine' needs device='cuda'"
-            if self.transformer_impl == "transformer_engine" and self.device == "cpu"
-            else "",
-            "lora_cfg needs plain torch's layers: Transformer Engine's read their weights past torch. Set "
-            "transformer_impl='local', or lora_cfg to None"
-            if self.lora_cfg is not None and not plain
-            else "",
-            "lora_cfg.use_dora=True is the DTensor backend's: set policy.dtensor_cfg.enabled=true, or use_dora=False"
-            if self.lora_cfg is not None and self.lora_cfg.use_dora
-            else "",
-            f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron frozen "
-            f"weights are in the precision of the others; set base_dtype to it"
-            if self.lora_cfg is not None and self.lora_cfg.base_dtype != self.precision
-            else "",
-            "tp_comm_overlap=True: Transformer Engine's buffers for it have one fixed sequence length, and rows of "
-            "post-training have many; leave it out"
-            if self.tp_comm_overlap
-            else "",
-            "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True: without them "
-            "no rank lacks parameters"
-            if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce)
-            else "",
-        ]
-
-
-def _raise_all(problems: list[str]) -> None:
-    """One error for all that is wrong, not one a try."""
-    if found := [problem for problem in problems if problem]:
-        raise ValueError("; ".join(found))
+        of_engine = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "gradient_accumulation_fusion")
+        for name in of_engine:
+            if getattr(self, name) and plain:
+                yield (
+                    f"{name}=True is a kernel of Transformer Engine, on a GPU: set device='cuda' and "
+                    f"transformer_impl='transformer_engine', or leave it out"
+                )
+        if self.transformer_impl == "transformer_engine" and self.device == "cpu":
+            yield "transformer_impl='transformer_engine' needs device='cuda'"
+        if self.lora_cfg is not None:
+            if not plain:
+                yield (
+                    "lora_cfg needs plain torch's layers: Transformer Engine's read their weights past torch. Set "
+                    "transformer_impl='local', or lora_cfg to None"
+                )
+            if self.lora_cfg.use_dora:
+                yield (
+                    "lora_cfg.use_dora=True is the DTensor backend's: set policy.dtensor_cfg.enabled=true, or "
+                    "use_dora=False"
+                )
+            if self.lora_cfg.base_dtype != self.precision:
+                yield (
+                    f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron "
+                    f"frozen weights are in the precision of the others; set base_dtype to it"
+                )
+        if self.tp_comm_overlap:
+            yield (
+                "tp_comm_overlap=True: Transformer Engine's buffers for it have one fixed sequence length, and rows of "
+                "post-training have many; leave it out"
+            )
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            yield (
+                "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True: without "
+                "them no rank lacks parameters"
+            )
+        if self.scheduler is not None and self.optimizer is None:
+            yield "scheduler is given without optimizer, whose learning rate it would follow: give both, or neither"

@@ -16,9 +16,7 @@ makes torch's metadata classes and refuses everything else, then by megatron-cor
 malice: keep conversions where only people write whom you would let run code.
 """
 
-import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
@@ -26,20 +24,19 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, final
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_backends.checkpoint_directory import VARIABLE, explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.checkpoints.dcp import describe_failure
-from rl_backends.checkpoints.folders import write_text
-from rl_backends.checkpoints.manifest import sync
+from rl_backends.checkpoints.folders import in_threads, read_marker, sync_tree, write_marker
+from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
+from rl_backends.checkpoints.shards import num_ranks, this_rank
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource
@@ -51,18 +48,8 @@ from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.weights import from_files
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 
-__all__ = [
-    "MANIFEST",
-    "Conversion",
-    "convert",
-    "export_conversion",
-    "is_conversion",
-    "load_weights",
-    "read_conversion",
-]
-
 MANIFEST = "conversion.json"
-FORMAT = "rl-backends conversion 2"
+FORMAT = ("rl-backends conversion", 3)
 WEIGHTS = "release"
 """The name that Megatron-LM has for a checkpoint that no training step made."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -70,6 +57,7 @@ COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """What Megatron-LM looks for beside the tensors."""
 HUB_BLOB = re.compile(r"[0-9a-f]{64}")
 """Name of a file in the Hub's cache, which is the SHA-256 of what it holds."""
+DAMAGED = "delete the folder, and run `rl-backends convert` again"
 ELSEWHERE = f"make room, or name another folder in {VARIABLE}"
 
 Say = Callable[[str], None]
@@ -148,13 +136,8 @@ def convert(
         config: the layout to write from; any layout reads what any other wrote. Its precision is not looked at.
         directory: of all conversions, the same for all ranks; None for `megatron_checkpoint_dir()`.
         progress: called on rank 0 with a line of text now and then.
-
-    Raises:
-        CheckpointError: the one that is there is damaged, by the name of the file; the disk is full or read-only.
-        ModelError: an architecture that is not mapped, or files that are absent or damaged.
-        RankError: on the ranks that did not fail.
     """
-    say: Say = progress if progress is not None and _is_rank_0() else lambda _line: None
+    say: Say = progress if progress is not None and this_rank() == 0 else lambda _line: None
     about = _from_rank_0(lambda: _describe(source, directory))
     target = Path(about.pop("target"))
     if _from_rank_0(target.is_dir):
@@ -180,7 +163,7 @@ def convert(
             model.close(collect=False)
         on_rank_0(lambda: _publish(unfinished, target, source, about, started=started))
     except BaseException:
-        if _is_rank_0():
+        if this_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return _checked_by_rank_0(target, found=False)
@@ -192,43 +175,10 @@ def is_conversion(folder: str | Path) -> bool:
 
 
 def read_conversion(folder: str | Path, *, found: bool = True, check: bool = True) -> Conversion:
-    """Read the manifest of a conversion, and compare every byte of every file with it.
-
-    check: False reads the manifest alone.
-
-    Raises:
-        CheckpointError: it is not complete, of another format, or damaged; the file is named.
-    """
-    path = Path(folder) / MANIFEST
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        digest = body.pop("sha256")
-        sound = digest == _digest_of(body)
-        written_as = body.pop("format")
-        files = {name: (int(size), str(sha256)) for name, (size, sha256) in body.pop("files").items()}
-        conversion = Conversion(folder=Path(folder), files=files, found=found, **body)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} is no complete conversion: it has no {MANIFEST}, which is written last"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged, or cannot be read: {error}") from error
-    if not sound:
-        raise CheckpointError(f"{path} is damaged, or cannot be read: its digest is not that of its text")
-    if written_as != FORMAT:
-        raise CheckpointError(f"{path} is of format {written_as!r}, and this release reads {FORMAT!r}")
-    if strange := [name for name in files if {"..", "/"} & set(PurePosixPath(name).parts)]:
-        raise CheckpointError(f"{path} names {strange[0]!r}, which does not lie in the conversion")
-    if check:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing releases the interpreter's lock
-            problems = [each for each in threads.map(lambda name: _problem(conversion, name), files) if each]
-        if problems:
-            more = f"; and {len(problems) - 3} files more" if len(problems) > 3 else ""
-            raise CheckpointError(
-                f"{folder} is damaged: {'; '.join(problems[:3])}{more}; delete the folder, and run `rl-backends "
-                f"convert` again"
-            )
-    return conversion
+    """Read the manifest of a conversion, and compare every byte of every file with it, unless `check` is False."""
+    body = read_marker(Path(folder) / MANIFEST, format=FORMAT, remedy=DAMAGED, check=check)
+    del body["format"], body["format_version"]
+    return Conversion(folder=Path(folder), found=found, **body)
 
 
 def load_weights(conversion: Conversion, gpt: Any) -> None:
@@ -236,10 +186,6 @@ def load_weights(conversion: Conversion, gpt: Any) -> None:
 
     Rows that pad a vocabulary become 0. That the vocabulary itself is the same cannot be seen here, because every
     layout pads it otherwise.
-
-    Raises:
-        CheckpointError: tensors are missing, left over or of another shape; the model is unusable afterwards.
-        RankError: on the ranks on which nothing failed.
     """
     from megatron.core.dist_checkpointing import load
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -275,20 +221,7 @@ def export_conversion(
 ) -> int:
     """Write a conversion as a Hugging Face folder, bit for bit, in one process; return the number of tensors.
 
-    Args:
-        conversion: the weights.
-        source: the model that it was made of, or another of the same configuration; its weights are not read.
-        folder: to be written; it must not exist.
-        dtype: of the folder; None for that of the model's own files.
-        max_shard_bytes: most bytes in one file.
-        tokenizer: saved beside the model where it is given.
-
-    Raises:
-        CheckpointError: the conversion does not hold this model.
-        FileExistsError: `folder` is there already.
-        MissingDependencyError: megatron-core is absent, or another release.
-        ModelError: an architecture that is not mapped.
-        OSError: the disk is full or read-only.
+    source: the model that it was made of, or another of the same configuration; its weights are not read.
     """
     if source.config.vocab_size != conversion.vocab_size:
         raise CheckpointError(
@@ -351,11 +284,10 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
 
     def digest(file: Path) -> str:
         blob = file.resolve().name
-        return blob if file.is_symlink() and HUB_BLOB.fullmatch(blob) else _sha256_of(file)
+        return blob if file.is_symlink() and HUB_BLOB.fullmatch(blob) else digest_of(file)
 
     files = weight_files(source.model_name, source.folder)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        digests = dict(zip([file.name for file in files], threads.map(digest, files), strict=True))
+    digests = dict(zip([file.name for file in files], in_threads(digest, files), strict=True))
     dtypes: set[str] = set()
     for file in files:
         try:
@@ -365,8 +297,8 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
             raise CheckpointError(f"{file} is no safetensors file: {error}; fetch it again") from error
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     common = names.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
-    config = hashlib.sha256((source.folder / "config.json").read_bytes()).hexdigest()
-    return _digest_of({"head": source.head, "config": config, "files": digests}), common
+    config = digest_of(source.folder / "config.json")
+    return text_digest({"head": source.head, "config": config, "files": digests}), common
 
 
 def _megatron_model(source: ModelSource, config: MegatronConfig, *, dtype: str) -> MegatronModel:
@@ -409,24 +341,16 @@ def _publish(  # noqa: PLR0917 - from, to, of what
     try:
         (unfinished / TRACKER).write_text(WEIGHTS, encoding="utf-8")
         files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            digests = list(threads.map(_sha256_of, files))
         if _content_of(source)[0] != about["key"]:
             raise CheckpointError(f"the files of {source.model_name} changed while they were converted; start again")
-        body = {
-            "format": FORMAT,
-            **about,
+        about |= {
             "seconds": round(time.monotonic() - started, 3),
-            "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+            "ranks": num_ranks(),
             "written_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "libraries": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
-            "files": {
-                path.relative_to(unfinished).as_posix(): [path.stat().st_size, digest]
-                for path, digest in zip(files, digests, strict=True)
-            },
         }
-        write_text(unfinished / MANIFEST, json.dumps({**body, "sha256": _digest_of(body)}, indent=1))
-        sync([*sorted(unfinished.rglob("*"), reverse=True), unfinished])
+        write_marker(unfinished / MANIFEST, about, format=FORMAT, files=files)
+        sync_tree(unfinished)
         try:
             unfinished.rename(target)
         except OSError:
@@ -441,31 +365,14 @@ def _publish(  # noqa: PLR0917 - from, to, of what
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _problem(conversion: Conversion, name: str) -> str:
-    """What is wrong with one file; empty if nothing is."""
-    path, (size, sha256) = conversion.folder / name, conversion.files[name]
-    try:
-        if (now := path.stat().st_size) != size:
-            return f"{name} has {now:,} bytes instead of {size:,}"
-        return "" if _sha256_of(path) == sha256 else f"{name} does not hold the bytes that were written"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error})"
-
-
 def _checked_by_rank_0(folder: Path, *, found: bool) -> Conversion:
     """Rank 0 alone reads every byte; the others wait for its verdict."""
     on_every_rank(lambda: _require_shared(folder))
-    return on_every_rank(lambda: read_conversion(folder, found=found, check=_is_rank_0()))
+    return on_every_rank(lambda: read_conversion(folder, found=found, check=this_rank() == 0))
 
 
 def require_plain_metadata(path: Path) -> None:
-    """Read torch's pickled metadata with an unpickler that makes nothing but its classes.
-
-    Raises:
-        CheckpointError: it is damaged, or would have run something else.
-    """
+    """Read torch's pickled metadata with an unpickler that makes nothing but its classes."""
     try:
         with path.open("rb") as file:
             _MetadataUnpickler(file).load()
@@ -528,15 +435,6 @@ def _flattened(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
         yield path, value
 
 
-def _sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest_of(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 def _require_shared(folder: Path, *, patience_s: float = 10.0) -> None:
     """Wait until this rank sees a folder that rank 0 has made: a network file system may take a while."""
     until = time.monotonic() + patience_s
@@ -550,8 +448,4 @@ def _require_shared(folder: Path, *, patience_s: float = 10.0) -> None:
 
 def _from_rank_0(action: Callable[[], Any]) -> Any:
     """What rank 0 finds, as JSON, on every rank."""
-    return json.loads(gather_text(on_every_rank(lambda: json.dumps(action()) if _is_rank_0() else ""))[0])
-
-
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return json.loads(gather_text(on_every_rank(lambda: json.dumps(action()) if this_rank() == 0 else ""))[0])

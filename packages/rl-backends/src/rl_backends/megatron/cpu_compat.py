@@ -21,8 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rl_backends.megatron.installed import require_megatron
-
-__all__ = ["Workaround", "cpu_compat", "entries", "user_code"]
+from rl_backends.megatron.rope import rotate
 
 CallRule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Answers a call of a torch function: rule(function, args, kwargs) -> result."""
@@ -34,20 +33,15 @@ class Workaround:
 
     name: str
     """What megatron-core does."""
-
     reason: str
     """Where it does it, what comes of it without CUDA, and what happens instead."""
-
     seen_in: str = "megatron-core 0.16.1"
     """The release in which it was seen."""
-
     attributes: Mapping[str, object] = field(default_factory=dict)
     """Replacements by dotted name. A function answers only where a thread is inside `cpu_compat`, else the original
     does; anything else is put there as it is."""
-
     absent_attributes: Mapping[str, object] = field(default_factory=dict)
     """What is put under a dotted name that does not exist, and left alone where it does."""
-
     calls: Mapping[Callable[..., Any], CallRule] = field(default_factory=dict)
     """Torch functions and methods whose calls are answered by a rule, in a thread inside `cpu_compat`."""
 
@@ -100,20 +94,12 @@ def use_stream(_stream: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _current_device() -> torch.device:
-    return torch.device("cpu")
-
-
-def _synchronize(*_: Any, **__: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
 def _no_cuda_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
-
-
-def _keep_no_rng_state(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _splits_as_on_gpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002, ARG001 - Megatron's signature
@@ -132,12 +118,12 @@ ATTRIBUTE_WORKAROUNDS = (
         name="torch.cuda.current_device() as the device of new tensors",
         reason="rotary embedding, tensor-parallel mappings, pipeline communication and gradient buffers ask for it in "
         "every pass, and no setting avoids it. Answers the CPU.",
-        attributes={"torch.cuda.current_device": _current_device},
+        attributes={"torch.cuda.current_device": lambda: torch.device("cpu")},
     ),
     Workaround(
         name="torch.cuda.synchronize()",
         reason="pipeline communication of unequal lengths and saving of checkpoints wait for the GPU. Returns at once.",
-        attributes={"torch.cuda.synchronize": _synchronize},
+        attributes={"torch.cuda.synchronize": _nothing},
     ),
     Workaround(
         name="torch.cuda streams and events",
@@ -157,7 +143,7 @@ ATTRIBUTE_WORKAROUNDS = (
         attributes={
             "torch.cuda.get_rng_state": _no_cuda_rng_state,
             "torch.cuda.random.get_rng_state": _no_cuda_rng_state,
-            "megatron.core.tensor_parallel.random._set_cuda_rng_state": _keep_no_rng_state,
+            "megatron.core.tensor_parallel.random._set_cuda_rng_state": _nothing,
         },
     ),
     Workaround(
@@ -186,6 +172,12 @@ ATTRIBUTE_WORKAROUNDS = (
         "contiguous before.",
         seen_in="torch 2.13.0, megatron-bridge 0.3.1",
         attributes={"torch.distributed.scatter": _scatter_contiguous},
+    ),
+    Workaround(
+        name="rotary positions outside of fused kernels",
+        reason="plain code turns packed rows one by one, and copies queries and keys five times. Turned at once, by "
+        "the same angles.",
+        attributes={"megatron.core.transformer.attention.apply_rotary_pos_emb": rotate},
     ),
 )
 
@@ -309,9 +301,6 @@ def cpu_compat() -> Iterator[None]:
 
     It may be nested, in itself and in `user_code`, and holds for the thread that entered it, in which torch runs
     backward passes on the CPU too. A tensor's `type()` lies inside, on purpose: keep it around Megatron.
-
-    Raises:
-        MissingDependencyError: see `require_megatron`.
     """
     if torch.cuda.is_available():
         yield

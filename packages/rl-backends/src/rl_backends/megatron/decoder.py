@@ -7,14 +7,14 @@ Axes: s tokens of this rank (under sequence parallelism a share of the row's), b
 
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from rl_backends.megatron.rope import Rope
-
-__all__ = ["Decoder", "FixedRotary"]
 
 
 class FixedRotary(RotaryEmbedding):  # type: ignore[misc]
@@ -48,6 +48,17 @@ class FixedRotary(RotaryEmbedding):  # type: ignore[misc]
         if group.size() > 1 and not packed_seq:
             table = get_pos_emb_on_this_cp_rank(table, 0, group)
         return table
+
+
+class GatedMLP(MLP):  # type: ignore[misc]
+    """SwiGLU without the copy that Megatron's plain code makes to add an offset of 0."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+        """[s, b, h] to the same, and no bias."""
+        if self.config.bias_activation_fusion or per_token_scale is not None:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        return self.linear_fc2(F.silu(gate) * up)
 
 
 class Decoder(GPTModel):  # type: ignore[misc]

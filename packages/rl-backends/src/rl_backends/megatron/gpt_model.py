@@ -27,20 +27,12 @@ if TYPE_CHECKING:
     from rl_backends.megatron.decoder import Decoder
     from rl_backends.megatron.groups import ParallelGroups
 
-__all__ = ["RMSNorm", "build_gpt_model", "layer_spec", "transformer_engine_available", "uses_transformer_engine"]
-
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (arXiv:1910.07467)."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        """A norm of `hidden_size` features, ones for weights.
-
-        Args:
-            config: Megatron's TransformerConfig; its `params_dtype` and `sequence_parallel` are read.
-            hidden_size: features of a token, or of a head where queries and keys are normalised.
-            eps: added to the mean square.
-        """
+        """A norm of `hidden_size` features, ones for weights."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -60,11 +52,7 @@ class RMSNorm(nn.Module):
 
 
 def transformer_engine_available() -> bool:
-    """Whether layers can be Transformer Engine's: it is installed, and there is a GPU.
-
-    Raises:
-        MissingDependencyError: megatron-core is absent, or another release.
-    """
+    """Whether layers can be Transformer Engine's: it is installed, and there is a GPU."""
     require_megatron()
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -78,17 +66,15 @@ def block_spec(
     pipeline_rank: int,
     transformer_engine: bool,
 ) -> "TransformerBlockSubmodules":
-    """The layers of one pipeline stage, each with the window that it has in the whole model, and the last norm.
-
-    Args:
-        architecture: whose `sliding_windows` are read.
-        transformer_config: of `transformer_config`.
-        pipeline_rank: of the stage.
-        transformer_engine: whose layers.
-    """
+    """The layers of one pipeline stage, each with the window that it has in the whole model, and the last norm."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+    last_norm: type = RMSNorm
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        last_norm = TENorm
     count = get_num_layers_to_build(transformer_config, pp_rank=pipeline_rank)
     first = get_transformer_layer_offset(transformer_config, pp_rank=pipeline_rank)
     windows = architecture.sliding_windows[first : first + count]
@@ -97,21 +83,14 @@ def block_spec(
             layer_spec(transformer_config, sliding_window=window, transformer_engine=transformer_engine)
             for window in windows
         ],
-        layer_norm=_last_norm(transformer_engine=transformer_engine),
+        layer_norm=last_norm,
     )
 
 
 def layer_spec(
     transformer_config: "TransformerConfig", *, sliding_window: int | None, transformer_engine: bool
 ) -> "ModuleSpec":
-    """One layer.
-
-    Args:
-        transformer_config: of `transformer_config`.
-        sliding_window: tokens that a token sees; None sees all before it. Transformer Engine's attention reads it in
-            the configuration instead.
-        transformer_engine: whose layers.
-    """
+    """One layer."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
@@ -140,15 +119,6 @@ def layer_spec(
     return spec
 
 
-def _last_norm(*, transformer_engine: bool) -> type:
-    if not transformer_engine:
-        return RMSNorm
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    norm: type = TENorm
-    return norm
-
-
 def build_gpt_model(
     architecture: Architecture,
     config: MegatronConfig,
@@ -158,18 +128,11 @@ def build_gpt_model(
     """This rank's part of the model: its pipeline stage's layers, its tensor-parallel share of each.
 
     Matrices are 0 and norms 1, nothing is drawn at random: whoever loads replaces all but the padding of embeddings.
-
-    Args:
-        architecture: of `read_architecture`.
-        config: the layout; `groups` are joined for the same.
-        groups: that the model is laid over.
-
-    Raises:
-        MissingDependencyError: megatron-core is absent, or another release.
-        ModelError: the architecture cannot be laid out like this, or Transformer Engine is absent and not waived.
     """
     require_megatron()
-    from rl_backends.megatron.decoder import Decoder
+    from megatron.core.transformer.mlp import MLP
+
+    from rl_backends.megatron.decoder import Decoder, GatedMLP
 
     engine = uses_transformer_engine(config)
     layers = transformer_config(architecture, config, transformer_engine=engine)
@@ -189,6 +152,9 @@ def build_gpt_model(
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
         )
+    for module in model.modules():
+        if not engine and type(module) is MLP:  # a spec with another class would not be given its process group
+            module.__class__ = GatedMLP
     if architecture.num_labels and model.post_process:
         # A value or reward head in the place of the output layer; the same on every tensor-parallel rank, each of
         # which reads whole hidden states and so has the whole gradient of it.
@@ -201,11 +167,7 @@ def build_gpt_model(
 
 
 def uses_transformer_engine(config: MegatronConfig) -> bool:
-    """Whether layers are Transformer Engine's. They are on a GPU, unless `transformer_impl` says otherwise.
-
-    Raises:
-        ModelError: they would be, and Transformer Engine is not installed.
-    """
+    """Whether layers are Transformer Engine's. They are on a GPU, unless `transformer_impl` says otherwise."""
     if config.device == "cpu" or config.transformer_impl == "local":
         return False
     if not transformer_engine_available():

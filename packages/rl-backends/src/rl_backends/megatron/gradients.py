@@ -1,6 +1,6 @@
 """The gradient of a loss over all rows of a batch, and one step along it, on all ranks together.
 
-    GradientAccumulation.run(rows, loss) -> ... -> clip_and_step: sum over ranks, global norm, clip, update, clear
+    accumulate(model, rows, loss) -> ... -> clip_and_step: sum over ranks, global norm, clip, update, clear
 
 A rank whose loss raises goes on with a loss of 0, since the other stages and ranks wait for it; then all of them raise.
 What is asked of all ranks is asked of all at once: a rank that went on alone would wait for ever.
@@ -16,90 +16,68 @@ from torch import Tensor, nn
 
 from rl_backends.backend import asked_of
 from rl_backends.batching.microbatches import Microbatch
-from rl_backends.errors import NonFiniteGradientError
 from rl_backends.examples import BatchT
 from rl_backends.losses import LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.megatron.cpu_compat import cpu_compat, user_code
 from rl_backends.megatron.masters import masters_of
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.optimizer import MegatronOptimizers
-from rl_backends.megatron.passes import run_passes, told_by_last_stage
+from rl_backends.megatron.passes import run_passes
 from rl_backends.optimizers import GradientStep
-from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together
+from rl_backends.optimizers.optimizers import NAMED, nonfinite_error
+from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together, sums_of_last_rank
 from rl_backends.readers import Reader
 
-__all__ = ["GradientAccumulation", "clip_and_step", "summed_gradients"]
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def accumulate(
+    model: MegatronModel,
+    examples: BatchT,
+    microbatches: Sequence[Microbatch],
+    *,
+    loss: LossFunction[BatchT],
+    reader: Reader,
+    output: Output,
+) -> Sums:
+    """Add the gradient of `loss` over this rank's microbatches to `main_grad`; return the sums of all ranks."""
+    rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+    asked = [asked_of(each, output) for each in rows]
+    inputs = [
+        model.inputs(each, places, offset=offset, words=words)
+        for each, (places, offset, words) in zip(rows, asked, strict=True)
+    ]
+    loss_of = LossOverMicrobatches(loss, device=model.config.device, around=user_code)
+
+    def read_and_ask(number: int, hidden: Tensor) -> Tensor:
+        # Also after a failure: ranks that share this row's vocabulary or tokens read and go back together.
+        shape = rows[number].tokens.shape[0], rows[number].tokens.shape[1]
+        try:
+            outputs = model.read(hidden, inputs[number], reader, shape=shape)[0]
+        except Exception as error:  # noqa: BLE001 - raised below, once every rank knows
+            loss_of.failure = loss_of.failure or error
+            return hidden.sum() * 0.0
+        if output == "score":
+            outputs = outputs.sum(1)
+        return loss_of(outputs, rows[number], counted=microbatches[number].counted)
+
+    run_passes(model.ddp, inputs, read_and_ask)
+    raise_together(loss_of.failure)
+    groups, device = model.groups, torch.device(model.config.device)
+    sums = on_every_rank(lambda: add_up(loss_of.sums, groups.rows) if groups.last_stage else {})
+    return sums_of_last_rank(sums, groups.pp, device=device)
 
 
-NAMED = 5
-"""Parameters that a message names, of those whose gradient is not finite."""
-
-
-class GradientAccumulation:
-    """Runs passes over the microbatches of this rank; the gradient adds up in the parameters' `main_grad`."""
-
-    def __init__(self, model: MegatronModel) -> None:
-        self._model = model
-
-    @torch.inference_mode(mode=False)
-    @torch.enable_grad()
-    def run(
-        self,
-        examples: BatchT,
-        microbatches: Sequence[Microbatch],
-        loss: LossFunction[BatchT],
-        *,
-        reader: Reader,
-        output: Output,
-    ) -> Sums:
-        """Add the gradient of `loss` over all microbatches; return the sums of all ranks.
-
-        Raises:
-            RankError: another rank's loss raised; this rank's own is raised as it is.
-        """
-        model = self._model
-        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
-        asked = [asked_of(each, output) for each in rows]
-        inputs = [
-            model.inputs(each, places, offset=offset, words=words)
-            for each, (places, offset, words) in zip(rows, asked, strict=True)
-        ]
-        loss_of = LossOverMicrobatches(loss, device=model.config.device, around=user_code)
-
-        def read_and_ask(number: int, hidden: Tensor) -> Tensor:
-            # Also after a failure: ranks that share this row's vocabulary or tokens read and go back together.
-            shape = rows[number].tokens.shape[0], rows[number].tokens.shape[1]
-            try:
-                outputs = model.read(hidden, inputs[number], reader, shape=shape)[0]
-            except Exception as error:  # noqa: BLE001 - raised below, once every rank knows
-                loss_of.failure = loss_of.failure or error
-                return hidden.sum() * 0.0
-            if output == "score":
-                outputs = outputs.sum(1)
-            return loss_of(outputs, rows[number], counted=microbatches[number].counted)
-
-        run_passes(model.ddp, inputs, read_and_ask)
-        raise_together(loss_of.failure)
-        return self._added_up(loss_of.sums)
-
-    def discard(self) -> None:
-        """Forget the gradient."""
-        for group in [*self._model.ddp.bucket_groups, *self._model.ddp.expert_parallel_bucket_groups]:
-            if group.grad_reduce_handle is not None:  # of a reduction that overlapped with backward
-                group.grad_reduce_handle.wait()
-                group.grad_reduce_handle = None
-            if group.is_first_batch:  # from which Megatron learns what to expect; it may have failed half-way
-                group.per_param_grad_ready_counts = {}
-        self._model.ddp.zero_grad_buffer()
-        self._model.gpt.zero_grad()  # what a backward that failed half-way has not yet added to the buffer
-
-    def _added_up(self, sums: Sums) -> Sums:
-        groups, device = self._model.groups, torch.device(self._model.config.device)
-        sums = on_every_rank(lambda: add_up(sums, groups.rows, device=device) if groups.last_stage else {})
-        names = gather_text("\n".join(sums) if groups.last_stage else "", group=groups.pp)[-1]
-        values = [torch.stack(list(sums.values()))] if sums else []
-        told = told_by_last_stage(values if groups.last_stage else None, groups, device=device)
-        return dict(zip(names.split("\n"), told[0].unbind(), strict=True)) if told else {}
+def discard(model: MegatronModel) -> None:
+    """Forget the gradient."""
+    for group in [*model.ddp.bucket_groups, *model.ddp.expert_parallel_bucket_groups]:
+        if group.grad_reduce_handle is not None:  # of a reduction that overlapped with backward
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = None
+        if group.is_first_batch:  # from which Megatron learns what to expect; it may have failed half-way
+            group.per_param_grad_ready_counts = {}
+    model.ddp.zero_grad_buffer()
+    model.gpt.zero_grad()  # what a backward that failed half-way has not yet added to the buffer
 
 
 @torch.no_grad()
@@ -151,18 +129,15 @@ def _agree_on_norm(optimizers: MegatronOptimizers, device: torch.device) -> floa
 
 def _finite_outside_the_norm(optimizers: MegatronOptimizers) -> bool:
     counted = {id(grad) for part in optimizers.parts for grad in part.get_main_grads_for_grad_norm()}
-    others = [grad for grad in _gradients(optimizers) if id(grad) not in counted]
+    gradients = [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
+    others = [grad for grad in gradients if id(grad) not in counted]
     return not others or bool(nn.utils.get_total_norm(others).isfinite())
-
-
-def _gradients(optimizers: MegatronOptimizers) -> list[Tensor]:
-    return [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
 
 
 def _clip(optimizers: MegatronOptimizers, norm: float) -> bool:
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    max_norm = optimizers.adam.max_grad_norm
+    max_norm = optimizers.settings.clip_grad
     if max_norm is None:
         return False
     for part in optimizers.parts:
@@ -173,11 +148,8 @@ def _clip(optimizers: MegatronOptimizers, norm: float) -> bool:
 def _leave_out(optimizers: MegatronOptimizers, *, norm: float, version: int, names: Mapping[str, str]) -> GradientStep:
     found = _nonfinite_gradients(optimizers, names)
     optimizers.zero_grad()
-    if optimizers.adam.on_nonfinite_gradient == "raise":
-        raise NonFiniteGradientError(
-            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow{_listed(found)}. "
-            f"The weights are as they were after step {version}; look at the rewards and the learning rate"
-        )
+    if optimizers.settings.on_nonfinite_gradient == "raise":
+        raise nonfinite_error(found, norm=norm, version=version)
     optimizers.num_steps_skipped += 1
     return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=found[:NAMED])
 
@@ -190,12 +162,6 @@ def _nonfinite_gradients(optimizers: MegatronOptimizers, names: Mapping[str, str
         if not torch.isfinite(parameter.main_grad).all()  # type: ignore[attr-defined] # Megatron's DDP hangs it there
     ]
     return tuple(dict.fromkeys(name for text in gather_text(json.dumps(own)) for name in json.loads(text)))
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    if not names:
-        return ", in the norm alone and in no parameter"
-    return f", in {len(names)} parameters ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
 
 
 @torch.no_grad()

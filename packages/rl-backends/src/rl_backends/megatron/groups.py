@@ -17,8 +17,6 @@ from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.installed import require_megatron
 from rl_backends.process_group import Membership, join_process_group, once_per_process_group
 
-__all__ = ["ParallelGroups", "sizes_of"]
-
 
 @dataclass(slots=True, eq=False)
 class _Arrangement:
@@ -72,7 +70,6 @@ class ParallelGroups:
     """Have rows of their own: data-parallel ranks, experts shared out among them or not."""
     tp_mesh: DeviceMesh | None
     """Of `tp`, with the one axis "tp"; None where it is one rank."""
-
     place: _Place
     """Of this `join`."""
 
@@ -81,11 +78,6 @@ class ParallelGroups:
         """Arrange all ranks by the sizes in `config`; each `join` needs a `leave`. If it raises, nothing has changed.
 
         Joins the process group of `torchrun`, or makes one of this process alone, where there is none.
-
-        Raises:
-            MissingDependencyError: megatron-core is absent, or another release.
-            ValueError: `cuda` is asked for and absent, the ranks are not a multiple of the sizes, or a model of other
-                sizes lives in this process.
         """
         require_megatron()
         _require_device(config)
@@ -129,11 +121,7 @@ class ParallelGroups:
 
 
 def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
-    """Ranks along every axis, of `num_ranks`. No Megatron is asked.
-
-    Raises:
-        ValueError: the ranks cannot be cut like this.
-    """
+    """Ranks along every axis, of `num_ranks`. No Megatron is asked."""
     sizes = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
@@ -243,7 +231,7 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
     for name, value in list(vars(parallel_state).items()):  # what it forgets to forget
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
-    kept = _mesh_groups()
+    kept = [mesh.get_group() for mesh in _meshes().values()] if dist.is_initialized() else []
     for group in groups:
         if group in _groups_of_process() and group not in kept:
             dist.destroy_process_group(group)
@@ -275,10 +263,6 @@ def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:
     if key not in meshes:
         meshes[key] = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",))
     return meshes[key]
-
-
-def _mesh_groups() -> list[dist.ProcessGroup]:
-    return [mesh.get_group() for mesh in _meshes().values()] if dist.is_initialized() else []
 
 
 def _meshes() -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:

@@ -11,8 +11,6 @@ from importlib import metadata
 
 from rl_backends.errors import MissingDependencyError
 
-__all__ = ["require_megatron"]
-
 NEEDED = ">=0.16,<0.17"
 INSTALL = 'pip install "rl-backends[megatron]"'
 
@@ -45,13 +43,11 @@ KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 
 @functools.cache
 def require_megatron() -> None:
-    """Import megatron-core, quietly; the next calls cost nothing.
-
-    Raises:
-        MissingDependencyError: megatron-core or psutil is absent, or megatron-core is of another release.
-    """
-    problems = [problem for problem in (_megatron_problem(), _psutil_problem()) if problem]
-    if problems:
+    """Import megatron-core, quietly; the next calls cost nothing."""
+    problems = [_megatron_problem()]
+    if importlib.util.find_spec("psutil") is None:
+        problems.append("psutil is not installed, without which megatron-core's checkpoint writers never return")
+    if problems := [problem for problem in problems if problem]:
         raise MissingDependencyError(f"the Megatron backend cannot be used: {'; '.join(problems)}. Install: {INSTALL}")
     with warnings.catch_warnings():
         for message, category in KNOWN_WARNINGS:
@@ -70,9 +66,3 @@ def _megatron_problem() -> str:
     if SpecifierSet(NEEDED).contains(installed):
         return ""
     return f"megatron-core {installed} is installed, and {NEEDED} is needed, whose workings the backend was tested with"
-
-
-def _psutil_problem() -> str:
-    if importlib.util.find_spec("psutil") is not None:
-        return ""
-    return "psutil is not installed, without which megatron-core's checkpoint writers never return"

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rl_backends.errors import ModelError
+from rl_backends.loading.weights import write_whole
 from rl_backends.lora.inject import first_value
 from rl_backends.lora.layers import A_TAIL, B_TAIL, adapted_layers, base_name, trained_whole
 from rl_backends.megatron.mapping import HeldTensor
 from rl_parallel_plans import Box
-
-__all__ = ["Adapters", "add_adapters", "bare_shapes", "is_adapter"]
 
 
 def is_adapter(name: str) -> bool:
@@ -43,14 +42,7 @@ def bare_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, .
 
 
 class LowRankUpdate(nn.Module):
-    """The adapters in one weight of Megatron, by the last token of their names (`q_proj`).
-
-    Args:
-        base: what this rank holds of each adapted Hugging Face weight in it.
-        rank: of the adapters.
-        scaling: what B A is multiplied by.
-        tensor_parallel: whether several ranks share the weight.
-    """
+    """The adapters in one weight of Megatron, by the last token of their names (`q_proj`)."""
 
     rows: Tensor
 
@@ -99,22 +91,18 @@ class LowRankUpdate(nn.Module):
 class Adapters:
     """The adapters of a model on this rank, and its weights with them merged in."""
 
-    def __init__(self, skeleton: nn.Module, updates: Sequence[LowRankUpdate], held: Sequence[HeldTensor]) -> None:
-        self._skeleton, self._updates, self._held = skeleton, updates, held
+    def __init__(
+        self, skeleton: nn.Module, held: Sequence[HeldTensor], *, adapted: Mapping[int, tuple[nn.Module, LowRankUpdate]]
+    ) -> None:
+        """`adapted`: the module that computes with an adapted parameter, and its update, by the parameter's id."""
+        self._skeleton, self._held = skeleton, held
+        self._updates = [update for _, update in adapted.values()]
+        self._modules = {parameter: module for parameter, (module, _) in adapted.items()}
         self._merged: dict[int, nn.Parameter] = {}
-        self._modules: dict[int, nn.Module] = {}
-
-    def watch(self, modules: Mapping[nn.Module, nn.Parameter]) -> None:
-        """Which module computes the merged weight of which parameter."""
-        self._modules = {id(parameter): module for module, parameter in modules.items()}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Compute with W alone inside.
-
-        Raises:
-            ModelError: other weights train too, so that the model without adapters is not the one they were put into.
-        """
+        """Compute with W alone inside."""
         if others := trained_whole(self._skeleton):
             raise ModelError(
                 f"without_adapters=True of a policy that also trains {next(iter(others))}: freeze a copy instead"
@@ -158,14 +146,11 @@ class Adapters:
         whole = trained_whole(self._skeleton)
         return [held for held in self._held if is_adapter(held.name) or held.name in whole]
 
-    @torch.no_grad()
     def initialise(self, *, seed: int) -> None:
         """First values, as on every other backend and mesh."""
         for held in self._held:
             if is_adapter(held.name):
-                value = first_value(held.name, held.shape, seed=seed)
-                for box in held.parts:
-                    box.of_local(held.local).copy_(box.of_whole(value))
+                write_whole(first_value(held.name, held.shape, seed=seed), [held])
 
     def explain(self) -> str:
         """How many, and how large."""
@@ -180,21 +165,13 @@ class Adapters:
 def add_adapters(
     gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module, *, tensor_ranks: int
 ) -> tuple[Adapters, list[HeldTensor]]:
-    """Put the adapters of `skeleton` into Megatron's model; return them, and all that this rank holds then.
-
-    Args:
-        gpt: of `build_gpt_model`.
-        held: of it, under the names of the model without adapters.
-        skeleton: the Hugging Face model with adapters (`add_lora`).
-        tensor_ranks: of tensor parallelism.
-    """
+    """Put the adapters of `skeleton` into Megatron's model; return them, and all that this rank holds then."""
     layers = {f"{layer.name}.weight": layer for layer in adapted_layers(skeleton)}
     of_parameter: dict[int, list[HeldTensor]] = {}
     for each in held:
         of_parameter.setdefault(id(each.parameter), []).append(each)
     all_held: list[HeldTensor] = []
-    updates: list[LowRankUpdate] = []
-    modules: dict[nn.Module, nn.Parameter] = {}
+    changed: dict[int, tuple[nn.Module, LowRankUpdate]] = {}
     for parts in of_parameter.values():
         adapted = {each.name.split(".")[-2]: each for each in parts if each.name in layers}
         if not adapted:
@@ -206,17 +183,14 @@ def add_adapters(
         update = LowRankUpdate(adapted, rank=rank, scaling=layer.scaling, tensor_parallel=tensor_ranks > 1)
         module = gpt.get_submodule(first.megatron_name.rpartition(".")[0])
         parametrize.register_parametrization(module, "weight", update, unsafe=True)
-        updates.append(update)
-        modules[module] = first.parameter
+        changed[id(first.parameter)] = module, update
         path = first.megatron_name.rpartition(".")[0] + ".parametrizations.weight"
         for each in parts:
             name = each.name.removesuffix(".weight") + ".base_layer.weight" if each.name in layers else each.name
             all_held.append(replace(each, name=name, megatron_name=f"{path}.original"))
         for key, each in adapted.items():
             all_held += _held_adapter(update, key, each, path=path, rank=rank)
-    adapters = Adapters(skeleton, updates, all_held)
-    adapters.watch(modules)
-    return adapters, all_held
+    return Adapters(skeleton, all_held, adapted=changed), all_held
 
 
 def _held_adapter(update: LowRankUpdate, key: str, base: HeldTensor, *, path: str, rank: int) -> Iterator[HeldTensor]:

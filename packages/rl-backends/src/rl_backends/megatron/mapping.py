@@ -20,8 +20,6 @@ from rl_backends.megatron.architecture import Architecture
 from rl_backends.megatron.groups import ParallelGroups
 from rl_parallel_plans import Box
 
-__all__ = ["HeldTensor", "held_tensors", "names_in_hugging_face"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 Part = tuple[str, tuple[Box, ...]]
 
@@ -93,17 +91,7 @@ def names_in_hugging_face(held: Iterable[HeldTensor]) -> dict[str, str]:
 def held_tensors(
     model: nn.Module, architecture: Architecture, shapes: Shapes, *, groups: ParallelGroups
 ) -> list[HeldTensor]:
-    """What this rank holds of every tensor of the Hugging Face model, in the order of Megatron's parameters.
-
-    Args:
-        model: of `build_gpt_model`, not wrapped.
-        architecture: what it was made of.
-        shapes: of the tensors of the Hugging Face model, tied ones once, under the first name.
-        groups: that it is laid over.
-
-    Raises:
-        ModelError: a parameter without a place, or a tensor that `shapes` does not have.
-    """
+    """What this rank holds of every tensor of the Hugging Face model, in the order of Megatron's parameters."""
     table = _Table(architecture, shapes, rank=groups.tp.rank(), num_ranks=groups.tp.size())
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]  # type: ignore[union-attr]
     held: list[HeldTensor] = []

@@ -17,8 +17,6 @@ from rl_backends.checkpoints.shards import TensorShard, flat_boxes
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import MegatronOptimizers
 
-__all__ = ["Master", "masters_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:

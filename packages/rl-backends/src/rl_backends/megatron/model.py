@@ -25,14 +25,12 @@ from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.lora import Adapters, add_adapters, bare_shapes
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
-from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes, told_by_last_stage
-from rl_backends.rank_agreement import on_every_rank, raise_together
+from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes
+from rl_backends.rank_agreement import on_every_rank, raise_together, told_by_last_rank
 from rl_backends.readers import Reader, has_language_model_head
 
-__all__ = ["Fill", "MegatronModel"]
-
 Fill = Callable[["MegatronModel"], object]
-"""Puts weights into a model's parameters, which are 0 until then; raises on every rank if it fails on one."""
+"""Puts weights into a model's parameters, which are 0 until then; if it fails on one rank, all raise."""
 
 
 class MegatronModel(DistributedModel):
@@ -45,11 +43,6 @@ class MegatronModel(DistributedModel):
         fill: puts the weights in.
         trainable: with buffers for gradients of what the skeleton does not freeze; False for a reference.
         groups: of a model that is laid out alike and will be there as long as this one; None joins them.
-
-    Raises:
-        ModelError: an architecture that is not mapped, or sizes that do not divide it.
-        MissingDependencyError: megatron-core is absent, or another release.
-        ValueError: no GPU where one was asked for, or ranks that the sizes do not divide.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class MegatronModel(DistributedModel):
         if config.lora_cfg is not None:
             tensor_ranks = config.tensor_model_parallel_size
             self.adapters, self.held = add_adapters(self.gpt, self.held, skeleton, tensor_ranks=tensor_ranks)
-        fill(self)
+        on_every_rank(lambda: fill(self))
         on_every_rank(partial(freeze, self.gpt, self.held, skeleton if trainable else None, config=self.config))
         self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
         self._head = OutputHead(self.gpt, self.groups, vocabulary_size=self.architecture.vocab_size)
@@ -148,8 +141,8 @@ class MegatronModel(DistributedModel):
         raise_together(failure)
 
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
-        values = [out[number] for number in sorted(out)] if self.groups.last_stage else None
-        return dict(enumerate(told_by_last_stage(values, self.groups, device=self.config.device)))
+        values = [out[number] for number in sorted(out)] if self.groups.last_stage else []
+        return dict(enumerate(told_by_last_rank(values, self.groups.pp, device=self.config.device)))
 
     def finish_param_gather(self) -> None:
         """Wait for, or make, what overlaps with the next forward: weights of other ranks' shares are stale before.
@@ -204,11 +197,7 @@ def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
 
 
 def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | None, *, config: MegatronConfig) -> None:
-    """Make parameters require a gradient as those of `skeleton` do; none of them where it is None.
-
-    Raises:
-        ModelError: tensors that Megatron has fused into one parameter are frozen in part.
-    """
+    """Make parameters require a gradient as those of `skeleton` do; none of them where it is None."""
     if skeleton is None:
         gpt.requires_grad_(requires_grad=False)
         return
@@ -229,19 +218,13 @@ def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | Non
     embedding = parts.get("embedding.word_embeddings.weight")
     if config.recompute_granularity == "full" and embedding and not embedding[0].parameter.requires_grad:
         # A layer is computed again only where its input requires a gradient, which that of a frozen embedding does not.
-        gpt.get_submodule("embedding").register_forward_hook(_require_grad)
-
-
-def _require_grad(_module: nn.Module, _arguments: object, embedded: Tensor) -> Tensor:
-    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+        gpt.get_submodule("embedding").register_forward_hook(
+            lambda _module, _arguments, embedded: embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+        )
 
 
 def require_trainable(gpt: nn.Module) -> None:
-    """Something on this pipeline stage trains.
-
-    Raises:
-        ModelError: nothing does.
-    """
+    """Something on this pipeline stage trains."""
     if not any(parameter.requires_grad for parameter in gpt.parameters()):
         raise ModelError(
             "no parameter of this pipeline stage requires a gradient, so there is nothing to optimize, and nothing "

@@ -8,8 +8,8 @@ state but the step's number. Megatron leaves norms and biases out of weight deca
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from dataclasses import fields
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -18,22 +18,15 @@ from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
-from rl_backends.optimizers.optimizers import check_schedule, check_schedule_state
+from rl_backends.optimizers.optimizers import StepCount, check_schedule
 from rl_backends.optimizers.report import explain_schedule
-
-__all__ = ["Adam", "MegatronOptimizers", "MegatronSchedule", "make_optimizers"]
-
 
 STEP_BYTES = 4
 
 
 @final
 class NeutralSchedule:
-    """The schedule of `OptimizerConfig`.
-
-    Raises:
-        ValueError: it does not fit into `num_steps`.
-    """
+    """The schedule of `OptimizerConfig`."""
 
     def __init__(self, inner: Any, config: OptimizerConfig, *, num_steps: int) -> None:
         check_schedule(config, num_steps=num_steps)
@@ -58,11 +51,7 @@ class NeutralSchedule:
 
 @final
 class MegatronSchedule:
-    """Megatron's own schedule, of learning rate and weight decay.
-
-    Raises:
-        ValueError: what Megatron would assert; all of it at once.
-    """
+    """Megatron's own schedule, of learning rate and weight decay."""
 
     def __init__(
         self, inner: Any, optimizer: MegatronOptimizerConfig, scheduler: MegatronSchedulerConfig, *, num_steps: int
@@ -137,28 +126,6 @@ def _check_megatron_schedule(
         raise ValueError("; ".join(found))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adam:
-    """What both sources say of AdamW and of the gradient step, in one form."""
-
-    lr: float
-    """Peak learning rate."""
-    min_lr: float
-    """For Megatron's scheduler alone."""
-    weight_decay: float
-    """Decoupled, as a share of the learning rate."""
-    decay_vectors: bool
-    """Whether norms and biases decay like the matrices."""
-    betas: tuple[float, float]
-    """Of the running means of the gradient and of its square."""
-    eps: float
-    """Added to the root of the second moment."""
-    max_grad_norm: float | None
-    """Gradients whose global norm is larger are scaled down to it; None never scales."""
-    on_nonfinite_gradient: Literal["raise", "skip"]
-    """An error, or a step that is left out and counted."""
-
-
 def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may say how
     ddp: nn.Module,
     transformer_config: Any,
@@ -180,16 +147,18 @@ def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may 
             that does not fit into `num_steps`.
         ModelError: nothing is trainable.
     """
-    adam = _adam(config.optimizer, optimizer)
+    settings = _settings(config.optimizer, optimizer)
+    # Whether norms and biases decay like the matrices; Megatron's own optimizer never lets them.
+    decay_vectors = config.optimizer is None and optimizer is not None and optimizer.decay_vectors
     with cpu_compat():
-        inner = _make_inner(ddp, transformer_config, adam, distributed=config.use_distributed_optimizer)
+        inner = _make_inner(ddp, transformer_config, config, settings=settings, decay_vectors=decay_vectors)
         schedule = _make_schedule(inner, config, optimizer, num_steps=num_steps)
         notes = _notes(config, optimizer)
-        return MegatronOptimizers(ddp, inner, schedule, adam=adam, num_steps=num_steps, notes=notes)
+        return MegatronOptimizers(ddp, inner, schedule, settings=settings, num_steps=num_steps, notes=notes)
 
 
 @final
-class MegatronOptimizers:
+class MegatronOptimizers(StepCount):
     """What `make_optimizers` made: Megatron's optimizer, and the learning rate of the next step."""
 
     def __init__(
@@ -198,21 +167,17 @@ class MegatronOptimizers:
         inner: Any,
         schedule: NeutralSchedule | MegatronSchedule,
         *,
-        adam: Adam,
+        settings: MegatronOptimizerConfig,
         num_steps: int,
         notes: tuple[str, ...] = (),
     ) -> None:
+        super().__init__(num_steps=num_steps)
         self.inner = inner
         """Megatron's `MegatronOptimizer`, for whatever keeps its state. Its learning rate is set anew by every step."""
-        self.adam = adam
-        """Its settings, and those of the gradient step."""
-        self.num_steps_taken = 0
-        """Steps since the stage began, without those left out for a gradient that was not finite."""
-        self.num_steps_skipped = 0
-        """Steps that were left out for a gradient that was not finite."""
+        self.settings = settings
+        """Of AdamW, and of the gradient step."""
         self._ddp: Any = ddp
         self._schedule = schedule
-        self._num_steps = num_steps
         self._notes = notes
         schedule.apply(0)
 
@@ -261,20 +226,6 @@ class MegatronOptimizers:
             self.inner.zero_grad()
             self._ddp.zero_grad_buffer()
 
-    def schedule_state(self) -> dict[str, int]:
-        """How far the schedule has come; JSON can hold it."""
-        return {"num_steps_taken": self.num_steps_taken, "num_steps_skipped": self.num_steps_skipped}
-
-    def load_schedule_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `schedule_state` was taken, along this stage's own schedule.
-
-        Raises:
-            CheckpointError: the state is not one, or the stage is over by then.
-        """
-        check_schedule_state(state, num_steps=self._num_steps)
-        self.num_steps_taken = state["num_steps_taken"]
-        self.num_steps_skipped = state["num_steps_skipped"]
-
     def explain(self) -> str:
         """The optimizer, its schedule, and what each group of parameters holds and needs on this rank."""
         kinds = dict.fromkeys(f"{type(part).__name__} over {type(part.optimizer).__name__}" for part in self.parts)
@@ -302,32 +253,23 @@ class MegatronOptimizers:
         return sum((2 + masters) * each.numel() * each.element_size() + STEP_BYTES for each in group["params"])
 
 
-def _adam(megatron: MegatronOptimizerConfig | None, neutral: OptimizerConfig | None) -> Adam:
+def _settings(megatron: MegatronOptimizerConfig | None, neutral: OptimizerConfig | None) -> MegatronOptimizerConfig:
+    """What both sources say of AdamW and of the gradient step, in Megatron's words."""
     if megatron is not None:
-        return Adam(
-            lr=megatron.lr,
-            min_lr=megatron.min_lr,
-            weight_decay=megatron.weight_decay,
-            decay_vectors=False,
-            betas=(megatron.adam_beta1, megatron.adam_beta2),
-            eps=megatron.adam_eps,
-            max_grad_norm=megatron.clip_grad,
-            on_nonfinite_gradient=megatron.on_nonfinite_gradient,
-        )
+        return megatron
     if neutral is None:
         raise ValueError(
             "there is no optimizer: set megatron_cfg.optimizer (and megatron_cfg.scheduler), or start training with an "
             "OptimizerConfig"
         )
     _refuse_what_megatron_lacks(neutral)
-    return Adam(
+    return MegatronOptimizerConfig(
         lr=neutral.lr,
-        min_lr=0.0,
         weight_decay=neutral.weight_decay,
-        decay_vectors=neutral.decay_vectors,
-        betas=neutral.betas,
-        eps=neutral.eps,
-        max_grad_norm=neutral.max_grad_norm,
+        adam_beta1=neutral.betas[0],
+        adam_beta2=neutral.betas[1],
+        adam_eps=neutral.eps,
+        clip_grad=neutral.max_grad_norm,
         on_nonfinite_gradient=neutral.on_nonfinite_gradient,
     )
 
@@ -376,26 +318,28 @@ def _fuse(inner: Any) -> None:
                 group.update(fused=True, foreach=False)
 
 
-def _make_inner(ddp: nn.Module, transformer_config: Any, adam: Adam, *, distributed: bool) -> Any:
+def _make_inner(
+    ddp: nn.Module,
+    transformer_config: Any,
+    config: MegatronConfig,
+    *,
+    settings: MegatronOptimizerConfig,
+    decay_vectors: bool,
+) -> Any:
     from megatron.core.optimizer import OptimizerConfig as TheirConfig
     from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 
+    of_adam = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    del of_adam["on_nonfinite_gradient"]
     theirs = TheirConfig(
-        optimizer="adam",
-        lr=adam.lr,
-        min_lr=adam.min_lr,
-        weight_decay=adam.weight_decay,
-        adam_beta1=adam.betas[0],
-        adam_beta2=adam.betas[1],
-        adam_eps=adam.eps,
-        clip_grad=adam.max_grad_norm or 0.0,
+        **{**of_adam, "clip_grad": settings.clip_grad or 0.0},
         bf16=transformer_config.bf16,
         params_dtype=transformer_config.params_dtype,
-        use_distributed_optimizer=distributed,
+        use_distributed_optimizer=config.use_distributed_optimizer,
         log_num_zeros_in_grad=False,
     )
     # Only an empty dict lets everything decay; None means the standard ones, which leave out norms and biases.
-    overrides = {} if adam.decay_vectors else get_standard_config_overrides(theirs)
+    overrides = {} if decay_vectors else get_standard_config_overrides(theirs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
         inner = get_megatron_optimizer(theirs, [ddp], config_overrides=overrides, use_gloo_process_groups=False)

@@ -2,28 +2,23 @@
 
     first stage  tokens -> hidden [s, b, H] -> ... -> last stage  hidden -> asked places -> reader -> [b, w, ...]
 
-Megatron's own schedules run the passes: one after the other, or 1F1B over several stages. Only the last stage reads;
-`told_by_last_stage` broadcasts what it has read to the others.
+Megatron's own schedules run the passes: one after the other, or 1F1B over several stages. Only the last stage reads.
 
 Axes: b rows of a microbatch, w tokens of its longest, s tokens that the model reads at a time, H hidden.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.groups import ParallelGroups
-from rl_backends.rank_agreement import gather_text
 from rl_backends.readers import Reader
-
-__all__ = ["OutputHead", "read_hidden", "run_passes", "told_by_last_stage"]
 
 OnHidden = Callable[[int, Tensor], Tensor]
 """Given a microbatch's number and the last stage's hidden states; returns the scalar that backward starts from."""
@@ -113,32 +108,11 @@ def read_hidden(
 
         # The reader gives every rank the whole gradient, of which each keeps its own tokens'.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    places = _in_order_of_tokens(inputs.at, num_rows=hidden.shape[1], num_tokens=hidden.shape[0])
+    num_tokens, num_rows = hidden.shape[:2]
+    places = inputs.at % num_tokens * num_rows + inputs.at // num_tokens  # Megatron's hidden states have tokens first
     read = reader(head, hidden.flatten(0, 1).index_select(0, places), inputs)
     several = (read,) if isinstance(read, Tensor) else tuple(read)
     return tuple(_in_rows(each, inputs, shape, context=groups.cp) for each in several)
-
-
-def told_by_last_stage(
-    tensors: Sequence[Tensor] | None, groups: ParallelGroups, *, device: torch.device | str
-) -> list[Tensor]:
-    """The last stage's tensors, on every stage of this rank's pipeline.
-
-    tensors: None on the other stages.
-    """
-    if groups.pp.size() == 1:
-        return list(tensors or ())
-    kinds = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors or ()]
-    text = gather_text(json.dumps(kinds), group=groups.pp)[-1]
-    told = [each.to(device) for each in tensors] if tensors is not None else _empty(json.loads(text), device)
-    last = dist.get_global_rank(groups.pp, groups.pp.size() - 1)
-    for each in told:
-        dist.broadcast(each, src=last, group=groups.pp)
-    return told
-
-
-def _empty(kinds: list[Any], device: torch.device | str) -> list[Tensor]:
-    return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, shape in kinds]
 
 
 def _packed(inputs: ModelInputs) -> Any:
@@ -156,11 +130,6 @@ def _packed(inputs: ModelInputs) -> Any:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def _in_order_of_tokens(at: Int[Tensor, " n"], *, num_rows: int, num_tokens: int) -> Int[Tensor, " n"]:
-    """Places in [b * s] as places in [s * b]: Megatron's hidden states have tokens first."""
-    return at % num_tokens * num_rows + at // num_tokens
 
 
 def _in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], *, context: dist.ProcessGroup) -> Tensor:

@@ -14,8 +14,6 @@ from rl_backends.errors import ModelError
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.readers import Head, read_logp, value_reader
 
-__all__ = ["prove", "require_own_code"]
-
 NUM_TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Nats. Rounding is far below; something that was missed is far above, unless all logits are near 0."""
@@ -32,11 +30,7 @@ class _Rows:
 
 
 def require_own_code(model: nn.Module) -> None:
-    """The model's class is one of transformers.
-
-    Raises:
-        ModelError: it is somebody's own, of which nobody knows what it computes.
-    """
+    """The model's class is one of transformers."""
     if not type(model).__module__.startswith("transformers."):
         raise ModelError(
             f"{type(model).__module__}.{type(model).__qualname__} is no class of transformers, and Megatron would "
@@ -48,11 +42,9 @@ def prove(model: MegatronModel, *, source: Any) -> None:
     """Compare log-probabilities of a row, or what a value head says of its tokens, with those of the model in memory.
 
     Every rank must call it.
-
-    Raises:
-        ModelError: on every rank; they differ by more than rounding.
     """
-    length = min(NUM_TOKENS, model.architecture.max_positions, _most_tokens(model))
+    bound = model.config.micro_batch_tokens or NUM_TOKENS  # of a row that fits into a microbatch
+    length = min(NUM_TOKENS, model.architecture.max_positions, max(2, bound - bound % model.token_multiple))
     tokens = (torch.arange(length) * 7 + 3) % model.architecture.vocab_size
     rows = _Rows(tokens=tokens[None], lengths=torch.tensor([length]), trainable=torch.arange(length)[None] > 0)
     scores = model.architecture.num_labels > 0
@@ -70,12 +62,6 @@ def prove(model: MegatronModel, *, source: Any) -> None:
             f"Megatron: hooks, buffers or attributes of this model were changed; train it with "
             f"policy.dtensor_cfg.enabled=true, which runs its code"
         )
-
-
-def _most_tokens(model: MegatronModel) -> int:
-    """Of a row that fits into a microbatch."""
-    bound, multiple = model.config.micro_batch_tokens or NUM_TOKENS, model.token_multiple
-    return max(2, bound - bound % multiple)
 
 
 @torch.no_grad()

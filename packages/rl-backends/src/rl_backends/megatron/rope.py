@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["Rope", "read_rope", "rope_problems"]
+from rl_backends.batching.microbatches import SequenceShard
 
 STATIC = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies are the same for any length."""
@@ -26,21 +27,19 @@ class Rope:
 
     kind: str
     """`rope_type` of the configuration."""
-
     inverse_frequencies: tuple[float, ...]
     """head_dim / 2 numbers, each exact in float32."""
-
     attention_scaling: float
     """What cosines and sines are multiplied by; 1 but for YaRN."""
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """The frequencies: float32 [head_dim / 2] on the CPU."""
         return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
 
 
 def rope_problems(hf_config: Any) -> list[str]:
     """Why the rotary positions of a configuration are not built here, each with its field and value."""
-    if _is_written_by_a_newer_release(hf_config):
+    if not _is_release_5(hf_config) and getattr(hf_config, "rope_parameters", None):
         found, base = hf_config.rope_parameters, getattr(hf_config, "rope_theta", None)
         reason = (
             f"rope_parameters={found}: the configuration was written by transformers 5, and the release that is "
@@ -67,15 +66,16 @@ def rope_problems(hf_config: Any) -> list[str]:
 
 
 def read_rope(hf_config: Any, *, head_dim: int) -> Rope:
-    """The frequencies of a configuration.
-
-    Args:
-        hf_config: one in which `rope_problems` finds nothing.
-        head_dim: elements of a head.
-    """
+    """The frequencies of a configuration."""
     kind = _kind(_fields(hf_config))
     with torch.device("cpu"):
-        frequencies, scaling = _default(_base(hf_config), head_dim) if kind == "default" else _scaled(hf_config, kind)
+        if kind == "default":  # as `transformers` computes it, to the bit; release 5 has it inside each model
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            frequencies, scaling = 1.0 / (_base(hf_config) ** exponents), 1.0
+        else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(hf_config), torch.device("cpu"))
     assert frequencies.shape == (head_dim // 2,), (kind, frequencies.shape, head_dim)
     return Rope(
         kind=kind,
@@ -84,24 +84,8 @@ def read_rope(hf_config: Any, *, head_dim: int) -> Rope:
     )
 
 
-def _default(base: float, head_dim: int) -> tuple[torch.Tensor, float]:
-    """As `transformers` computes it, to the bit; release 5 has it inside each model."""
-    return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
-
-
-def _scaled(hf_config: Any, kind: str) -> tuple[torch.Tensor, float]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(hf_config), torch.device("cpu"))
-    return frequencies, scaling
-
-
 def _is_release_5(hf_config: Any) -> bool:
     return hasattr(hf_config, "standardize_rope_params")
-
-
-def _is_written_by_a_newer_release(hf_config: Any) -> bool:
-    return not _is_release_5(hf_config) and bool(getattr(hf_config, "rope_parameters", None))
 
 
 def _fields(hf_config: Any) -> Mapping[str, Any]:
@@ -117,3 +101,47 @@ def _kind(fields: Mapping[str, Any]) -> str:
 def _base(hf_config: Any) -> Any:
     """The base. A configuration of release 5 that was made by hand may have it beside the fields."""
     return _fields(hf_config).get("rope_theta") or getattr(hf_config, "rope_theta", None)
+
+
+# ---- Turning queries and keys without the copies of Megatron's plain code.
+
+
+class _Rotation(torch.autograd.Function):
+    """x of [..., d] turned by angles whose cosines are [..., d] and whose sines come with a minus in the first half."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: PLR0917 - torch's protocol
+        ctx.save_for_backward(cos, sin)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((second, first), dim=-1).mul_(sin).addcmul_(x, cos)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        first, second = gradients[0].chunk(2, dim=-1)
+        return torch.cat((second, first), dim=-1).mul_(-sin).addcmul_(gradients[0], cos), None, None
+
+
+def rotate(  # noqa: PLR0917 - the signature of Megatron's apply_rotary_pos_emb
+    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
+) -> Tensor:
+    """Turn queries or keys: [s, b, heads, d], or [t, heads, d] of packed rows, by the angles [s, 1, 1, d] of positions.
+
+    Megatron's own makes five copies of them, and those of packed rows row by row. Cosines are kept with the angles,
+    which all layers of one pass are given.
+    """
+    assert mscale == 1.0, "the factor of YaRN is in the softmax scale"
+    assert not config.rotary_interleaved, "transformers turns the halves of a head"
+    kept = getattr(freqs, "cos_and_sin", None)
+    if kept is None or kept[0] is not cu_seqlens:
+        angles = freqs
+        if cu_seqlens is not None:
+            shard = SequenceShard(cp_group.rank(), cp_group.size())
+            held = cu_seqlens.diff().long() // shard.num_ranks
+            positions = shard.positions_of_rows(held)
+            angles = freqs[positions[torch.arange(positions.shape[1], device=held.device) < held[:, None]], 0]
+        first, second = angles.sin().chunk(2, dim=-1)
+        kept = cu_seqlens, angles.cos().to(t.dtype), torch.cat((-first, second), dim=-1).to(t.dtype)
+        freqs.cos_and_sin = kept  # type: ignore[attr-defined]
+    turned: Tensor = _Rotation.apply(t, *kept[1:])  # type: ignore[no-untyped-call]
+    return turned

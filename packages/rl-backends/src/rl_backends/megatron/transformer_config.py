@@ -20,24 +20,13 @@ from rl_backends.megatron.config import MegatronConfig
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-__all__ = ["layers_of_stages", "padded_vocab_size", "require_layout", "transformer_config"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(
     architecture: Architecture, config: MegatronConfig, *, transformer_engine: bool = False
 ) -> "TransformerConfig":
-    """The configuration of every layer.
-
-    Args:
-        architecture: of the Hugging Face model.
-        config: how it is laid over ranks.
-        transformer_engine: the layers will be Transformer Engine's, which read sliding windows here.
-
-    Raises:
-        ModelError: the architecture cannot be cut like this; every reason is in the message.
-    """
+    """The configuration of every layer."""
     from megatron.core.transformer import TransformerConfig
 
     require_layout(architecture, config)
@@ -56,11 +45,7 @@ def transformer_config(
 
 
 def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
-    """Refuse what cannot be sharded, with every reason at once, where Megatron asserts one at a time.
-
-    Raises:
-        ModelError: every reason is in the message.
-    """
+    """Refuse what cannot be sharded, with every reason at once, where Megatron asserts one at a time."""
     tensor = config.tensor_model_parallel_size
     experts, expert_ranks = architecture.num_experts, config.expert_model_parallel_size
     multiples = [
@@ -97,11 +82,7 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
 
 
 def layers_of_stages(num_layers: int, config: MegatronConfig) -> list[list[int]]:
-    """The numbers of the layers that each pipeline stage holds, from 0, as Megatron shares them out.
-
-    Raises:
-        ValueError: the layers cannot be shared out as asked.
-    """
+    """The numbers of the layers that each pipeline stage holds, from 0, as Megatron shares them out."""
     stages = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:
         counts = _counts_of_layout(config.pipeline_model_parallel_layout, num_layers, stages=stages)

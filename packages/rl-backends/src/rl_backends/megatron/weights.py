@@ -10,33 +10,25 @@ from rl_backends.lora.layers import base_name
 from rl_backends.megatron.lora import is_adapter
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.model import Fill, MegatronModel
-from rl_backends.rank_agreement import on_every_rank
-
-__all__ = ["at_random", "from_files", "from_hugging_face", "from_megatron"]
 
 
 def from_hugging_face(source: nn.Module) -> Fill:
     """This rank's parts of the weights of a model in memory."""
 
-    @torch.no_grad()
     def copy(model: MegatronModel) -> None:
-        names = first_names(source)
-        tensors = {names[name]: tensor for name, tensor in source.state_dict().items() if names[name] == name}
+        names, tensors = first_names(source), source.state_dict()
+        whole = {names[name]: tensor for name, tensor in tensors.items() if names[name] == name}
         for held in model.held:
-            for box in held.parts:
-                box.of_local(held.local).copy_(box.of_whole(tensors[held.name]))
+            write_whole(whole[held.name], [held])
 
-    return _together(copy)
+    return copy
 
 
 def from_files(source: ModelSource, skeleton: nn.Module, *, new_head: bool = False, seed: int = 0) -> Fill:
-    """This rank's parts, read from the safetensors files one by one.
+    """This rank's parts, read from the safetensors files of `source` one by one; `skeleton` is its.
 
-    Args:
-        source: the files.
-        skeleton: of `source`.
-        new_head: draw the head at random where the files have none, as for a reward model from a language model.
-        seed: of that head, and of adapters.
+    With `new_head` the head is drawn from `seed` where the files have none, as for a reward model from a language
+    model; adapters always are.
     """
 
     def read(model: MegatronModel) -> None:
@@ -44,7 +36,7 @@ def from_files(source: ModelSource, skeleton: nn.Module, *, new_head: bool = Fal
         if model.adapters is not None:
             model.adapters.initialise(seed=seed)
 
-    return _together(read)
+    return read
 
 
 def at_random(skeleton: nn.Module, *, seed: int) -> Fill:
@@ -56,7 +48,7 @@ def at_random(skeleton: nn.Module, *, seed: int) -> Fill:
         if model.adapters is not None:
             model.adapters.initialise(seed=seed)
 
-    return _together(draw)
+    return draw
 
 
 def from_megatron(policy: MegatronModel) -> Fill:
@@ -67,7 +59,7 @@ def from_megatron(policy: MegatronModel) -> Fill:
         for mine, theirs in zip(model.gpt.parameters(), policy.gpt.parameters(), strict=True):
             mine.copy_(theirs)
 
-    return _together(copy)
+    return copy
 
 
 def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
@@ -77,8 +69,3 @@ def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
         if not is_adapter(held.name):
             shards.setdefault(base_name(held.name), []).append(held)
     return shards
-
-
-def _together(fill: Fill) -> Fill:
-    """If one rank fails, all raise."""
-    return lambda model: on_every_rank(lambda: fill(model))

@@ -34,19 +34,6 @@ from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 
-__all__ = [
-    "AttentionFlops",
-    "MatmulDtype",
-    "ModelFlops",
-    "TokenFlops",
-    "attention_widths",
-    "decoder_of",
-    "head_of",
-    "matmul_parameters",
-    "peak_flops_per_s",
-    "peak_of_this_device",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenFlops:
@@ -54,7 +41,6 @@ class TokenFlops:
 
     forward: float
     """2 for each parameter."""
-
     backward: float
     """2 for the gradient of its input, where anything needs it, and 2 for its own, where it is trained."""
 
@@ -65,7 +51,6 @@ class AttentionFlops:
 
     window: int | None
     """Keys that a query sees at most, itself included; None for all before it."""
-
     per_pair: float
     """Of a query and a key that sees it, forward."""
 
@@ -76,10 +61,8 @@ class ModelFlops:
 
     layers: TokenFlops
     """Of each token that is read."""
-
     head: TokenFlops
     """Of each token that is asked about."""
-
     attention: tuple[AttentionFlops, ...]
     """Of each pair of tokens."""
 
@@ -155,11 +138,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The module whose layers read tokens.
-
-    Raises:
-        ModelError: the model has no input embedding, or nothing owns it.
-    """
+    """The module whose layers read tokens."""
     get = getattr(model, "get_input_embeddings", None)
     embedding = None if get is None else get()
     owner = next((each for each in model.modules() if any(child is embedding for child in each.children())), None)
@@ -179,11 +158,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def matmul_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
-    """Each parameter that tokens are multiplied with, and the share of it that one token meets.
-
-    Raises:
-        ModelError: experts of which nothing tells how many see a token.
-    """
+    """Each parameter that tokens are multiplied with, and the share of it that one token meets."""
     shares = _shares_in_lists(module)
     for path, each in module.named_modules():
         if isinstance(each, nn.Embedding):
@@ -201,9 +176,6 @@ def attention_widths(decoder: nn.Module, hidden_size: int) -> Counter[tuple[int 
     """How many layers there are of each (window, width): keys a query sees at most, and numbers multiplied per pair.
 
     A query and a key are multiplied over all heads' query width, and the value over all heads' value width.
-
-    Raises:
-        ModelError: attention without a linear layer back to `hidden_size`.
     """
     layers: Counter[tuple[int | None, int]] = Counter()
     for path, module in decoder.named_modules():

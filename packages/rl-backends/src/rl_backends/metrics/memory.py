@@ -16,17 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rl_parallel_plans.checkpoints import reshard
 
-__all__ = [
-    "CATEGORIES",
-    "MemoryUse",
-    "NamedStorage",
-    "memory_by_category",
-    "named_parameters",
-    "named_storages",
-    "optimizer_tensors",
-    "plain_tensors",
-]
-
 CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers")
 
 
@@ -36,14 +25,11 @@ class MemoryUse:
 
     by_device: Mapping[str, Mapping[str, int]]
     """Of each of `CATEGORIES` on each device that holds any: {"cuda:0": {"parameters": ..., ...}}."""
-
     cuda: Mapping[str, int] | None
     """What torch's allocator says of the model's GPU: `allocated`, `reserved`, and their peaks since the process began
     or `torch.cuda.reset_peak_memory_stats()`; None where nothing is on a GPU."""
-
     resident: int | None
     """Resident memory of this process, from /proc; None where there is no /proc."""
-
     peak_resident: int | None
     """The most it has been since the process began."""
 
@@ -89,7 +75,12 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
     named = named_parameters(model)
     tensors: dict[str, Sequence[tuple[str, Tensor]]] = {
         "parameters": named,
-        "gradients": [(name, grad) for name, p in named if (grad := _gradient(p)) is not None],
+        # Megatron adds gradients up in `main_grad`, a part of a buffer of its own.
+        "gradients": [
+            (name, grad)
+            for name, p in named
+            if (grad := getattr(p, "main_grad", None) if p.grad is None else p.grad) is not None
+        ],
         "optimizer state": list(optimizer_tensors(optimizers)),
         "buffers": list(model.named_buffers()),
     }
@@ -106,11 +97,6 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
         resident=resident,
         peak_resident=peak,
     )
-
-
-def _gradient(parameter: Tensor) -> Tensor | None:
-    """Megatron adds gradients up in `main_grad`, a part of a buffer of its own."""
-    return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
 
 
 def _cuda(tensors: Iterable[Tensor]) -> dict[str, int] | None:
@@ -143,13 +129,10 @@ class NamedStorage:
 
     name: str
     """Of the tensor, for messages."""
-
     storage: torch.UntypedStorage
     """Its memory."""
-
     device: torch.device
     """Where it lies."""
-
     num_bytes: int
     """Its size when it was found."""
 
@@ -160,12 +143,7 @@ class NamedStorage:
 
 
 def named_storages(tensors: Iterable[tuple[str, Tensor]], *, seen: set[int] | None = None) -> Iterator[NamedStorage]:
-    """Each storage under `tensors` once; those without bytes, and those on the meta device, not at all.
-
-    Args:
-        tensors: with a name each.
-        seen: storages that are left out; those found are added.
-    """
+    """Each storage under `tensors` once; those without bytes, and those on the meta device, not at all."""
     seen = set() if seen is None else seen
     for name, tensor in tensors:
         for plain in plain_tensors(tensor):

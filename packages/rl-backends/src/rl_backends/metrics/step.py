@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import Layout, Microbatch
+from rl_backends.choices import out_of_bounds, refuse
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.examples import TokenBatch
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.metrics.memory import MemoryUse
-
-__all__ = ["StepMeter", "StepMetrics", "StepOutcome", "Work", "work_of"]
 
 
 @dataclass(slots=True)
@@ -35,10 +34,8 @@ class StepOutcome:
 
     grad_norm: float | None = None
     """Before clipping."""
-
     skipped: bool = False
     """Whether the weights were left as they were. A NonFiniteGradientError says so too."""
-
     router: Mapping[str, float] = field(default_factory=dict)
     """Figures of a mixture's router, by name."""
 
@@ -70,74 +67,51 @@ class StepMetrics:
 
     tokens: int
     """Of rows, without padding."""
-
     tokens_read: int
     """That the model computed: with padding, and with microbatches repeated to keep ranks in step."""
-
     padding_share: float
     """Of the tokens that were read, those that no row has, from 0 to 1."""
-
     asked_tokens: int
     """Whose log-probability (or value, or score) the loss was given."""
-
     microbatches: int
     """Of each rank."""
-
     repeated_microbatches: int
     """That did not count."""
-
     load_balance: float
     """FLOPs of the most expensive rank over the mean of all: 1 is perfect."""
-
     forward_backward_s: float
     """Seconds in `forward_backward`."""
-
     optim_s: float
     """Seconds in `optim_step`."""
-
     tokens_per_s: float
     """Real tokens over the seconds of both."""
-
     tokens_per_s_per_rank: float
     """The same, divided by all ranks of the run."""
-
     model_flops: float | None
     """That the mathematics of the step needs; see `ModelFlops`."""
-
     hardware_flops: float | None
     """With padding, repetitions, and what is computed again in backward."""
-
     flops_per_s_per_rank: float | None
     """Model FLOPs a second, of one rank."""
-
     mfu: float | None
     """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
-
     hfu: float | None
     """Hardware FLOPs utilisation."""
-
     mfu_unknown: str | None
     """Why there is no `mfu`; None where there is."""
-
     grad_norm: float | None
     """Before clipping."""
-
     skipped: bool
     """Whether this step left the weights as they were."""
-
     skipped_steps: int
     """How many have, since the meter was made."""
-
     router: Mapping[str, float]
     """Figures of a mixture's router, by name."""
-
     peak_allocated_bytes: int | None
     """The most GPU memory that tensors of this rank had from the step's first forward to the end of its update; None on
     a CPU."""
-
     peak_reserved_bytes: int | None
     """The same of what torch's allocator had taken from the device."""
-
     memory: MemoryUse | None
     """Of this rank, when the metrics were asked for."""
 
@@ -170,29 +144,15 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Of all ranks together, unless said otherwise."""
+    """Of all ranks together, unless said otherwise; the names are those of `StepMetrics`."""
 
     tokens: int
-    """Of rows, without padding."""
-
     tokens_read: int
-    """That the model computes: with padding, and with microbatches that are repeated to keep ranks in step."""
-
     asked_tokens: int
-    """That something is wanted of."""
-
     microbatches: int
-    """Of each rank; all have equally many."""
-
     repeated_microbatches: int
-    """That do not count."""
-
     model_flops: float | None
-    """That the mathematics needs; None where the model does not tell."""
-
     hardware_flops: float | None
-    """That the devices compute: padding, repetitions and what is recomputed included."""
-
     rank_costs: tuple[float, ...]
     """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
     not known."""
@@ -276,46 +236,32 @@ def work_of(
 # ---- The meter.
 
 
+@dataclass(slots=True)
 class StepMeter:
-    """Measures steps one after another.
+    """Measures steps one after another."""
 
-    Args:
-        flops: what a token costs, or why that is not known.
-        device: where the model is.
-        num_ranks: of the run, on all axes of the mesh.
-        layout: of microbatches.
-        token_multiple: what rows are rounded up to: 2 · ranks under context parallelism.
-        recomputed: whether backward computes whole layers again (`activation_checkpointing="full"`).
-        peak_flops_per_s: of one device, in the dtype of the computation; None where it is not known.
-        memory: what takes the account of memory, when metrics are asked for.
-    """
+    flops: ModelFlops | ModelError
+    """What a token costs, or why that is not known."""
+    _: KW_ONLY
+    device: torch.device
+    num_ranks: int
+    """Of the run, on all axes of the mesh."""
+    layout: Layout = "padded"
+    token_multiple: int = 1
+    """What rows are rounded up to: 2 · ranks under context parallelism."""
+    recomputed: bool = False
+    """Whether backward computes whole layers again (`activation_checkpointing="full"`)."""
+    peak_flops_per_s: float | None = None
+    """Of one device, in the dtype of the computation; None where it is not known."""
+    memory: Callable[[], MemoryUse] | None = None
+    """What takes the account of memory, when metrics are asked for."""
+    _passes: list[_Pass] = field(default_factory=list, init=False)
+    _step: _Step | None = field(default=None, init=False)
+    _metrics: StepMetrics | None = field(default=None, init=False)
+    _skipped_steps: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        flops: ModelFlops | ModelError,
-        *,
-        device: torch.device,
-        num_ranks: int,
-        layout: Layout = "padded",
-        token_multiple: int = 1,
-        recomputed: bool = False,
-        peak_flops_per_s: float | None = None,
-        memory: Callable[[], MemoryUse] | None = None,
-    ) -> None:
-        if peak_flops_per_s is not None and not peak_flops_per_s > 0:
-            raise ValueError(f"peak_flops_per_s={peak_flops_per_s} must be > 0, or None where it is not known")
-        self._flops = flops
-        self._device = device
-        self._num_ranks = num_ranks
-        self._layout: Layout = layout
-        self._token_multiple = token_multiple
-        self._recomputed = recomputed
-        self._peak = peak_flops_per_s
-        self._memory = memory
-        self._passes: list[_Pass] = []
-        self._step: _Step | None = None
-        self._metrics: StepMetrics | None = None
-        self._skipped_steps = 0
+    def __post_init__(self) -> None:
+        refuse(out_of_bounds(self, {"> 0": "peak_flops_per_s"}))
 
     @classmethod
     def of(cls, model: nn.Module, **options: Any) -> "StepMeter":
@@ -333,15 +279,9 @@ class StepMeter:
         *,
         asked: Int[Tensor, " B"] | None = None,
     ) -> Iterator[None]:
-        """Around the passes over all microbatches. What raises forgets the step so far, as its gradient is cleared.
-
-        Args:
-            examples: the whole batch.
-            cut: microbatches of every data-parallel rank.
-            asked: tokens of each row that something is wanted of; None for all of `examples.trainable`.
-        """
-        if not self._passes and self._device.type == "cuda":  # a step begins, and its peak memory is its own
-            torch.cuda.reset_peak_memory_stats(self._device)
+        """Around the passes over all microbatches. What raises forgets the step so far, as its gradient is cleared."""
+        if not self._passes and self.device.type == "cuda":  # a step begins, and its peak memory is its own
+            torch.cuda.reset_peak_memory_stats(self.device)
         start = self._now()
         try:
             yield
@@ -363,8 +303,8 @@ class StepMeter:
         self._skipped_steps += outcome.skipped
         if self._passes:  # otherwise there was nothing to step along
             peaks: tuple[int | None, int | None] = (None, None)
-            if self._device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
-                peaks = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+            if self.device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
+                peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
             end = self._now()
             self._step, self._passes = _Step(self._passes, start, end, outcome, self._skipped_steps, peaks), []
         if failure is not None:
@@ -378,7 +318,7 @@ class StepMeter:
 
     def _now(self) -> Any:
         """Seconds of the wall clock; on a GPU, an event that is recorded when its stream comes to it."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -390,10 +330,10 @@ class StepMeter:
             one.cut,
             lengths=one.lengths.cpu(),
             asked=asked.cpu(),
-            flops=self._flops if isinstance(self._flops, ModelFlops) else None,
-            layout=self._layout,
-            token_multiple=self._token_multiple,
-            recomputed=self._recomputed,
+            flops=self.flops if isinstance(self.flops, ModelFlops) else None,
+            layout=self.layout,
+            token_multiple=self.token_multiple,
+            recomputed=self.recomputed,
         )
 
     def _figures(self, step: _Step) -> StepMetrics:
@@ -403,8 +343,8 @@ class StepMeter:
         outcome = step.outcome
         passed, optim = sum(_seconds(each.start, each.end) for each in step.passes), _seconds(step.start, step.end)
         seconds = passed + optim
-        each_rank = None if work.model_flops is None else work.model_flops / seconds / self._num_ranks
-        hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self._num_ranks
+        each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
+        hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self.num_ranks
         return StepMetrics(
             tokens=work.tokens,
             tokens_read=work.tokens_read,
@@ -416,12 +356,12 @@ class StepMeter:
             forward_backward_s=passed,
             optim_s=optim,
             tokens_per_s=work.tokens / seconds,
-            tokens_per_s_per_rank=work.tokens / seconds / self._num_ranks,
+            tokens_per_s_per_rank=work.tokens / seconds / self.num_ranks,
             model_flops=work.model_flops,
             hardware_flops=work.hardware_flops,
             flops_per_s_per_rank=each_rank,
-            mfu=None if each_rank is None or self._peak is None else each_rank / self._peak,
-            hfu=None if hardware is None or self._peak is None else hardware / self._peak,
+            mfu=None if each_rank is None or self.peak_flops_per_s is None else each_rank / self.peak_flops_per_s,
+            hfu=None if hardware is None or self.peak_flops_per_s is None else hardware / self.peak_flops_per_s,
             mfu_unknown=self._why_no_mfu(),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
@@ -429,14 +369,14 @@ class StepMeter:
             router=dict(outcome.router),
             peak_allocated_bytes=step.peaks[0],
             peak_reserved_bytes=step.peaks[1],
-            memory=None if self._memory is None else self._memory(),
+            memory=None if self.memory is None else self.memory(),
         )
 
     def _why_no_mfu(self) -> str | None:
-        if isinstance(self._flops, ModelError):
-            return f"unknown: {self._flops}"
-        if self._peak is None:
-            return f"unknown: no data sheet's peak for {self._device}; pass peak_flops_per_s"
+        if isinstance(self.flops, ModelError):
+            return f"unknown: {self.flops}"
+        if self.peak_flops_per_s is None:
+            return f"unknown: no data sheet's peak for {self.device}; pass peak_flops_per_s"
         return None
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 
-__all__ = ["Router", "find_routers"]
-
 _NAMES = ("gate", "router")
 _TOP_K = ("top_k", "moe_top_k", "num_experts_per_tok")
 _LOGITS = re.compile(r"logits")
@@ -31,19 +29,14 @@ class Router:
 
     path: str
     """In the model."""
-
     module: nn.Module
     """Whose output is read."""
-
     affinity: Literal["softmax", "sigmoid"]
     """What the model makes of a token's logits."""
-
     logits_at: int | None
     """Place of the logits in what it returns; None where it returns nothing else."""
-
     chosen_at: int | None
     """Place of the chosen experts; None where they are the `top_k` largest logits."""
-
     top_k: int | None
     """Experts of a token, where `chosen_at` is None."""
 
@@ -66,11 +59,7 @@ class Router:
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """Every router of `model`, in its order.
-
-    Raises:
-        ModelError: it has none, or one whose decisions cannot be read; the message says which.
-    """
+    """Every router of `model`, in its order."""
     found = [
         _router(f"{path}.{name}", child, block)
         for path, block in model.named_modules()

@@ -30,8 +30,6 @@ from rl_backends.moe.routers import Router, find_routers
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.structure import matching_modules
 
-__all__ = ["RouterWatch", "router_metrics"]
-
 
 class RouterWatch:
     """Reads what the routers of `model` decide in a forward that is recorded, and makes a loss of it.
@@ -44,13 +42,6 @@ class RouterWatch:
     Under tensor parallelism every rank routes all tokens, and what reaches a router and its input is summed over ranks:
     the gradient of the loss is divided by their number, its value is not. Recomputation in backward (activation
     checkpointing) is not recorded. Both losses must go through one backward, before the next recording.
-
-    Args:
-        model: sharded or not; hooks are put on its routers.
-        plan: by which it is tensor parallel.
-
-    Raises:
-        ModelError: the model has no routers, or some that cannot be read, or whose gradients its plan does not sum.
     """
 
     def __init__(self, model: nn.Module, *, plan: ParallelPlan | None = None) -> None:
@@ -90,9 +81,6 @@ class RouterWatch:
             counted: whether these rows are in the statistics; multiply the loss by it too.
             context_group: ranks that hold other tokens of the same rows (context parallelism); each one's loss is then
                 a term of the sum over them, and so is its gradient.
-
-        Raises:
-            RuntimeError: no forward was recorded.
         """
         if missing := [router.path for router in self._routers if router.path not in self._seen]:
             raise RuntimeError(

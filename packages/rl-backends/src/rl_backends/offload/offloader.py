@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +33,6 @@ from rl_backends.metrics.memory import (
 from rl_backends.offload.stores import DiskStore, HostStore, Store
 from rl_parallel_plans.checkpoints import reshard
 
-__all__ = ["PARTS", "OffloadReport", "Offloader", "Part"]
-
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 _WEIGHTS: tuple[Part, ...] = ("weights",)
@@ -45,25 +44,18 @@ class OffloadReport:
 
     action: Literal["offload", "onload"]
     """What was asked for."""
-
     to: Literal["host", "disk"]
     """Where parts are kept while they are away."""
-
     bytes_moved: Mapping[str, int]
     """Of each part that was asked for and was not there already; 0 where it had nothing that could move."""
-
     seconds: float
     """It took, copies included."""
-
     before: MemoryUse
     """Memory by category."""
-
     after: MemoryUse
     """The same afterwards."""
-
     host_bytes: int
     """Host memory that is kept for the next time, or holds what is away."""
-
     notes: tuple[str, ...]
     """Why something that was asked for did not happen."""
 
@@ -289,12 +281,9 @@ class Offloader:
 
     def _refuse(self, parts: Sequence[Part], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if "weights" in parts:
-            self._refusals.append(Refusals(self._model, (), self._require_weights))
+            self._refusals.append(Refusals(self._model, (), partial(self.require, parts=_WEIGHTS)))
             self._placeholders = MetaPlaceholders(self._model)
         self._refusals.append(Refusals(None, optimizers, self.require))
-
-    def _require_weights(self, what: str) -> None:
-        self.require(what, _WEIGHTS)
 
     def _allow(self, parts: Sequence[Part]) -> None:
         if "weights" in parts and self._placeholders is not None:
@@ -364,12 +353,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def make_resizable(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Give each of `tensors`, named for messages, memory of its own where what it has cannot be resized. Ties stay.
-
-    Raises:
-        RuntimeError: such a tensor is inside of a DTensor or another wrapper, which may know the old address; or other
-            processes share the memory, and would see another from then on.
-    """
+    """Give each of `tensors`, named for messages, memory of its own where what it has cannot be resized. Ties stay."""
     own: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in tensors:
         for plain in plain_tensors(tensor):

@@ -13,8 +13,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["DiskStore", "HostStore", "Store"]
-
 # A power of two, since torch rounds pinned memory up to one; what is packed into such chunks wastes one at most.
 CHUNK_BYTES = 64 * 2**20
 FILE_BYTES = 256 * 2**20
@@ -42,12 +40,7 @@ class Store(Protocol):
 
 
 class HostStore:
-    """Chunks of host memory that are kept for the next time.
-
-    Args:
-        pinned: lock the memory, so that a GPU copies to and from it at full speed.
-        chunk_bytes: of one chunk.
-    """
+    """Chunks of host memory that are kept for the next time."""
 
     def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._pinned = pinned
@@ -60,11 +53,7 @@ class HostStore:
         return len(self._chunks) * self._chunk_bytes
 
     def put(self, pieces: Sequence[Tensor]) -> None:
-        """Copy `pieces` one after the other into the chunks, of which there will be as many as it takes.
-
-        Raises:
-            RuntimeError: there is no host memory left to allocate, or to pin.
-        """
+        """Copy `pieces` one after the other into the chunks, of which there will be as many as it takes."""
         while self.host_bytes < sum(piece.numel() for piece in pieces):
             self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
         for part, place in self._places(pieces):
@@ -116,11 +105,7 @@ class DiskStore:
         return 0
 
     def put(self, pieces: Sequence[Tensor]) -> None:
-        """Write `pieces`.
-
-        Raises:
-            OSError: the disk is full, or the directory cannot be written.
-        """
+        """Write `pieces`."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -135,12 +120,7 @@ class DiskStore:
             self._files.append((path, len(group)))
 
     def get(self, into: Sequence[Tensor]) -> None:
-        """Read them back.
-
-        Raises:
-            OSError: a file is gone.
-            RuntimeError: a file was changed by somebody.
-        """
+        """Read them back."""
         from safetensors import SafetensorError, safe_open
 
         pieces = iter(into)

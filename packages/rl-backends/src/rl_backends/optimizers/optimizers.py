@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 __all__ = [
     "GradientStep",
     "Optimizers",
+    "StepCount",
     "check_schedule",
-    "check_schedule_state",
     "clip_and_step",
     "learning_rate_factor",
     "make_optimizers",
+    "nonfinite_error",
     "nonfinite_gradients",
 ]
 
@@ -129,8 +130,39 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
     return Optimizers(optimizers, groups, config, num_steps=num_steps)
 
 
+class StepCount:
+    """The steps of a stage, which are all the state that a schedule has."""
+
+    def __init__(self, *, num_steps: int) -> None:
+        self.num_steps_taken = 0
+        """Steps since the stage began, without those left out for a gradient that was not finite."""
+        self.num_steps_skipped = 0
+        """Steps that were left out: the gradient was not finite, or nothing was trainable."""
+        self._num_steps = num_steps
+
+    def schedule_state(self) -> dict[str, int]:
+        """How far the schedule has come; JSON can hold it."""
+        return {"num_steps_taken": self.num_steps_taken, "num_steps_skipped": self.num_steps_skipped}
+
+    def load_schedule_state(self, state: Mapping[str, int]) -> None:
+        """Go on where `schedule_state` was taken, along this stage's own schedule.
+
+        Raises:
+            CheckpointError: the state is not one, or the stage is over by then.
+        """
+        if sorted(state) != [*COUNTED] or not all(type(value) is int and value >= 0 for value in state.values()):
+            raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {[*COUNTED]}, all >= 0")
+        if state["num_steps_taken"] > self._num_steps:
+            raise CheckpointError(
+                f"the checkpoint has taken {state['num_steps_taken']} steps, and this stage has {self._num_steps}: "
+                "start it with as many steps as it had, or more"
+            )
+        self.num_steps_taken = state["num_steps_taken"]
+        self.num_steps_skipped = state["num_steps_skipped"]
+
+
 @final
-class Optimizers:
+class Optimizers(StepCount):
     """What `make_optimizers` made: one or two torch optimizers, and the learning rate of the next step."""
 
     def __init__(
@@ -141,21 +173,17 @@ class Optimizers:
         *,
         num_steps: int,
     ) -> None:
+        super().__init__(num_steps=num_steps)
         self.each: tuple[torch.optim.Optimizer, ...] = tuple(optimizer for optimizer, _ in optimizers)
         """torch's optimizers, for whatever keeps their state. Their learning rate is set anew by every step."""
         self.groups: tuple[ParameterGroup, ...] = tuple(groups)
         """Every trainable parameter, once."""
-        self.num_steps_taken = 0
-        """Steps since the stage began, without those left out for a gradient that was not finite."""
-        self.num_steps_skipped = 0
-        """Steps that were left out: the gradient was not finite, or nothing was trainable."""
         self.named_parameters: dict[str, nn.Parameter] = {
             name: parameter for group in groups for name, parameter in zip(group.names, group.parameters, strict=True)
         }
         """Every trainable parameter by its name in the unsharded model: this rank's shards, also while gathered."""
         self._ratios = [ratio for _, ratio in optimizers]
         self._config = config
-        self._num_steps = num_steps
 
     @property
     def learning_rate(self) -> float:
@@ -184,34 +212,9 @@ class Optimizers:
         for optimizer in self.each:
             optimizer.zero_grad()
 
-    def schedule_state(self) -> dict[str, int]:
-        """How far the schedule has come; JSON can hold it."""
-        return {"num_steps_taken": self.num_steps_taken, "num_steps_skipped": self.num_steps_skipped}
-
-    def load_schedule_state(self, state: Mapping[str, int]) -> None:
-        """Go on where `schedule_state` was taken, along this stage's own schedule.
-
-        Raises:
-            CheckpointError: the state is not one, or the stage is over by then.
-        """
-        check_schedule_state(state, num_steps=self._num_steps)
-        self.num_steps_taken = state["num_steps_taken"]
-        self.num_steps_skipped = state["num_steps_skipped"]
-
     def explain(self) -> str:
         """The optimizer, its schedule, and what each group of parameters holds and needs."""
         return explain_optimizers(self.groups, self._config, num_steps=self._num_steps)
-
-
-def check_schedule_state(state: Mapping[str, int], *, num_steps: int) -> None:
-    """CheckpointError where it is not what `schedule_state` gives, or a stage of `num_steps` is over by then."""
-    if sorted(state) != [*COUNTED] or not all(type(value) is int and value >= 0 for value in state.values()):
-        raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {[*COUNTED]}, all >= 0")
-    if state["num_steps_taken"] > num_steps:
-        raise CheckpointError(
-            f"the checkpoint has taken {state['num_steps_taken']} steps, and this stage has {num_steps}: "
-            "start it with as many steps as it had, or more"
-        )
 
 
 def _make_muon(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -373,15 +376,16 @@ def _leave_out(optimizers: Optimizers, config: OptimizerConfig, *, norm: float, 
     names = nonfinite_gradients(optimizers.named_parameters)
     optimizers.zero_grad()
     if config.on_nonfinite_gradient == "raise":
-        raise NonFiniteGradientError(
-            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow{_listed(names)}. "
-            f"The weights are as they were after step {version}; look at the rewards and the learning rate"
-        )
+        raise nonfinite_error(names, norm=norm, version=version)
     optimizers.num_steps_skipped += 1
     return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    if not names:
-        return ", in the norm alone and in no parameter"
-    return f", in {len(names)} parameters ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
+def nonfinite_error(names: tuple[str, ...], *, norm: float, version: int) -> NonFiniteGradientError:
+    """Of a step after `version` others, with the first of the parameters that have a gradient which is not finite."""
+    some = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
+    where = f"in {len(names)} parameters ({some})" if names else "in the norm alone and in no parameter"
+    return NonFiniteGradientError(
+        f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow, {where}. The weights "
+        f"are as they were after step {version}; look at the rewards and the learning rate"
+    )
