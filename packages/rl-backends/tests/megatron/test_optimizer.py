@@ -285,20 +285,20 @@ def tied_pair(world):
 
 def trained_on_rank(config, optimizer, hugging_face, *, world, poison=None):
     """Norms of three steps of the real model on this rank, and what a poisoned gradient is answered with."""
-    from rl_backends.megatron.gradients import GradientAccumulation, clip_and_step
+    from rl_backends.megatron.gradients import accumulate, clip_and_step
     from rl_backends.megatron.model import MegatronModel
     from rl_backends.megatron.optimizer import make_optimizers
     from rl_backends.megatron.weights import from_hugging_face
     from rl_backends.readers import Head, read_logp
 
     model = MegatronModel(hugging_face, config, fill=from_hugging_face(hugging_face))
-    examples, accumulation = world.make_examples(), GradientAccumulation(model)
+    examples = world.make_examples()
     optimizers = make_optimizers(model.ddp, model.gpt.config, config, optimizer, num_steps=3)
     mine, reader, count = model.cut(examples)[model.rank_of_rows], read_logp(Head.of(hugging_face), 1.0), 30
 
     def one_step(number):
         loss = lambda logp, rows: world.token_loss(logp, rows, num_tokens=count)  # noqa: E731
-        accumulation.run(examples, mine, loss, reader=reader, output="logp")
+        accumulate(model, examples, mine, loss=loss, reader=reader, output="logp")
         return clip_and_step(model.ddp, optimizers, version=number)
 
     norms = [one_step(number).norm for number in range(3)]
