@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl_generation import PromptError, Sampling, TransformersEngine
-from rl_generation.bad_words import banned_next, encode_bad_words
+from rl_generation.constraints import banned_next, encode_bad_words
 from rl_generation.detokenizer import Detokenizer, StopStrings
 
 
@@ -127,7 +127,7 @@ def test_a_request_that_is_refused_draws_nothing_from_the_generator(served):
 def test_a_prompt_that_ends_within_a_character_is_not_searched(tokenizer):
     *prompt, last = tokenizer.encode("ab é", add_special_tokens=False)
     assert StopStrings(("ab",), tokenizer, prompt).push(last) is None
-    assert TextStream(tokenizer, prompt).push(last) == "é"
+    assert Detokenizer(tokenizer, prompt).push(last) == "é"
 
 
 def test_of_two_stop_strings_in_one_token_the_first_to_end_wins(tokenizer):
@@ -136,7 +136,7 @@ def test_of_two_stop_strings_in_one_token_the_first_to_end_wins(tokenizer):
 
 
 def test_special_tokens_are_neither_shown_nor_decoded_again(tokenizer, monkeypatch):
-    stream, decoded = TextStream(tokenizer, [3]), []
+    stream, decoded = Detokenizer(tokenizer, [3]), []
     decode = type(tokenizer).decode
     monkeypatch.setattr(
         type(tokenizer),
