@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl_generation import PromptError, Sampling, TransformersEngine
-from rl_generation.bad_words import banned_next, encode_bad_words
+from rl_generation.constraints import banned_next, encode_bad_words
 from rl_generation.detokenizer import Detokenizer, StopStrings
 
 

@@ -307,8 +307,8 @@ def test_the_model_is_listed_and_another_name_is_not_found(served):
 
 def test_a_refusal_reaches_the_client_as_openais_error(served):
     with pytest.raises(openai.BadRequestError) as refusal:
-        chat(served, presence_penalty=0.5)
-    assert refusal.value.param == "presence_penalty"
+        chat(served, extra_body={"echo": True})
+    assert refusal.value.param == "echo"
     assert refusal.value.code == "unsupported_field"
     with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
         chat(served, extra_body={"temperatur": 0.5})

@@ -387,3 +387,13 @@ def test_an_adapter_needs_its_files_and_an_engine_that_takes_it(tmp_path):
     check_lora(adapter, VllmOptions(model="m", enable_lora=True))
     with pytest.raises(EngineOptionError, match="adapter 'a' needs an engine made with enable_lora=True"):
         check_lora(adapter, VllmOptions(model="m"))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"presence_penalty": 1.0}, {"logit_bias": {5: 1.0}}, {"min_new_tokens": 1}, {"regex": "a"}, {"top_logp": 2}],
+)
+def test_what_only_the_embedded_engine_does_is_refused_by_name(asked):
+    request = Request(prompt=(5,), sampling=Sampling(max_new_tokens=2, **asked))
+    with pytest.raises(PromptError, match=f"{next(iter(asked))}=.*the embedded engine alone"):
+        check_for_vllm(request, Limits(vocab_size=40, max_length=64))

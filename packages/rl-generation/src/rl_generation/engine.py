@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
 
 from rl_generation.requests import Limits, Sampling
-from rl_generation.rollout import LogpOf, Rollout
+from rl_generation.rollout import LogpOf, Rollout, TopLogp
 
 __all__ = ["Engine", "EngineMetrics", "RequestEngine", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
 
@@ -24,6 +24,9 @@ class RolloutDelta:
 
     logp: tuple[float, ...]
     """One for each of `tokens`."""
+
+    top_logp: TopLogp = ()
+    """One entry for each of `tokens` where the request asked for it; see `Rollout.top_logp`."""
 
     rollout: Rollout | None = None
     """The whole answer, with the last of its deltas."""

@@ -5,7 +5,7 @@ Everything here is checked before anything runs.
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -23,8 +23,9 @@ MIN_TEMPERATURE = 0.01
 class Sampling:
     """How the answers to a prompt are sampled, in every engine alike.
 
-    Tokens that would end a bad word are excluded first; then logits are divided by the temperature, then cut by min-p,
-    by top-k and by top-p, in this order, which is vLLM's.
+    First `logit_bias` is added; then tokens that would end a bad word, break the grammar or end the response too early
+    are excluded; then the penalties apply; then logits are divided by the temperature, then cut by min-p, by top-k and
+    by top-p, in this order, which is vLLM's.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
@@ -63,8 +64,36 @@ class Sampling:
     seed: int | None = None
     """Makes answers repeatable whatever was generated before; None continues the engine's running generator."""
 
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the response holds already; 0 is off."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as often as the response holds the token; 0 is off."""
+
+    repetition_penalty: float = 1.0
+    """Divides the positive logit of each token that the prompt or the response holds, and multiplies a negative one;
+    1 is off (Keskar et al., arXiv:1909.05858)."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and what is added to its logit, -inf to exclude it; a mapping is taken too."""
+
+    min_new_tokens: int = 0
+    """Stop tokens are excluded until the response has this many tokens."""
+
+    json_schema: str | None = None
+    """JSON text of a schema that the response follows; tokens that would break it are excluded. Asks for a tokenizer
+    and a stop token, and on the embedded engine for llguidance."""
+
+    regex: str | None = None
+    """A regular expression that the whole response matches; as `json_schema`, and one of the two at most."""
+
+    top_logp: int = 0
+    """The rollout also reports the logp of this many likeliest tokens at each place; see `Rollout.top_logp`."""
+
     def __post_init__(self) -> None:
-        for name in ("stop_token_ids", "stop", "bad_words"):
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        for name in ("stop_token_ids", "stop", "bad_words", "logit_bias"):
             if isinstance(getattr(self, name), list):  # else it could not be hashed, and be changed behind our back
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         # True is an int to Python, and no count.
@@ -72,6 +101,8 @@ class Sampling:
             ("max_new_tokens", self.max_new_tokens, 1, ""),
             ("n", self.n, 1, ""),
             ("top_k", self.top_k, 0, " (0 is off)"),
+            ("min_new_tokens", self.min_new_tokens, 0, " (0 is off)"),
+            ("top_logp", self.top_logp, 0, " (0 is off)"),
         ]
         for name, value, least, hint in counts:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -102,6 +133,39 @@ class Sampling:
                     f"{name} must be a tuple of strings that are not empty, as {name}=({example!r},); "
                     f"got {name}={words!r}"
                 )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be at most max_new_tokens={self.max_new_tokens}; "
+                f"got min_new_tokens={self.min_new_tokens}"
+            )
+        if self.min_new_tokens and self.stop:
+            raise ValueError(
+                f"min_new_tokens must be 0 beside stop strings, since it holds off stop tokens only; got "
+                f"min_new_tokens={self.min_new_tokens}, stop={self.stop!r}: use stop_token_ids"
+            )
+        # What is done to logits before the temperature.
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name} must be in [-2, 2] (0 is off); got {name}={getattr(self, name)!r}")
+        if not 0.0 < self.repetition_penalty <= 10.0:
+            raise ValueError(
+                f"repetition_penalty must be in (0, 10] (1 is off); got repetition_penalty={self.repetition_penalty!r}"
+            )
+        pairs: object = self.logit_bias
+        if not isinstance(pairs, tuple) or not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 and bias < math.inf
+            for token, bias in pairs
+        ):
+            raise ValueError(
+                f"logit_bias must be pairs of a token id, 0 or more, and a number below infinity; "
+                f"got logit_bias={self.logit_bias!r}"
+            )
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("json_schema must be None beside a regex: a response follows one grammar")
+        for name in ("json_schema", "regex"):
+            grammar: object = getattr(self, name)
+            if grammar is not None and not (isinstance(grammar, str) and grammar):
+                raise ValueError(f"{name} must be None or a text that is not empty; got {name}={grammar!r:.100}")
         seed: object = self.seed
         if seed is not None and (
             not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= MAX_SEED - self.n
@@ -115,6 +179,20 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the distribution of a token depends on more than the model's logits and the cuts of this class."""
+        return bool(
+            self.bad_words
+            or self.logit_bias
+            or self.min_new_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.json_schema
+            or self.regex
+        )
 
     def spread(self, count: int) -> "list[Sampling]":
         """Return one Sampling for each of `count` prompts, whose seeds differ; the first is this one itself.
@@ -237,10 +315,12 @@ def make_requests(
         # Stop tokens are in the vocabulary too, and text is only asked for where a tokenizer can read it.
         if each.stop_token_ids:
             check_token_ids(each.stop_token_ids, vocab_size=limits.vocab_size, name="stop_token_ids")
-        for name in ("stop", "bad_words"):
+        if each.logit_bias:
+            check_token_ids([token for token, _ in each.logit_bias], vocab_size=limits.vocab_size, name="logit_bias")
+        for name in ("stop", "bad_words", "json_schema", "regex"):
             if getattr(each, name) and limits.tokenizer is None:
                 raise PromptError(
-                    f"prompt {index} asks for {name}={getattr(each, name)!r}, which are text, and the engine has no "
+                    f"prompt {index} asks for {name}={getattr(each, name)!r}, which is text, and the engine has no "
                     f"tokenizer: make it with tokenizer=…, or use stop_token_ids"
                 )
         requests.append(Request(prompt=prompt, sampling=each, prompt_index=index))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, final
 
-__all__ = ["FinishReason", "LogpOf", "Rollout", "RolloutTiming", "VersionSpan", "in_order"]
+__all__ = ["FinishReason", "LogpOf", "Rollout", "RolloutTiming", "TopLogp", "VersionSpan", "in_order"]
 
 FinishReason = Literal["stop", "length", "abort"]
 """A stop token or stop string; `max_new_tokens`; somebody aborted the request."""
@@ -19,6 +19,10 @@ renormalised. Greedy answers take it at temperature 1 and without cuts, since th
 `"raw"`: the log-softmax of the model's logits, whatever was done to them afterwards.
 With temperature 1 and nothing cut or excluded, both are the same.
 """
+
+
+TopLogp = tuple[tuple[tuple[int, float], ...], ...]
+"""For each token of a response, pairs of a token id and its logp at that place."""
 
 
 @final
@@ -75,6 +79,10 @@ class Rollout:
     timing: RolloutTiming | None = None
     """None where nothing was generated before it was aborted."""
 
+    top_logp: TopLogp = ()
+    """Where `Sampling.top_logp` asks for it: of each of `tokens` the likeliest tokens at its place with their logp, of
+    the same distribution as `logp`, in falling order; fewer where fewer could have been drawn."""
+
     prompt_index: int = 0
     """Place of its prompt in the call."""
 
@@ -87,6 +95,10 @@ class Rollout:
             raise ValueError(
                 f"{name} has {len(self.tokens)} tokens and {len(self.logp)} logp, of which "
                 f"{sum(map(math.isfinite, self.logp))} are finite: the engine must give a finite one for each token"
+            )
+        if self.top_logp and len(self.top_logp) != len(self.tokens):
+            raise ValueError(
+                f"{name} has {len(self.tokens)} tokens and the likeliest ones of {len(self.top_logp)} places"
             )
         ends = [0, *(span.end for span in self.versions)]
         starts = [*(span.start for span in self.versions), len(self.tokens)]

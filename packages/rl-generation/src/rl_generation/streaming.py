@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self, TypeVar, final
+from typing import NamedTuple, Self, TypeVar, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError
@@ -236,6 +236,15 @@ class _Answer:
             self.put(error)
 
 
+class _News(NamedTuple):
+    """What its consumer has not seen of one answer: tokens, logp, likeliest tokens, and the whole answer at its end."""
+
+    tokens: list[int]
+    logp: list[float]
+    top_logp: list[tuple[tuple[int, float], ...]]
+    whole: list[Rollout]
+
+
 class _Stream:
     """What goes from the worker thread to one consumer, in the event loop where it was made.
 
@@ -249,8 +258,8 @@ class _Stream:
         self._undelivered = samples
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._news: dict[int, tuple[list[int], list[float], list[Rollout]]] = {}
-        """Tokens, logp and the whole answer, of each answer that has something new."""
+        self._news: dict[int, _News] = {}
+        """Of each answer that has something new."""
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
@@ -263,10 +272,11 @@ class _Stream:
         with self._lock:
             known = bool(self._news) or self._error is not None
             if isinstance(item, RolloutDelta):
-                tokens, logp, whole = self._news.setdefault(item.sample_index, ([], [], []))
-                tokens += item.tokens
-                logp += item.logp
-                whole += [] if item.rollout is None else [item.rollout]
+                news = self._news.setdefault(item.sample_index, _News([], [], [], []))
+                news.tokens.extend(item.tokens)
+                news.logp.extend(item.logp)
+                news.top_logp.extend(item.top_logp)
+                news.whole.extend([] if item.rollout is None else [item.rollout])
                 self._undelivered -= item.rollout is not None
             else:
                 self._error = item
@@ -283,9 +293,13 @@ class _Stream:
                 assert self._error is not None
                 raise self._error
             index = next(iter(self._news))
-            tokens, logp, whole = self._news.pop(index)
+            news = self._news.pop(index)
             if not self._news and self._error is None:
                 self._ready.clear()
         return RolloutDelta(
-            sample_index=index, tokens=tuple(tokens), logp=tuple(logp), rollout=whole[0] if whole else None
+            sample_index=index,
+            tokens=tuple(news.tokens),
+            logp=tuple(news.logp),
+            top_logp=tuple(news.top_logp),
+            rollout=news.whole[0] if news.whole else None,
         )

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from rl_generation.constraints import make_constraints
 from rl_generation.embedded.choice import ContinuousBatchingChoice, make_runner
-from rl_generation.embedded.continuous_batching import Profile, Progress, Row, make_texts
+from rl_generation.embedded.continuous_batching import Profile, Progress, Row
 from rl_generation.embedded.inspection import inspect_model
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
@@ -46,7 +47,7 @@ class TransformersEngine:
         model: Has its own weights, which nothing else trains or uses. The engine switches it to eval mode.
         stop_token_ids: Tokens that end an answer unless `ignore_eos`; may be empty.
         pad_token_id: Any id of the vocabulary; fills shorter prompts, where nothing sees it.
-        tokenizer: Of the model; needed for stop strings and bad words only.
+        tokenizer: Of the model; needed for what a request says as text: stop strings, bad words, grammars.
         max_batch_size: Rows decoded together at most; more is faster until the cache fills the memory.
         max_cache_tokens: Tokens that the key/value cache holds at most, of all rows together, empty ends of rows
             included; None takes half of the free memory of a CUDA device, and 4 GiB elsewhere.
@@ -360,7 +361,13 @@ class TransformersEngine:
                 self._lose_stepwise(item.error)
             elif owner in self._unfinished:
                 sample = item.row.sample_index
-                delta = RolloutDelta(sample_index=sample, tokens=item.tokens, logp=item.logp, rollout=rollout)
+                delta = RolloutDelta(
+                    sample_index=sample,
+                    tokens=item.tokens,
+                    logp=item.logp,
+                    top_logp=item.top_logp,
+                    rollout=rollout,
+                )
                 self._news.append((owner, delta))
                 if rollout is not None:
                     self._unfinished[owner] -= 1
@@ -414,16 +421,19 @@ class TransformersEngine:
                 f"Give the engine a model of its own, or call model.eval() before generate"
             )
 
+    def _stops_of(self, sampling: Sampling) -> tuple[int, ...]:
+        return sampling.stop_token_ids if sampling.ignore_eos else self._stop_token_ids + sampling.stop_token_ids
+
     def _rows_of(self, requests: Sequence[Request], owner: object) -> list[list[Row]]:
         """Return the rows of each request, `n` of them; where one is refused, none has drawn a seed."""
-        # Only responses with stop strings or bad words are read while they are generated.
-        texts = [
-            make_texts(request, tokenizer=self._tokenizer, vocab_size=self._support.vocab_size) for request in requests
+        constraints = [
+            make_constraints(request, limits=self.limits, stop_token_ids=self._stops_of(request.sampling))
+            for request in requests
         ]
         answers: list[list[Row]] = []
-        for request, read in zip(requests, texts, strict=True):
+        for request, constrained in zip(requests, constraints, strict=True):
             how = request.sampling
-            stops = how.stop_token_ids if how.ignore_eos else self._stop_token_ids + how.stop_token_ids
+            stops = self._stops_of(how)
             if how.greedy:
                 profile, seeds = Profile(0.0, 0, 1.0, 0.0, stops), [0] * how.n
             else:
@@ -440,10 +450,10 @@ class TransformersEngine:
                         sample_index=index,
                         seed=seed,
                         profile=profile,
-                        text=text,
+                        constraints=each,
                         context=request.prompt,
                     )
-                    for index, (seed, text) in enumerate(zip(seeds, read, strict=True))
+                    for index, (seed, each) in enumerate(zip(seeds, constrained, strict=True))
                 ]
             )
         return answers

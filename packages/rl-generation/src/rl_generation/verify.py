@@ -79,8 +79,8 @@ def verify_logp(
     Raises:
         ModelError: The model is in training mode.
         PromptError: The engine refuses the request, or there are no prompts.
-        ValueError: The sampling has bad words, which a forward does not know of; or there is one for each prompt, and
-            no prompts.
+        ValueError: The sampling has bad words, penalties, biases or a grammar, which a forward does not know of; or
+            there is one for each prompt, and no prompts.
         LogpError: The forward itself gives NaN, or no answer has a token that the forward admits.
     """
     limits = engine.limits
@@ -215,10 +215,10 @@ def _check(model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequ
             versions = [span.version for span in rollout.versions]
             raise ValueError(f"{name} was made by weights of versions {versions}, and a model has one")
     for request in requests:
-        if request.sampling.bad_words:
+        if request.sampling.constrained and (not rollouts or rollouts[0].logp_of == "sampled"):
             raise ValueError(
-                f"prompt {request.prompt_index} has bad_words={request.sampling.bad_words}, which a plain forward does "
-                f"not know of: verify without them"
+                f"prompt {request.prompt_index} asks for what a plain forward does not know of, bad words, penalties, "
+                f"biases, a grammar or a minimal length: verify without them; got {request.sampling}"
             )
 
 

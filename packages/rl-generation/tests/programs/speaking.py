@@ -34,7 +34,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHATML, **names)
 
 
-def model(vocab_size, seed=0):
+def model(vocab_size, seed=0, positions=160):
     """A model of transformers with random weights, peaked enough for greedy answers that differ."""
     import transformers
 
@@ -45,7 +45,7 @@ def model(vocab_size, seed=0):
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=160,
+        max_position_embeddings=positions,
         initializer_range=0.3,
         pad_token_id=0,
         bos_token_id=1,

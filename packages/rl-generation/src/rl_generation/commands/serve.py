@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
     group.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
+    group.add_argument(
+        "--tool-format",
+        choices=["hermes", "llama", "mistral"],
+        help="how the model writes calls of tools (default: as its chat template or vocabulary says)",
+    )
     group.add_argument("--shutdown-timeout", type=int, default=10, metavar="SECONDS", help="for requests in flight")
     for name, meaning in LIMITS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"limit: {meaning}")
@@ -63,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                 streaming,
                 tokenizer=tokenizer,
                 model_name=arguments.served_model_name or spec.model,
+                tool_format=arguments.tool_format,
                 host=arguments.host,
                 port=arguments.port,
                 api_key=api_key,

@@ -21,21 +21,20 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rl_generation.bad_words import BadWords, banned_next, encode_bad_words
-from rl_generation.detokenizer import StopStrings
-from rl_generation.distribution import SamplingTensors, choose, exact_dtype, raw_logp, uniforms
+from rl_generation.constraints import Constraints
+from rl_generation.distribution import SamplingTensors, choose, exact_dtype, raw_logp, sampled_logits, uniforms
 from rl_generation.embedded.slot_model import SlotModel
 from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request, Sampling
-from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, TopLogp, VersionSpan
 
-__all__ = ["Batch", "ContinuousBatching", "Counters", "Ended", "Profile", "Progress", "Row", "Text", "make_texts"]
+__all__ = ["Batch", "ContinuousBatching", "Counters", "Ended", "Profile", "Progress", "Row"]
 
 # Fields of the state: the last token, where it stands, tokens generated, how many at most, seed, row of the buffers.
 TOKEN, POSITION, GENERATED, LIMIT, SEED, BUFFER = range(6)
@@ -66,25 +65,6 @@ class Profile(NamedTuple):
 
 
 @final
-class Text:
-    """What an answer must be read for, token by token."""
-
-    def __init__(self, *, bad_words: BadWords, stop: StopStrings | None) -> None:
-        self._bad_words, self._stop = bad_words, stop
-        self._answer: list[int] = []
-
-    @property
-    def banned(self) -> list[int]:
-        """Tokens that may not come next."""
-        return banned_next(self._bad_words, self._answer)
-
-    def push(self, token: int, *, is_stop_token: bool) -> str | None:
-        """Take the next token; return the stop string that it completed."""
-        self._answer.append(token)
-        return None if self._stop is None or is_stop_token else self._stop.push(token)
-
-
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
     """One answer that waits or is being generated."""
@@ -96,8 +76,8 @@ class Row:
     sample_index: int
     seed: int
     profile: Profile
-    text: Text | None
-    """None where nothing needs to be read."""
+    constraints: Constraints | None
+    """None where logits are taken as they are, and nothing is searched for."""
 
     context: Prompt
     """What must be in the cache before the next token: the prompt, and `tokens`."""
@@ -111,6 +91,9 @@ class Row:
     """What was generated before it gave up its place in the cache; for a row in the batch, the batch knows more."""
 
     logp: list[float] = field(default_factory=list)
+
+    top_logp: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    """Of all tokens so far, where the request asks for it; it stays here while the row is in the batch."""
 
     def mark_version(self, version: int, *, start: int) -> None:
         """From token `start` on, the weights are of `version`."""
@@ -163,6 +146,7 @@ class Ended(NamedTuple):
                 if end > start or len(spans) == 1
             ),
             timing=timing,
+            top_logp=tuple(row.top_logp),
             prompt_index=row.request.prompt_index,
             sample_index=row.sample_index,
         )
@@ -180,6 +164,7 @@ class Progress(NamedTuple):
     """The finished response, once it has ended."""
     error: LogpError | None = None
     """Why there is none, where its logits were not finite; other rows are not touched by it."""
+    top_logp: TopLogp = ()
 
 
 @final
@@ -191,25 +176,6 @@ class Counters:
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-
-
-def make_texts(request: Request, *, tokenizer: Any, vocab_size: int) -> list[Text | None]:
-    """Return what each of the `n` answers of a request is read for; None where nothing is.
-
-    Raises:
-        PromptError: A bad word has no tokens, or tokens that the model does not have.
-    """
-    sampling = request.sampling
-    if not (sampling.stop or sampling.bad_words):
-        return [None] * sampling.n
-    bad_words = encode_bad_words(sampling.bad_words, tokenizer, vocab_size=vocab_size)
-    return [
-        Text(
-            bad_words=bad_words,
-            stop=StopStrings(sampling.stop, tokenizer, request.prompt) if sampling.stop else None,
-        )
-        for _ in range(sampling.n)
-    ]
 
 
 @final
@@ -252,7 +218,7 @@ class Batch:
         self._buffers = list(range(capacity))
         self._profiles: dict[Profile, int] = {}
         self._settings: _Settings | None = None
-        self._reads_text = False
+        self._constrained = self._reports_top = False
         self._ahead: list[Tensor] = []
         self.num_alive = 0
         self.inputs = (self._state[TOKEN, :0], self._state[POSITION, :0])
@@ -305,12 +271,13 @@ class Batch:
         """Look up the settings of all rows again, after rows have entered, left or moved."""
         self._ahead = []
         if not self.rows:
-            self._reads_text = False
+            self._constrained = self._reports_top = False
             return
         state = self._state[:, : len(self.rows)]
         self.inputs = (state[TOKEN], state[POSITION])
         self.columns = int(state[POSITION].max()) + 1
-        self._reads_text = any(row is not None and row.text is not None for row in self.rows)
+        self._constrained = any(row is not None and row.constraints is not None for row in self.rows)
+        self._reports_top = any(row is not None and row.request.sampling.top_logp for row in self.rows)
         profiles: dict[Profile, int] = {}
         default = next(row for row in self.rows if row is not None).profile
         index = [profiles.setdefault((row.profile if row else default), len(profiles)) for row in self.rows]
@@ -342,18 +309,16 @@ class Batch:
         state = self._state[:, index]
         settings = self._settings if isinstance(index, slice) else self._settings.of(index)
 
-        # Rows whose text matters, by their place in `logits`: a token that would complete a bad word is excluded.
-        texts: dict[int, Text] = {}
-        if self._reads_text:
-            for place, row in enumerate(self.rows if slots is None else [self.rows[slot] for slot in slots]):
-                if row is not None and row.text is not None:
-                    texts[place] = row.text
-        banned = [(place, token) for place, text in texts.items() for token in text.banned]
+        # Rows with constraints, by their place in `logits`: what they exclude or penalise is done to a copy.
+        rows = self.rows if slots is None else [self.rows[slot] for slot in slots]
+        constraints: dict[int, Constraints] = {}
         allowed = logits
-        if banned:
-            places, excluded = zip(*banned, strict=True)
-            allowed = logits.clone()
-            allowed[list(places), list(excluded)] = -torch.inf
+        if self._constrained:
+            constraints = {place: row.constraints for place, row in enumerate(rows) if row and row.constraints}
+            changed = {place: each for place, each in constraints.items() if each.changes_logits}
+            allowed = logits.float().clone() if changed else logits  # a bias in bfloat16 would be rounded
+            for place, each in changed.items():
+                allowed[place] = each.adjust(logits[place])
 
         # One uniform number a row decides its token.
         if slots is not None:
@@ -366,6 +331,8 @@ class Batch:
         tokens, logp = choose(allowed, chances, settings.sampling)
         if self._logp_of == "raw":
             logp = raw_logp(logits, tokens)
+        if self._reports_top:
+            self._report_top(rows, logits=logits, allowed=allowed, settings=settings)
 
         # Write them down before the rows advance, while GENERATED still says where they belong. No response is longer
         # than its row in the cache.
@@ -390,11 +357,11 @@ class Batch:
         at_limit = self._state[GENERATED, index] >= self._state[LIMIT, index]
         ended = (stopped | at_limit | ~logp.isfinite()) & self._alive[index]
         strings: dict[int, str] = {}
-        if texts:
+        if constraints:
             drawn: list[int] = tokens.tolist()
             is_stop: list[bool] = stopped.tolist()
-            for place, text in texts.items():
-                string = text.push(drawn[place], is_stop_token=is_stop[place])
+            for place, each in constraints.items():
+                string = each.push(drawn[place], is_stop_token=is_stop[place])
                 if string is not None:
                     strings[place] = string
                     ended[place] = True
@@ -428,6 +395,27 @@ class Batch:
         self.num_alive -= len(slots)
         self.columns = int(self._state[POSITION, : len(self.rows)].max()) + 1
         return ended
+
+    def _report_top(
+        self,
+        rows: Sequence[Row | None],
+        *,
+        logits: Float[Tensor, "m V"],
+        allowed: Float[Tensor, "m V"],
+        settings: _Settings,
+    ) -> None:
+        """Note the likeliest tokens of the rows that report them; tokens that could not be drawn are left out."""
+        asking = [(place, row) for place, row in enumerate(rows) if row is not None and row.request.sampling.top_logp]
+        index = torch.tensor([place for place, _ in asking], device=self._device)
+        if self._logp_of == "raw":
+            distribution = logits[index].float()
+        else:
+            distribution = sampled_logits(allowed[index], settings.of(index).sampling)
+        most = min(self._vocab_size, max(row.request.sampling.top_logp for _, row in asking))
+        best = distribution.log_softmax(-1).topk(most)
+        for (_, row), tokens, values in zip(asking, best.indices.tolist(), best.values.tolist(), strict=True):
+            pairs = list(zip(tokens, values, strict=True))[: row.request.sampling.top_logp]
+            row.top_logp.append(tuple((token, value) for token, value in pairs if math.isfinite(value)))
 
     # -- storage
 
@@ -523,7 +511,9 @@ class ContinuousBatching:
         if not stream:
             return list(news.values())
         return [
-            (news[row] if row in news else Progress(row, (), (), None))._replace(tokens=(token,), logp=(value,))
+            (news[row] if row in news else Progress(row, (), (), None))._replace(
+                tokens=(token,), logp=(value,), top_logp=tuple(row.top_logp[-1:])
+            )
             for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True)
             if row is not None
         ]

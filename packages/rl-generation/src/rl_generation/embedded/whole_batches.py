@@ -148,4 +148,8 @@ class WholeBatches:
 
     def _progress(self, ended: Ended, *, stream: bool) -> Progress:
         news = ended.progress(logp_of=self._logp_of, version=self._version)
-        return news._replace(tokens=tuple(ended.tokens), logp=tuple(ended.logp)) if stream else news
+        return (
+            news._replace(tokens=tuple(ended.tokens), logp=tuple(ended.logp), top_logp=tuple(ended.row.top_logp))
+            if stream
+            else news
+        )

@@ -1,7 +1,8 @@
 """The routes: OpenAI's for text and chat, vLLM's for tokens. Knows HTTP; does not know fields or shapes of answers.
 
-    POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{model}
-    POST /tokenize              POST /detokenize       GET /health      GET /metrics
+    POST /v1/chat/completions   POST /v1/completions   POST /v1/responses
+    GET /v1/models              GET /v1/models/{model} GET /health         GET /metrics
+    POST /tokenize              POST /detokenize
 
 Every body is JSON; every error has OpenAI's shape.
 """
@@ -37,6 +38,8 @@ from rl_generation.server.generation_request import (
 from rl_generation.server.guard import Guard, check_api_key, read_body
 from rl_generation.server.limits import ServerLimits
 from rl_generation.server.responses import Kind, Shapes
+from rl_generation.server.responses_api import ResponsesRequest
+from rl_generation.server.tools import ToolFormat, detect_tool_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +62,7 @@ def create_app(
     model_name: str,
     api_key: str | None = None,
     limits: ServerLimits | None = None,
+    tool_format: ToolFormat | None = None,
 ) -> Starlette:
     """Make the ASGI application that serves an engine; the engine stays the caller's to close.
 
@@ -68,6 +72,7 @@ def create_app(
         model_name: What clients must call the model, where they name it.
         api_key: Clients must send it, but for `/health`; None answers clients of this machine alone.
         limits: What one client may ask for; None is `ServerLimits()`.
+        tool_format: How the model writes calls of tools; None takes what its chat template or vocabulary names.
 
     Raises:
         EngineOptionError: `streaming_engine` does not stream, or there is no tokenizer.
@@ -78,11 +83,14 @@ def create_app(
     if tokenizer is None:
         raise EngineOptionError("tokenizer=None: a server of texts needs the model's tokenizer")
     bounds = ServerLimits() if limits is None else limits
-    routes = _Routes(streaming_engine, copy.deepcopy(tokenizer), model_name, bounds)
+    routes = _Routes(
+        streaming_engine, copy.deepcopy(tokenizer), model_name, bounds, tool_format or detect_tool_format(tokenizer)
+    )
     return Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
             Route("/v1/completions", routes.completion, methods=["POST"]),
+            Route("/v1/responses", routes.respond, methods=["POST"]),
             Route("/v1/models", routes.models, methods=["GET"]),
             Route("/v1/models/{model:path}", routes.model, methods=["GET"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
@@ -118,13 +126,18 @@ class _Routes:
     tokenizer: "PreTrainedTokenizerBase"
     model_name: str
     bounds: ServerLimits
+    tool_format: ToolFormat | None
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, "chat", read_chat)
+        return await self._answer(request, "chat", read=self._read_chat, fields=await self._fields(request))
 
     async def completion(self, request: Request) -> Response:
-        return await self._generate(request, "completion", read_completion)
+        return await self._answer(request, "completion", read=read_completion, fields=await self._fields(request))
+
+    async def respond(self, request: Request) -> Response:
+        asked = ResponsesRequest.of(await self._fields(request))
+        return await self._answer(request, "chat", read=self._read_chat, fields=asked.chat, responses=asked)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [await self._model()]})
@@ -167,9 +180,19 @@ class _Routes:
         text = to_prometheus(await self.streaming.read_metrics(), model_name=self.model_name)
         return PlainTextResponse(text, headers={"Content-Type": METRICS_TYPE})
 
-    async def _generate(self, request: Request, kind: Kind, read: Callable[..., GenerationRequest]) -> Response:
+    def _read_chat(self, fields: Fields, **options: Any) -> GenerationRequest:
+        return read_chat(fields, tool_format=self.tool_format, **options)
+
+    async def _answer(
+        self,
+        request: Request,
+        kind: Kind,
+        *,
+        read: Callable[..., GenerationRequest],
+        fields: Fields,
+        responses: ResponsesRequest | None = None,
+    ) -> Response:
         engine = self.streaming.engine
-        fields = await self._fields(request)
         asked = await self._encode(read, fields, limits=engine.limits, bounds=self.bounds)
         shapes = Shapes(
             kind=kind, model_name=self.model_name, tokenizer=self.tokenizer, logp_of=engine.logp_of, asked=asked
@@ -178,14 +201,17 @@ class _Routes:
         if asked.stream:
             # Of the weights that it begins with; the last event says which tokens are whose.
             headers["X-Weight-Version"] = str(await self._version())
-            events = chunks(shapes, stream(self.streaming, asked.requests))
+            events = chunks(shapes, stream(self.streaming, asked.requests), count=responses is not None)
+            if responses is not None:
+                events = responses.events(events)
             # Errors that the first token brings to light still have a status of their own.
             first = await unless_disconnected(request.receive, _next(events))
             return EventStream(first, events, headers=headers)
         rollouts = await unless_disconnected(request.receive, generate(self.streaming, asked.requests))
         versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
         headers["X-Weight-Version"] = ",".join(map(str, versions))
-        return JSONResponse(shapes.whole(rollouts), headers=headers)
+        body = shapes.whole(rollouts)
+        return JSONResponse(body if responses is None else responses.body(body), headers=headers)
 
     async def _encode(self, read: Callable[..., T], fields: Fields, **options: Any) -> T:
         """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""

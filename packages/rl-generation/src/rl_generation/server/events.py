@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 from rl_generation.engine import RolloutDelta
 from rl_generation.server.errors import HttpError, internal
 from rl_generation.server.generation import Item, unless_disconnected
-from rl_generation.server.responses import Shapes, ending, usage
-from rl_generation.server.text_stream import TextStream
+from rl_generation.server.responses import ChoiceText, Shapes, ending, usage
 
 __all__ = ["EventStream", "chunks"]
 
@@ -68,10 +67,15 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def chunks(shapes: Shapes, deltas: AsyncGenerator[Item, None]) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of all answers as their tokens come; closing it closes `deltas`."""
+async def chunks(
+    shapes: Shapes, deltas: AsyncGenerator[Item, None], *, count: bool = False
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the chunks of all answers as their tokens come; closing it closes `deltas`.
+
+    The last chunk counts tokens where the client asked for that, or the caller does by `count`.
+    """
     requests, n = shapes.asked.requests, shapes.asked.n
-    texts: dict[int, TextStream] = {}
+    texts: dict[int, ChoiceText] = {}
     versions: list[int] = []
     generated = 0
     async with aclosing(deltas):
@@ -79,7 +83,7 @@ async def chunks(shapes: Shapes, deltas: AsyncGenerator[Item, None]) -> AsyncGen
             choice = index * n + delta.sample_index
             opening: dict[str, Any] = {}
             if choice not in texts:
-                texts[choice] = shapes.text_stream(requests[index])
+                texts[choice] = shapes.choice_text(requests[index])
                 opening = shapes.prompt_of_completion(requests[index])
                 if shapes.kind == "chat":
                     yield shapes.opening(choice)
@@ -90,29 +94,31 @@ async def chunks(shapes: Shapes, deltas: AsyncGenerator[Item, None]) -> AsyncGen
             else:
                 versions.append(delta.rollout.version)
                 yield shapes.chunk([body], weight_version=delta.rollout.version)
-    if shapes.asked.include_usage:
+    if count or shapes.asked.include_usage:
         yield shapes.chunk([], usage=usage(requests, generated), weight_version=min(versions))
 
 
-def _content(shapes: Shapes, decoding: TextStream, delta: RolloutDelta) -> dict[str, Any]:
-    offsets, text = [], ""
-    for token in delta.tokens:
-        offsets.append(decoding.length)
-        text += decoding.push(token)
-    if delta.rollout is not None:
-        text += decoding.finish(delta.rollout)
-    ends = {"finish_reason": None} if delta.rollout is None else ending(delta.rollout)
+def _content(shapes: Shapes, decoding: ChoiceText, delta: RolloutDelta) -> dict[str, Any]:
+    text, offsets, reply = decoding.take(delta)
+    ends = {"finish_reason": None} if delta.rollout is None else ending(delta.rollout, reply.calls)
+    message: dict[str, Any] = {"content": text}
+    if reply.calls:
+        message["tool_calls"] = [{"index": index, **call.body} for index, call in enumerate(reply.calls)]
     return {
-        **({"delta": {"content": text}} if shapes.kind == "chat" else {"text": text}),
-        "logprobs": shapes.tokens(delta.tokens, delta.logp, offsets),
+        **({"delta": message} if shapes.kind == "chat" else {"text": text}),
+        "logprobs": shapes.tokens(delta.tokens, logp=delta.logp, top_logp=delta.top_logp, offsets=offsets),
         **ends,
         **shapes.token_ids(delta.tokens),
     }
 
 
 def _event(content: dict[str, Any]) -> bytes:
+    name = f"event: {content['type']}\n".encode() if "type" in content else b""  # of the Responses API
     return (
-        b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+        name
+        + b"data: "
+        + json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        + b"\n\n"
     )
 
 

@@ -1,8 +1,8 @@
 """Reads the fields of a JSON body, each with its type, and refuses what nobody reads.
 
 OpenAI's and vLLM's interfaces have many fields; a server that ignores the ones it does not know answers a question that
-was not asked. So a field is read, or has its neutral value, or is an error that names it and the nearest valid one.
-JSON's null stands for a missing field.
+was not asked. So a field is read, or cannot change the answer, or has its neutral value, or is an error that names it
+and the nearest valid one. JSON's null stands for a missing field.
 """
 
 import difflib
@@ -22,31 +22,33 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "functions": ([],),
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """Fields of OpenAI's or vLLM's that exist but are not served, with the values that ask for nothing."""
+
+IRRELEVANT = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields of OpenAI's on which a response cannot depend; any value is taken, and nothing is stored."""
 
 MOST = 2**63 - 1
 """The largest integer that engines can hold."""
@@ -78,6 +80,11 @@ class Fields:
     def has(self, name: str) -> bool:
         """Whether the field was given; it counts as read only when it is."""
         return name in self._given
+
+    def everything(self) -> dict[str, Any]:
+        """All fields, for a body that is another's in other words; they count as read."""
+        self._read |= self._given.keys()
+        return dict(self._given)
 
     def anything(self, name: str) -> Any:
         """Any JSON value."""
@@ -149,7 +156,7 @@ class Fields:
     def refuse_others(self) -> None:
         """Raise for the first field that nobody read, unless its value is neutral. Call it after the last read."""
         for name, value in self._given.items():
-            if name in self._read:
+            if name in self._read or name in IRRELEVANT:
                 continue
             if name not in NEUTRAL:
                 near = difflib.get_close_matches(name[:80], sorted(self._read), n=1, cutoff=0.5)

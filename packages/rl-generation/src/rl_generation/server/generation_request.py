@@ -2,11 +2,14 @@
 
 The fields are OpenAI's, and vLLM's extensions of them. Where the two differ from this package: `max_tokens` missing
 means the rest of the context in both routes, and of several prompts in one request each draws by its own seed
-(`Sampling.spread`), so that a request is answered as `engine.generate(prompts, sampling)` would.
+(`Sampling.spread`), so that a request is answered as `engine.generate(prompts, sampling)` would. Text parts of a
+message are joined by line breaks, and the role "developer" is the template's "system", as in vLLM.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 from rl_generation.chat import encode_chat, encode_text
@@ -15,11 +18,18 @@ from rl_generation.requests import Limits, Request, Sampling, check_token_ids, m
 from rl_generation.server.errors import HttpError, from_engine
 from rl_generation.server.fields import Fields, is_token_ids, shortened
 from rl_generation.server.limits import ServerLimits
+from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["GenerationRequest", "read_chat", "read_chat_tokens", "read_completion", "read_text_tokens"]
+
+MOST_TOP_LOGP = 20
+"""As at OpenAI: of each token of the response."""
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Parts of a content that are text, in chats and in Responses."""
 
 LOOKED_FOR = ("stop", "stop_token_ids", "bad_words")
 """Fields whose entries cost time at every token."""
@@ -50,6 +60,15 @@ class GenerationRequest:
     include_stop_string: bool
     """Whether the text holds the stop string that ended it."""
 
+    top_logp: int = 0
+    """Likeliest tokens that the response reports at each place, beside the one that was sampled."""
+
+    tools: ToolUse | None = None
+    """How calls are found in the text; None where it is only text."""
+
+    kept: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that the text holds."""
+
 
 def read_completion(
     fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", limits: Limits, bounds: ServerLimits
@@ -61,32 +80,63 @@ def read_completion(
     """
     add_special_tokens = fields.flag("add_special_tokens", default=True)
     logp = fields.integer("logprobs")
-    if logp:
-        message = f"logprobs={logp} asks for other tokens' too; only logprobs=0, the sampled token's own, is supported"
-        raise HttpError(400, message, param="logprobs", code="unsupported_field")
     prompts = [
         encode_text(tokenizer, prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
         for prompt in _prompts(fields.anything("prompt"), bounds)
     ]
     max_tokens = fields.integer("max_tokens")
-    return _read(fields, prompts, max_tokens=max_tokens, logp=logp is not None, limits=limits, bounds=bounds)
+    return _read(
+        fields,
+        prompts,
+        tokenizer=tokenizer,
+        max_tokens=max_tokens,
+        logp=logp is not None,
+        top_logp=_top_logp("logprobs", logp),
+        limits=limits,
+        bounds=bounds,
+    )
 
 
 def read_chat(
-    fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", limits: Limits, bounds: ServerLimits
+    fields: Fields,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    limits: Limits,
+    bounds: ServerLimits,
+    tool_format: ToolFormat | None = None,
 ) -> GenerationRequest:
-    """Read the body of `/v1/chat/completions`, all but `model`.
+    """Read the body of `/v1/chat/completions`, all but `model`; `tool_format` is the one that the model writes.
 
     Raises:
         HttpError: 400, as for `read_completion`.
     """
     logp = fields.flag("logprobs", default=False)
+    top_logp = fields.integer("top_logprobs")
+    if top_logp and not logp:
+        raise HttpError(400, "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
     prompt = read_chat_tokens(fields, tokenizer=tokenizer, limits=limits)
+    tools, schema = read_tools(
+        fields.mappings("tools") or (),
+        fields.anything("tool_choice"),
+        parallel=fields.flag("parallel_tool_calls", default=True),
+        found=tool_format,
+    )
     old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
         raise HttpError(400, message, param="max_completion_tokens", code="invalid_value")
-    return _read(fields, [prompt], max_tokens=old if new is None else new, logp=logp, limits=limits, bounds=bounds)
+    return _read(
+        fields,
+        [prompt],
+        tokenizer=tokenizer,
+        max_tokens=old if new is None else new,
+        logp=logp,
+        top_logp=_top_logp("top_logprobs", top_logp),
+        tools=tools,
+        tool_schema=schema,
+        limits=limits,
+        bounds=bounds,
+    )
 
 
 def read_chat_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", limits: Limits) -> list[int]:
@@ -100,12 +150,10 @@ def read_chat_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", li
         raise HttpError(400, "messages must be a list of at least one message", param="messages", code="missing_field")
     continued = fields.flag("continue_final_message", default=False)
     tools = fields.mappings("tools")
-    if fields.anything("tool_choice") not in (("none",) if tools else (None, "none", "auto")):
-        message = (
-            "the tools reach the chat template, but calls are not parsed: send tool_choice='none' to get them as text "
-            "in content"
-        )
-        raise HttpError(400, message, param="tool_choice", code="unsupported_field")
+    variables = dict(fields.mapping("chat_template_kwargs") or {})
+    effort = fields.text("reasoning_effort")
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
     prefix = fields.token_ids("required_prefix_token_ids") or ()
     try:
         check_token_ids(prefix, vocab_size=limits.vocab_size, name="required_prefix_token_ids")
@@ -115,7 +163,7 @@ def read_chat_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", li
             add_generation_prompt=fields.flag("add_generation_prompt", default=not continued),
             continue_final_message=continued,
             tools=tools,
-            template_kwargs=fields.mapping("chat_template_kwargs"),
+            template_kwargs=variables,
             required_prefix_token_ids=prefix,
         )
     except PromptError as error:
@@ -139,15 +187,20 @@ def _read(
     fields: Fields,
     prompts: list[list[int]],
     *,
+    tokenizer: "PreTrainedTokenizerBase",
     max_tokens: int | None,
     logp: bool,
+    top_logp: int,
     limits: Limits,
     bounds: ServerLimits,
+    tools: ToolUse | None = None,
+    tool_schema: str | None = None,
 ) -> GenerationRequest:
     n = fields.integer("n")
     stream = fields.flag("stream", default=False)
     include_usage = _include_usage(fields, stream=stream)
-    settings = _settings(fields)
+    settings = _settings(fields) | _grammar(fields, tools=tools, tool_schema=tool_schema) | {"top_logp": top_logp}
+    minimum = settings.pop("min_new_tokens", 0)
     words = sum(len(settings.get(name, ())) for name in LOOKED_FOR)
     if words > bounds.max_stop_and_bad_words:
         message = f"{words} of {' + '.join(LOOKED_FOR)}; max_stop_and_bad_words is {bounds.max_stop_and_bad_words} here"
@@ -155,6 +208,12 @@ def _read(
     token_ids = fields.flag("return_token_ids", default=False)
     tokens_as_token_ids = fields.flag("return_tokens_as_token_ids", default=False)
     include_stop_string = fields.flag("include_stop_str_in_output", default=False)
+    kept = {}
+    if not fields.flag("skip_special_tokens", default=True):
+        kept = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in tokenizer.all_special_ids}
+    elif tools is not None and tools.format is not None:  # what opens a call is a special token of some models
+        opening = tokenizer.convert_tokens_to_ids(TOOL_FORMATS[tools.format])
+        kept = {opening: TOOL_FORMATS[tools.format]} if opening in tokenizer.all_special_ids else {}
     fields.refuse_others()
     answers = len(prompts) * (1 if n is None else n)
     if answers > bounds.max_answers:
@@ -164,7 +223,11 @@ def _read(
         # The number of tokens is each prompt's own, and is checked below.
         sampling = Sampling(max_new_tokens=1, n=1 if n is None else n, **settings)
         samplings = [
-            replace(each, max_new_tokens=_room(prompt, limits) if max_tokens is None else max_tokens)
+            replace(
+                each,
+                max_new_tokens=_room(prompt, limits) if max_tokens is None else max_tokens,
+                min_new_tokens=minimum,
+            )
             for prompt, each in zip(prompts, sampling.spread(len(prompts)), strict=True)
         ]
         requests = make_requests(prompts, samplings, limits)
@@ -179,7 +242,67 @@ def _read(
         tokens_as_token_ids=tokens_as_token_ids,
         token_ids=token_ids,
         include_stop_string=include_stop_string,
+        top_logp=top_logp,
+        tools=tools,
+        kept=kept,
     )
+
+
+def _top_logp(name: str, count: int | None) -> int:
+    """The likeliest tokens that a client asks for beside the sampled one."""
+    if count is not None and not 0 <= count <= MOST_TOP_LOGP:
+        raise HttpError(400, f"{name} must be in [0, {MOST_TOP_LOGP}]; got {count}", param=name, code="invalid_value")
+    return count or 0
+
+
+def _grammar(fields: Fields, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
+    """The argument of Sampling that restricts the text: by the forced call, by OpenAI's field, or by vLLM's."""
+    given = [name for name in ("response_format", "structured_outputs") if fields.has(name)]
+    response = fields.mapping("response_format") or {"type": "text"}
+    structured = fields.mapping("structured_outputs") or {}
+    grammars: list[dict[str, str]] = [{"json_schema": tool_schema}] if tool_schema is not None else []
+    if response.get("type") == "json_object":
+        grammars.append({"json_schema": json.dumps({"type": "object"})})
+    elif response.get("type") == "json_schema":
+        schema = response.get("json_schema")
+        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+            message = "response_format of type 'json_schema' needs json_schema.schema, an object"
+            raise HttpError(400, message, param="response_format", code="missing_field")
+        grammars.append({"json_schema": json.dumps(schema["schema"])})
+    elif response != {"type": "text"}:
+        message = f"response_format must be of type 'text', 'json_object' or 'json_schema'; got {shortened(response)}"
+        raise HttpError(400, message, param="response_format", code="unsupported_field")
+    if grammars and tools is not None and response.get("type") != "text":
+        message = (
+            "response_format and tools together would forbid every call: send tool_choice='none', or no response_format"
+        )
+        raise HttpError(400, message, param="response_format", code="unsupported_field")
+    for name, value in structured.items():
+        if name == "json" and isinstance(value, dict | str):
+            grammars.append({"json_schema": value if isinstance(value, str) else json.dumps(value)})
+        elif name == "regex" and isinstance(value, str):
+            grammars.append({"regex": value})
+        elif name == "choice" and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+            grammars.append({"regex": "|".join(f"(?:{re.escape(each)})" for each in value)})
+        else:
+            message = f"structured_outputs takes json, regex or choice; got {name[:80]}={shortened(value)}"
+            raise HttpError(400, message, param="structured_outputs", code="unsupported_field")
+    if len(grammars) > 1:
+        message = f"{' and '.join(given)} name {len(grammars)} grammars, and a response follows one"
+        raise HttpError(400, message, param=given[-1], code="invalid_value")
+    return grammars[0] if grammars else {}
+
+
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
+    biases = fields.mapping("logit_bias")
+    if biases is None:
+        return None
+    for token, bias in biases.items():
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not token.isdecimal() or not number or not -100 <= bias <= 100:
+            message = f"logit_bias must map token ids to numbers in [-100, 100]; got {token[:80]!r}: {shortened(bias)}"
+            raise HttpError(400, message, param="logit_bias", code="invalid_type")
+    return tuple((int(token), float(bias)) for token, bias in biases.items())
 
 
 def _settings(fields: Fields) -> dict[str, Any]:
@@ -195,6 +318,11 @@ def _settings(fields: Fields) -> dict[str, Any]:
         "bad_words": fields.texts("bad_words"),
         "ignore_eos": fields.flag("ignore_eos", default=False),
         "seed": fields.integer("seed"),
+        "presence_penalty": fields.number("presence_penalty"),
+        "frequency_penalty": fields.number("frequency_penalty"),
+        "repetition_penalty": fields.number("repetition_penalty"),
+        "logit_bias": _logit_bias(fields),
+        "min_new_tokens": fields.integer("min_tokens"),
     }
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -204,7 +332,8 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
     if options and not stream:
         raise HttpError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
     for name, value in options.items():
-        if name != "include_usage" or not isinstance(value, bool):
+        # Obfuscation pads the chunks of OpenAI's own servers.
+        if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool):
             message = f"stream_options holds include_usage, true or false; got {name[:80]}={shortened(value)}"
             raise HttpError(400, message, param=f"stream_options.{name[:80]}", code="unknown_field")
     return bool(options.get("include_usage", False))
@@ -235,19 +364,38 @@ def _prompts(prompt: Any, bounds: ServerLimits) -> list[Any]:
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is a string: templates of text models take no other."""
+    """A message as templates take it: content is one string, arguments of calls are objects, developers are system."""
     content, where = message.get("content"), f"messages[{index}]"
     if not isinstance(message.get("role"), str):
         raise HttpError(400, f"{where} needs a role, a string", param=f"{where}.role", code="missing_field")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+    if message["role"] == "developer":
+        message = {**message, "role": "system"}
+    calls = message.get("tool_calls")
+    if calls:
+        message = {**message, "tool_calls": _calls_for_template(calls, where)}
+    if isinstance(content, str):
         return message
-    if (
-        isinstance(content, list)
-        and len(content) == 1
-        and isinstance(content[0], dict)
-        and content[0].get("type") == "text"
-        and isinstance(content[0].get("text"), str)
-    ):
-        return {**message, "content": content[0]["text"]}
-    wrong = f"{where}.content must be a string, or one part of type 'text': several have no one way to be joined"
+    if content is None and calls:
+        return {**message, "content": ""}
+    texts = [
+        part.get("text", part.get("refusal")) if isinstance(part, dict) and part.get("type") in TEXT_PARTS else None
+        for part in (content if isinstance(content, list) else [None])
+    ]
+    if texts and all(isinstance(text, str) for text in texts):
+        return {**message, "content": "\n".join(str(text) for text in texts)}
+    wrong = f"{where}.content must be a string, or parts of type 'text', since the model reads text alone"
     raise HttpError(400, wrong, param=f"{where}.content", code="invalid_type")
+
+
+def _calls_for_template(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls whose arguments are objects, as templates of Hugging Face expect, not JSON text, as OpenAI sends."""
+    try:
+        return [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"] or "{}")}}
+            if isinstance(call["function"]["arguments"], str)
+            else call
+            for call in calls
+        ]
+    except (KeyError, TypeError, ValueError):
+        message = f"{where}.tool_calls must hold functions with a name and arguments, a JSON text"
+        raise HttpError(400, message, param=f"{where}.tool_calls", code="invalid_type") from None

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from rl_generation.chat import decode_rollout
+from rl_generation.engine import RolloutDelta
 from rl_generation.requests import Request
-from rl_generation.rollout import LogpOf, Rollout
+from rl_generation.rollout import LogpOf, Rollout, TopLogp
 from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.text_stream import TextStream
+from rl_generation.server.tools import Reply, ReplyStream, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Kind", "Shapes", "usage", "versions"]
+__all__ = ["ChoiceText", "Kind", "Shapes", "usage", "versions"]
 
 Kind = Literal["chat", "completion"]
 
@@ -65,32 +67,48 @@ class Shapes:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
         return self.chunk([{**choice, "finish_reason": None}], **self._prompt_of_chat())
 
-    def tokens(self, tokens: Sequence[int], logp: Sequence[float], offsets: Sequence[int]) -> dict[str, Any] | None:
+    def tokens(
+        self, tokens: Sequence[int], *, logp: Sequence[float], top_logp: TopLogp, offsets: Sequence[int]
+    ) -> dict[str, Any] | None:
         """The `logprobs` of some tokens, in the shape of the route; None where nobody asked."""
         if not self.asked.logp:
             return None
-        texts = [self._token_text(token) for token in tokens]
-        names = [f"token_id:{token}" for token in tokens] if self.asked.tokens_as_token_ids else texts
+        names = [self._name(token) for token in tokens]
         if self.kind == "completion":
-            offsets = list(offsets)
-            return {"tokens": names, "token_logprobs": list(logp), "top_logprobs": None, "text_offset": offsets}
-        content = [
-            {
-                "token": name,
-                "logprob": value,
-                # The tokenizer does not say which bytes a token is that is no whole character.
-                "bytes": None if "\ufffd" in text else list(text.encode()),
-                "top_logprobs": [],
+            best: list[dict[str, float]] | None = None
+            if self.asked.top_logp:  # with the sampled token itself, as at OpenAI
+                best = [
+                    {name: value} | {self._name(other): each for other, each in places}
+                    for name, value, places in zip(names, logp, top_logp, strict=True)
+                ]
+            return {
+                "tokens": names,
+                "token_logprobs": list(logp),
+                "top_logprobs": best,
+                "text_offset": list(offsets),
             }
-            for name, value, text in zip(names, logp, texts, strict=True)
+        places = top_logp or [()] * len(tokens)
+        content = [
+            {**self._entry(token, value), "top_logprobs": [self._entry(other, each) for other, each in best]}
+            for token, value, best in zip(tokens, logp, places, strict=True)
         ]
         return {"content": content, "refusal": None}
 
-    def text_stream(self, sample: Request) -> TextStream:
-        """What decodes one answer of a request."""
-        include = self.asked.include_stop_string
-        stop = sample.sampling.stop
-        return TextStream(self.tokenizer, stop=stop, include_stop_string=include, prompt=sample.prompt)
+    def choice_text(self, sample: Request) -> "ChoiceText":
+        """What reads one answer of a request."""
+        return ChoiceText(self, sample)
+
+    def _entry(self, token: int, logp: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        # The tokenizer does not say which bytes a token is that is no whole character.
+        return {
+            "token": self._name(token),
+            "logprob": logp,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.asked.tokens_as_token_ids else self._token_text(token)
 
     def prompt_of_completion(self, request: Request) -> dict[str, Any]:
         """The field of a completion's choice that repeats its prompt, where it was asked for."""
@@ -103,27 +121,27 @@ class Shapes:
 
     def _choice(self, index: int, rollout: Rollout) -> dict[str, Any]:
         request = self.asked.requests[index // self.asked.n]
-        include = self.asked.include_stop_string
-        text = decode_rollout(self.tokenizer, rollout, prompt=request.prompt, include_stop_string=include)
-        content = {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}
+        calls: tuple[ToolCall, ...] = ()
+        offsets: list[int] = []
+        if self.asked.logp or self.asked.tools or self.asked.kept:
+            text, offsets, reply = self.choice_text(request).take(
+                RolloutDelta(sample_index=0, tokens=rollout.tokens, logp=rollout.logp, rollout=rollout)
+            )
+            calls = reply.calls
+        else:
+            include = self.asked.include_stop_string
+            text = decode_rollout(self.tokenizer, rollout, prompt=request.prompt, include_stop_string=include)
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
+        if calls:
+            message["tool_calls"] = [call.body for call in calls]
         return {
             "index": index,
-            **content,
-            "logprobs": self.tokens(rollout.tokens, rollout.logp, self._offsets(request, rollout)),
-            **ending(rollout),
+            **({"message": message} if self.kind == "chat" else {"text": text}),
+            "logprobs": self.tokens(rollout.tokens, logp=rollout.logp, top_logp=rollout.top_logp, offsets=offsets),
+            **ending(rollout, calls),
             **self.token_ids(rollout.tokens),
             **self.prompt_of_completion(request),
         }
-
-    def _offsets(self, request: Request, rollout: Rollout) -> list[int]:
-        """Where in the text each token begins; only completions tell."""
-        if self.kind == "chat" or not self.asked.logp:
-            return []
-        decoding, offsets = self.text_stream(request), []
-        for token in rollout.tokens:
-            offsets.append(decoding.length)
-            decoding.push(token)
-        return offsets
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
@@ -137,10 +155,38 @@ class Shapes:
         return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def ending(rollout: Rollout) -> dict[str, Any]:
+@final
+class ChoiceText:
+    """The text of one choice while it grows, and the calls that it turns out to hold."""
+
+    def __init__(self, shapes: Shapes, sample: Request) -> None:
+        self._text = TextStream(
+            shapes.tokenizer,
+            stop=sample.sampling.stop,
+            include_stop_string=shapes.asked.include_stop_string,
+            prompt=sample.prompt,
+            kept=shapes.asked.kept,
+        )
+        self._reply = ReplyStream(shapes.asked.tools)
+
+    def take(self, delta: RolloutDelta) -> tuple[str, list[int], Reply]:
+        """Return what is certainly said now, the offset of each new token, and, with the last delta, the calls."""
+        offsets, said = [], ""
+        last = len(delta.tokens) - 1 if delta.rollout and isinstance(delta.rollout.stop_reason, int) else None
+        for place, token in enumerate(delta.tokens):
+            offsets.append(self._text.length)
+            said += self._reply.push(self._text.push(token, is_last=place == last))
+        if delta.rollout is None:
+            return said, offsets, Reply(content="", calls=())
+        said += self._reply.push(self._text.finish(delta.rollout))
+        reply = self._reply.finish()
+        return said + reply.content, offsets, reply
+
+
+def ending(rollout: Rollout, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
     """The fields of a choice that say how it ended."""
     return {
-        "finish_reason": rollout.finish_reason,
+        "finish_reason": "tool_calls" if calls and rollout.finish_reason == "stop" else rollout.finish_reason,
         "stop_reason": rollout.stop_reason,
         "weight_versions": versions(rollout),
     }

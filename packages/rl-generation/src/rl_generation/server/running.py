@@ -16,6 +16,7 @@ from rl_generation.errors import EngineOptionError
 from rl_generation.server.app import create_app
 from rl_generation.server.guard import check_api_key, is_loopback
 from rl_generation.server.limits import ServerLimits
+from rl_generation.server.tools import ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ class Server:
     Its end lets requests finish for `shutdown_timeout_s`, then aborts them in the engine.
 
     Args:
-        streaming_engine: See `create_app`, as for `tokenizer`, `model_name` and `limits`.
+        streaming_engine: See `create_app`, as for `tokenizer`, `model_name`, `tool_format` and `limits`.
         host: Address to listen on; other than loopback needs an API key.
         port: To listen on; 0 takes a free one, which `port` then says.
         api_key: None takes it from the environment variable `RL_GENERATION_API_KEY`, where it is set.
@@ -56,6 +57,7 @@ class Server:
         *,
         tokenizer: "PreTrainedTokenizerBase",
         model_name: str,
+        tool_format: ToolFormat | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
@@ -64,7 +66,14 @@ class Server:
         log_level: str = "warning",
     ) -> None:
         key = _key_for(host, api_key)
-        app = create_app(streaming_engine, tokenizer=tokenizer, model_name=model_name, api_key=key, limits=limits)
+        app = create_app(
+            streaming_engine,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            api_key=key,
+            limits=limits,
+            tool_format=tool_format,
+        )
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 app,

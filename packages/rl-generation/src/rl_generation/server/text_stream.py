@@ -4,7 +4,7 @@ Text is given out once no further token can change it: not before it is certain,
 beginning of a stop string. So the pieces joined are the text of the whole answer, cut where its stop string began.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from rl_generation.detokenizer import Detokenizer
@@ -20,6 +20,13 @@ __all__ = ["TextStream"]
 class TextStream:
     """Decodes one answer, token by token.
 
+    Args:
+        tokenizer: Of the model.
+        stop: Strings that may end the answer.
+        include_stop_string: Whether its text holds the one that did.
+        prompt: What it answers.
+        kept: Special tokens that are written out, with their text; the others are left out.
+
     Attributes:
         length: Characters decoded so far, given out or not; the text offset of the next token.
     """
@@ -31,16 +38,23 @@ class TextStream:
         stop: Sequence[str],
         include_stop_string: bool,
         prompt: Sequence[int] = (),
+        kept: Mapping[int, str] | None = None,
     ) -> None:
         self.length = 0
+        self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer, prompt)
         self._stop = stop
         self._include_stop_string = include_stop_string
+        self._kept = kept or {}
         self._held = ""
 
-    def push(self, token: int) -> str:
-        """Take the next token in; return what text is certain now."""
-        fresh = self._text.push(token)
+    def push(self, token: int, *, is_last: bool = False) -> str:
+        """Take the next token in; return what text is certain now. `is_last` of a stop token, which is left out."""
+        if token in self._kept and not is_last:
+            fresh = self._text.pending + self._kept[token]
+            self._text = Detokenizer(self._tokenizer, [token])
+        else:
+            fresh = self._text.push(token)
         self.length += len(fresh)
         text = self._held + fresh
         held = max((_overlap(text, stop) for stop in self._stop), default=0)

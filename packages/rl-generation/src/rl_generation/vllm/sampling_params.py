@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from rl_generation.bad_words import encode_bad_words
+from rl_generation.constraints import encode_bad_words
 from rl_generation.detokenizer import INCOMPLETE, decode
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling
@@ -14,6 +14,18 @@ __all__ = ["MAX_TEMPERATURE", "check_for_vllm", "for_sample", "to_sampling_param
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses what is above."""
+
+EMBEDDED_ONLY = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_new_tokens",
+    "json_schema",
+    "regex",
+    "top_logp",
+)
+"""Fields of Sampling that these engines refuse."""
 
 ENOUGH_TOKENS = 8
 """At the end of a prompt, to tell whether it ends inside a character of at most four bytes."""
@@ -29,6 +41,13 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
         raise PromptError(
             f"prompt {index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
         )
+    off = Sampling(max_new_tokens=1)
+    for name in EMBEDDED_ONLY:
+        if getattr(sampling, name) != getattr(off, name):
+            raise PromptError(
+                f"prompt {index} asks for {name}={getattr(sampling, name)!r:.100}, which the embedded engine alone "
+                f"does, not vLLM's: leave it out, or use TransformersEngine"
+            )
     if sampling.stop and decode(limits.tokenizer, request.prompt[-ENOUGH_TOKENS:]).endswith(INCOMPLETE):
         raise PromptError(
             f"prompt {index} ends inside a character, and asks for stop={sampling.stop!r}, which vLLM would then look "

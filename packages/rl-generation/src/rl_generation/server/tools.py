@@ -1,0 +1,262 @@
+"""Tool calls in the text of a response: which format a model writes them in, and the calls in OpenAI's form.
+
+    Hermes, Qwen   text <tool_call>{"name": …, "arguments": {…}}</tool_call> …
+    Llama 3        <|python_tag|>{"name": …, "parameters": {…}}; …             the tag may be missing: all is JSON then
+    Mistral        text [TOOL_CALLS][{"name": …, "arguments": {…}}, …]         or [TOOL_CALLS]name[ARGS]{…} …
+
+Where `tool_choice` forces a call, the response is one JSON value of a schema instead, as in vLLM: the arguments of the
+named function, or a list of calls. Text that is no valid call stays text.
+Reference: vLLM's tool parsers (github.com/vllm-project/vllm, vllm/entrypoints/openai/tool_parsers).
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from rl_generation.server.errors import HttpError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "TOOL_FORMATS",
+    "Reply",
+    "ReplyStream",
+    "ToolCall",
+    "ToolFormat",
+    "ToolUse",
+    "detect_tool_format",
+    "read_tools",
+]
+
+ToolFormat = Literal["hermes", "llama", "mistral"]
+TOOL_FORMATS: Mapping[ToolFormat, str] = {
+    "hermes": "<tool_call>",
+    "llama": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+}
+"""Formats by name, each with what opens a call."""
+
+HERMES_END = "</tool_call>"
+MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def detect_tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
+    """Return the format that a model's chat template or vocabulary names; None where none is known."""
+    template = tokenizer.chat_template
+    written = " ".join(template.values()) if isinstance(template, dict) else str(template or "")
+    for name, opening in TOOL_FORMATS.items():
+        if opening in written:
+            return name
+    if '"parameters": dictionary of argument name' in written:  # Llama 3.2, whose template has no tag
+        return "llama"
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    return next((name for name, opening in TOOL_FORMATS.items() if opening in added), None)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call of a function, as the client gets it."""
+
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it where that can be told."""
+
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The call in OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """How the calls of one request are found in its responses."""
+
+    format: ToolFormat | None
+    """None where the response is forced to be one JSON value."""
+
+    forced_name: str | None = None
+    """The function whose arguments the response is; None beside `format=None` means a list of calls."""
+
+    parallel: bool = True
+    """False keeps the first call alone."""
+
+
+def read_tools(
+    tools: Sequence[Mapping[str, Any]], choice: Any, *, parallel: bool, found: ToolFormat | None
+) -> tuple[ToolUse | None, str | None]:
+    """Return how calls are found, and the JSON schema that a forced call follows; None twice where there are none.
+
+    Args:
+        tools: OpenAI's `tools`.
+        choice: OpenAI's `tool_choice`.
+        parallel: OpenAI's `parallel_tool_calls`.
+        found: The format of the model; None where it is not known.
+
+    Raises:
+        HttpError: 400; a tool is no function, the choice names none of them, or the model's format is not known.
+    """
+    functions: dict[str, Mapping[str, Any]] = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            message = f"tools[{index}] must be of type 'function', with a function that has a name"
+            raise HttpError(400, message, param=f"tools[{index}]", code="invalid_type")
+        functions[str(tool["function"]["name"])] = tool["function"]
+    named = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+    if choice not in (None, "none", "auto", "required") and not (
+        isinstance(choice, dict) and choice.get("type") == "function" and named in functions
+    ):
+        message = (
+            f"tool_choice must be 'none', 'auto', 'required', or name one of the functions "
+            f"{sorted(functions)}; got {json.dumps(choice)[:100]}"
+        )
+        raise HttpError(400, message, param="tool_choice", code="invalid_value")
+    if choice == "none" or not functions:
+        if not functions and (choice == "required" or named):
+            raise HttpError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+        return None, None
+    if named is not None:
+        schema = functions[named].get("parameters") or {"type": "object"}
+        return ToolUse(format=None, forced_name=named, parallel=parallel), json.dumps(schema)
+    if choice == "required":
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": name},
+                    "arguments": function.get("parameters") or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, function in functions.items()
+        ]
+        schema = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+        if not parallel:
+            schema["maxItems"] = 1
+        return ToolUse(format=None, parallel=parallel), json.dumps(schema)
+    if found is None:
+        message = (
+            "the model's chat template names no known format of tool calls, so that they could not be parsed: start "
+            f"the server with a tool_format, {', '.join(TOOL_FORMATS)}, or send tool_choice='none' or 'required'"
+        )
+        raise HttpError(400, message, param="tools", code="unsupported_field")
+    return ToolUse(format=found, parallel=parallel), None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The text of a response, divided into what is said and what is called."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+
+
+@final
+class ReplyStream:
+    """Divides the text of one response while it grows: what is said is passed on, calls are held until the end."""
+
+    def __init__(self, use: ToolUse | None) -> None:
+        self._use = use
+        self._held = ""
+        self._in_calls = use is not None and use.format is None
+
+    def push(self, text: str) -> str:
+        """Take the next piece of text; return what is certainly said."""
+        if self._use is None:
+            return text
+        self._held += text
+        if self._in_calls or self._use.format is None:
+            return ""
+        opening = TOOL_FORMATS[self._use.format]
+        start = self._held.find(opening)
+        if self._use.format == "llama" and self._held.lstrip()[:1] in ("{", ""):
+            start = 0  # a call without its tag is JSON from the first character on
+            self._in_calls = bool(self._held.strip())
+        elif start >= 0:
+            self._in_calls = True
+        else:  # its end may be the beginning of what opens a call
+            sizes = range(min(len(opening) - 1, len(self._held)), 0, -1)
+            kept = next((size for size in sizes if self._held.endswith(opening[:size])), 0)
+            start = len(self._held) - kept
+        said, self._held = self._held[:start], self._held[start:]
+        return said
+
+    def finish(self) -> Reply:
+        """Return the rest: what is said that was held back, and the calls."""
+        if self._use is None or not self._in_calls:
+            return Reply(content=self._held, calls=())
+        content, calls = _parse(self._held, self._use)
+        if not self._use.parallel:
+            calls = calls[:1]
+        return Reply(content=content, calls=tuple(calls))
+
+
+def _parse(text: str, use: ToolUse) -> tuple[str, list[ToolCall]]:
+    """Return what of `text`, which begins with a call, is said, and its calls."""
+    try:
+        if use.format is None and use.forced_name is not None:
+            json.loads(text)
+            return "", [ToolCall(name=use.forced_name, arguments=text)]
+        if use.format is None:
+            return "", [_call(each) for each in json.loads(text)]
+        parse = {"hermes": _parse_hermes, "llama": _parse_llama, "mistral": _parse_mistral}[use.format]
+        return parse(text.removeprefix(TOOL_FORMATS[use.format]) if use.format != "hermes" else text)
+    except (ValueError, KeyError, TypeError):
+        return text, []
+
+
+def _parse_hermes(text: str) -> tuple[str, list[ToolCall]]:
+    content, calls = "", []
+    for piece in text.split("<tool_call>")[1:]:
+        written, _, after = piece.partition(HERMES_END)
+        calls.append(_call(json.loads(written)))
+        content += after
+    return content if content.strip() else "", calls
+
+
+def _parse_llama(text: str) -> tuple[str, list[ToolCall]]:
+    calls, place, decoder = [], 0, json.JSONDecoder()
+    while place < len(text):
+        value, place = decoder.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))
+        calls.append(_call(value))
+        rest = text[place:].lstrip().removeprefix(";").lstrip()
+        place = len(text) - len(rest)
+    return "", calls
+
+
+def _parse_mistral(text: str) -> tuple[str, list[ToolCall]]:
+    calls, decoder = [], json.JSONDecoder()
+    for piece in map(str.strip, text.split("[TOOL_CALLS]")):
+        named = MISTRAL_CALL.match(piece)
+        if named:
+            arguments, end = decoder.raw_decode(piece, named.end())
+            calls.append(_call({"name": named[1], "arguments": arguments}))
+        else:
+            values, end = decoder.raw_decode(piece)
+            calls += [_call(each) for each in (values if isinstance(values, list) else [values])]
+        if piece[end:].strip():
+            raise ValueError("text behind a call")
+    return "", calls
+
+
+def _call(value: Any) -> ToolCall:
+    arguments = value["arguments"] if "arguments" in value else value["parameters"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(value["name"], str) or not isinstance(arguments, dict):
+        raise TypeError("a call has a name and an object of arguments")
+    return ToolCall(name=value["name"], arguments=json.dumps(arguments, ensure_ascii=False))
