@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, Region, plan_refit
-from rl_refit.fused import fused_gate_up, fused_qkv, padded_vocabulary, sharded, stacked_experts
+from rl_refit.fused import (
+    fused_gate_up,
+    fused_qkv,
+    mixtral_bindings,
+    mixtral_name,
+    padded_vocabulary,
+    sharded,
+    stacked_experts,
+)
 from rl_refit.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
@@ -237,3 +245,30 @@ def test_tp_ranks_together_hold_the_whole_checkpoint():
         engine = ToyEngine(shape, tp=4, rank=rank)
         covered |= {(name, index) for name, index, _ in element_map(bindings_of(engine, tp=4, rank=rank)).values()}
     assert len(covered) == sum(tensor.numel() for tensor in checkpoint(shape).values())
+
+
+def test_mixtral_goes_under_the_names_and_with_the_values_of_its_checkpoint(tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    safetensors = pytest.importorskip("safetensors.torch")
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+    )
+    policy = transformers.MixtralForCausalLM(config)
+    policy.save_pretrained(tmp_path)  # under the names of the checkpoint
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    source = ModuleSource(policy, rename=mixtral_name, bindings=mixtral_bindings, exclude="*inv_freq")
+    assert {meta.name for meta in source.manifest().tensors} == saved.keys()
+    for region, tensor in source.shards(saved):
+        box = tuple(slice(a, a + n) for a, n in zip(region.offsets, region.shape, strict=True))
+        assert torch.equal(saved[region.name][box], tensor), region
+
+
+def test_a_model_without_mixtrals_experts_is_told_so():
+    with pytest.raises(ValueError, match=r"Linear has no mlp\.experts\.gate_up_proj"):
+        list(mixtral_bindings(torch.nn.Linear(2, 2)))

@@ -10,15 +10,23 @@ divides the KV heads or is divided by them; then n / num_kv_heads ranks hold the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_refit.bindings import Binding
 from rl_refit.layout import Region
 
-__all__ = ["fused_gate_up", "fused_qkv", "padded_vocabulary", "sharded", "stacked_experts"]
+__all__ = [
+    "fused_gate_up",
+    "fused_qkv",
+    "mixtral_bindings",
+    "mixtral_name",
+    "padded_vocabulary",
+    "sharded",
+    "stacked_experts",
+]
 
 GateUp = Literal["gate_up", "up_gate"]
 QKV = Literal["q_k_v", "by_group"]
@@ -141,6 +149,46 @@ def fused_gate_up(
     rows = param.shape[0] // 2
     halves = names if order == "gate_up" else names[::-1]
     return _stacked_rows(param, [(name, tp_rank * rows, rows, tp_size * rows) for name in halves])
+
+
+def mixtral_name(name: str) -> str:
+    """The name that Mixtral's checkpoints, and engines that load them, have for a parameter of transformers 5.
+
+    For `rename=`, together with `bindings=mixtral_bindings`: `ModuleSource(policy, rename=mixtral_name,
+    bindings=mixtral_bindings)`.
+    """
+    return name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+
+
+def mixtral_bindings(module: nn.Module) -> Iterator[Binding]:
+    """The experts of Mixtral in transformers 5, unsharded, under the names of its checkpoints: w1, w3 and w2.
+
+    Args:
+        module: A `MixtralForCausalLM`, or a model that contains one under the same names. It keeps the experts of a
+            layer in `mlp.experts.gate_up_proj`, [E, 2 I, H] with gate (w1) first, and `mlp.experts.down_proj`,
+            [E, H, I].
+
+    Raises:
+        ValueError: It has no such experts.
+    """
+    found = False
+    for name, param in module.named_parameters():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".mlp.experts") or last not in ("gate_up_proj", "down_proj"):
+            continue
+        found = True
+        experts = [f"{prefix.replace('.mlp.', '.block_sparse_moe.')}.{expert}" for expert in range(len(param))]
+        if last == "gate_up_proj":
+            pairs = [(f"{expert}.w1.weight", f"{expert}.w3.weight") for expert in experts]
+            yield from stacked_experts(param.detach(), pairs, part="gate_up")
+        else:
+            yield from stacked_experts(param.detach(), [f"{expert}.w2.weight" for expert in experts], part="down")
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} has no mlp.experts.gate_up_proj and mlp.experts.down_proj, as Mixtral has in "
+            f"transformers 5; earlier releases keep an expert a module, under the names of the checkpoint: leave out "
+            f"bindings= and rename="
+        )
 
 
 def stacked_experts(
