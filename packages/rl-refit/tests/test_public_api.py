@@ -35,6 +35,7 @@ SIGNATURES = {
     "WeightSink.check": "(self)",
     "WeightSink.poison": "(self, reason)",
     "WeightSink.prepare": "(self, manifest)",
+    "WeightSink.ready": "(self, version)",
     "WeightSink.repeat": "(self)",
     "WeightSink.stage": "(self, region, tensor, *, stays)",
     "WeightSource.manifest": "(self)",

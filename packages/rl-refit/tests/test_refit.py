@@ -182,6 +182,9 @@ class Delegate:
     def digest(self, regions=None):
         return self.sink.digest(regions)
 
+    def ready(self, version):
+        self.sink.ready(version)
+
     def commit(self, version):
         self.sink.commit(version)
 

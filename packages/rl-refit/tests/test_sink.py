@@ -90,7 +90,7 @@ def test_on_commit_hears_the_version_when_the_weights_are_there():
 
 
 def fail_at_the_second_tensor(monkeypatch):
-    original, calls = sink_module._overwrite, []
+    original, calls = sink_module.overwrite, []
 
     def overwrite(*arguments):
         calls.append(arguments)
@@ -98,7 +98,7 @@ def fail_at_the_second_tensor(monkeypatch):
             raise OSError("the second tensor does not answer")
         original(*arguments)
 
-    monkeypatch.setattr(sink_module, "_overwrite", overwrite)
+    monkeypatch.setattr(sink_module, "overwrite", overwrite)
 
 
 def test_a_torn_commit_poisons_until_another_succeeds(monkeypatch):

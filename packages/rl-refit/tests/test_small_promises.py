@@ -279,11 +279,11 @@ def test_who_was_busy_while_the_leader_went_on_hears_at_once(tmp_path):
                 raise RefitError("the leader does not wait for who is busy")
 
         def go_on():
-            leader._look_around = give_up
+            leader.look_around = give_up
             for version in (2, 3, 4, 5):
                 with pytest.raises(RefitError, match="does not wait"):
                     leader(version=version)
-            del leader._look_around
+            del leader.look_around
             went_on.set()
 
         world.sinks[0].stage = wait_and_stage

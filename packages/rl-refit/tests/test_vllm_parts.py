@@ -1,4 +1,4 @@
-"""The sink for vLLM, as far as it needs no vLLM: shared banks, what a loader copies, and what surveys come to."""
+"""The sink for vLLM, as far as it needs no vLLM: what a loader copies, and where, and what surveys come to."""
 
 from __future__ import annotations
 
@@ -12,75 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_refit.errors import CoverageError, RefitError
+from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
-from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
+from rl_refit.plan import plan_refit
 from rl_refit.vllm import WORKER_EXTENSION
-from rl_refit.vllm.bank import Bank, identity_of
 from rl_refit.vllm.copies import Copies, Place, box_within
-from rl_refit.vllm.needs import NeedsConfig, needs_of, rows_of
+from rl_refit.vllm.needs import NeedsConfig, explain_needs, prove_needs, rows_of, sink_meta
+from rl_refit.vllm.survey import _landings
 
 
 def meta(name, shape=(4, 3), dtype="float32", tied_to=None):
     return TensorMeta(name=name, shape=shape, dtype=dtype, layout=Layout.whole(), tied_to=tied_to)
-
-
-# -- The bank ----------------------------------------------------------------------------------------------------
-
-READER = """
-import sys
-from rl_refit.vllm.bank import Bank
-path, *identity = sys.argv[1:]
-bank = Bank.attach(path, [int(number) for number in identity], [["a", "bfloat16", [5], 0], ["b", "int64", [2, 2], 512]])
-print(bank.tensors["a"].tolist(), bank.tensors["b"].tolist())
-bank.tensors["b"][1, 1] = 7
-"""
-
-
-@pytest.fixture
-def bank(tmp_path):
-    """A bank of two tensors, and the descriptor of its file."""
-    bank, descriptor = Bank.create([meta("a", (5,), "bfloat16"), meta("b", (2, 2), "int64")], str(tmp_path))
-    yield bank, descriptor
-    os.close(descriptor)
-
-
-def attach(descriptor, identity):
-    command = [sys.executable, "-c", READER, f"/proc/{os.getpid()}/fd/{descriptor}", *map(str, identity)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-
-
-def test_another_process_maps_the_same_memory_and_the_file_has_no_name(bank, tmp_path):
-    ours, descriptor = bank
-    ours.tensors["a"].copy_(torch.arange(5))
-    reader = attach(descriptor, identity_of(descriptor))
-    assert reader.stdout == "[0.0, 1.0, 2.0, 3.0, 4.0] [[0, 0], [0, 0]]\n", reader.stderr
-    assert ours.tensors["b"].tolist() == [[0, 0], [0, 7]]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_path_that_has_come_to_mean_another_file_is_refused(bank):
-    _, descriptor = bank
-    reader = attach(descriptor, (0, 0, 0))
-    assert "is another file here" in reader.stderr
-
-
-def test_a_driver_out_of_reach_is_refused(bank):
-    ours, descriptor = bank
-    with pytest.raises(RefitError, match="cannot open the driver's shared memory /proc/0/fd/3: No such file"):
-        Bank.attach("/proc/0/fd/3", identity_of(descriptor), ours.table)
-
-
-def test_boxes_of_a_bank_are_digested_like_the_tensors_that_they_copy(bank):
-    ours, _ = bank
-    ours.tensors["b"].copy_(torch.tensor([[1, 2], [3, 4]]))
-    same, part = ours.digest(ours.whole), ours.digest([Region("b", (1, 0), (1, 2))])
-    assert same.tensors.keys() == {"a", "b"}
-    ours.tensors["b"][0, 0] = 5
-    assert ours.digest(ours.whole).differing(same) == ("b",)
-    assert ours.digest([Region("b", (1, 0), (1, 2))]).tensors == part.tensors
-    assert ours.view(Region("b", (1, 0), (2, 2))) is None
-    assert ours.view(Region("c", (0,), (1,))) is None
 
 
 # -- What a loader copies ----------------------------------------------------------------------------------------
@@ -121,6 +64,34 @@ def test_copies_know_their_source_and_padding_knows_none():
     assert (padding.names, padding.origin) == ((), None)
 
 
+def test_a_landing_says_where_each_box_of_a_source_goes_in_the_order_of_its_dims():
+    sources = {"w": meta("w", (4, 3)), "b": meta("b", (4,)), "norm": meta("norm", (2,)), "half": meta("half", (2,))}
+    tensors = {name: torch.zeros(size, device="meta") for name, size in SHAPES.items()}
+    copies = Copies()
+    with copies:
+        given = {each.name: torch.empty(each.shape, device="meta") for each in sources.values()}
+        loaded = dict(copies.watch(given.items()))
+        tensors["fused"][:, 1:3].copy_(loaded["w"].narrow(0, 2, 2).t())  # this rank's rows, transposed
+        tensors["fused"][:, :1].fill_(0)  # padding
+        tensors["bias"].copy_(loaded["b"][2:])
+        tensors["scale"].copy_(loaded["norm"] + 1)
+        tensors["late"].copy_(loaded["half"])
+        tensors["late"].mul_(2)
+    landings, users, changed = _landings(sources, tensors, copies)
+    values = torch.arange(12.0).view(4, 3)
+    (landing,) = landings["w"]
+    assert (landing.box, landing.name) == (Region("w", (2, 0), (2, 3)), "fused")
+    live = torch.zeros(SHAPES["fused"])
+    live.as_strided(landing.box.shape, landing.strides, landing.offset).copy_(values[2:])
+    assert torch.equal(live[:, 1:3], values[2:].t())
+    assert landings["b"][0].box == Region("b", (2,), (2,))
+    assert "norm" not in landings  # computed
+    assert users == {"w": ("fused",), "b": ("bias",), "norm": ("scale",), "half": ("late",)}
+    assert changed == {"scale", "late"}  # these go through the loader
+
+
+SHAPES = {"fused": (3, 3), "bias": (2,), "scale": (2,), "late": (2,)}
+
 # -- What surveys come to ----------------------------------------------------------------------------------------
 
 SOURCE = Manifest(
@@ -140,19 +111,32 @@ WHOLE = {
     "derived": [],
     "never": [],
     "partial": {},
-    "unreadable": {},
     "repaired": False,
 }
 
 
 def needs(*answers, ties=False, **options):
+    """The tensors that are fed, and the text."""
     config = NeedsConfig(**options)
     rows = rows_of(SOURCE, config, ties=ties)
-    return needs_of(SOURCE, rows, answers=[{**WHOLE, **answer} for answer in answers], config=config)
+    answers = [{**WHOLE, **answer} for answer in answers]
+    fed = prove_needs(SOURCE, rows, answers=answers, config=config)
+    settled = [{"bytes": 48, "reloaded": 0, "unreadable": {}}] * len(answers)
+    return fed, explain_needs(SOURCE, fed, answers=answers, settled=settled, config=config)
+
+
+def manifest_of(fed, *, boxes=None, rank=0):
+    """As a worker makes it that holds `boxes` of what is fed, or all."""
+    whole = {m.name: [Region(m.name, (0,) * len(m.shape), m.shape)] for m in SOURCE.tensors}
+    boxes = {name: (boxes or whole)[name] for name in fed if name in (boxes or whole)}
+    metas = (
+        sink_meta(m, NeedsConfig(), boxes=boxes.get(m.name), fed=m.name in boxes, rank=rank) for m in SOURCE.tensors
+    )
+    return Manifest(tuple(m for m in metas if m is not None))
 
 
 def test_what_is_fed_tied_and_derived_is_in_the_manifest():
-    manifest = needs({}).manifest
+    manifest = manifest_of(needs({})[0])
     assert [(each.name, each.travels, each.tied_to, each.feeding) for each in manifest.tensors] == [
         ("embed.weight", True, None, "fed"),
         ("up.weight", True, None, "fed"),
@@ -162,12 +146,23 @@ def test_what_is_fed_tied_and_derived_is_in_the_manifest():
 
 
 def test_a_tied_tensor_that_the_engine_has_apart_travels_on_its_own():
-    by_name = needs({}, ties=True).manifest.by_name
+    by_name = manifest_of(needs({}, ties=True)[0]).by_name
     assert (by_name["head.weight"].tied_to, by_name["head.weight"].travels) == (None, True)
 
 
+def test_workers_hold_the_boxes_of_their_own_shards_and_together_all():
+    fed = needs({})[0]
+    halves = [
+        {name: [Region(name, (2 * rank, 0), (2, 3))] for name in ("embed.weight", "up.weight")} for rank in (0, 1)
+    ]
+    merged = merge_manifests([manifest_of(fed, boxes=halves[rank], rank=rank) for rank in (0, 1)])
+    plan = plan_refit(SOURCE, merged)
+    assert [plan.bytes_received(rank) for rank in (0, 1)] == [48, 48]
+    assert [plan.lower_bound(rank) for rank in (0, 1)] == [48, 48]
+
+
 def test_a_tensor_that_one_worker_of_two_uses_has_a_place():
-    assert needs({"unused": ["up.weight"]}, {}).manifest.by_name["up.weight"].travels
+    assert "up.weight" in needs({"unused": ["up.weight"]}, {})[0]
     with pytest.raises(CoverageError, match=r"1 have no place in the engine:\n  up\.weight"):
         needs({"unused": ["up.weight"]}, {"unused": ["up.weight"]})
 
@@ -177,7 +172,7 @@ def test_a_tensor_that_any_worker_lacks_is_named_unless_it_is_constant():
     with pytest.raises(CoverageError) as caught:
         needs({}, lacks)
     assert caught.value.unfed == ("scale: never written", "fused.weight: 3 of 9 elements are never written")
-    assert "  declared constant: scale" in needs({}, lacks, constant=("scale", "fused.*")).text
+    assert "  declared constant: scale" in needs({}, lacks, constant=("scale", "fused.*"))[1]
 
 
 def test_two_sources_for_one_place_a_cast_and_a_tie_of_the_engines_own_are_refused():
@@ -187,7 +182,7 @@ def test_two_sources_for_one_place_a_cast_and_a_tie_of_the_engines_own_are_refus
         "a and b are both written to c",
         "up.weight: float32 in the source, bfloat16 in the engine; cast=True allows it",
     )
-    assert "  cast to bfloat16: up.weight" in needs({"casts": {"up.weight": "bfloat16"}}, cast=True).text
+    assert "  cast to bfloat16: up.weight" in needs({"casts": {"up.weight": "bfloat16"}}, cast=True)[1]
     with pytest.raises(
         CoverageError, match=r"the engine tied it to embed\.weight when it loaded equal values for both"
     ):

@@ -14,6 +14,7 @@ from rl_refit.config import RefitConfig
 from rl_refit.contracts import Coverage, NamedShard, ShardBox, WeightSink, WeightSource
 from rl_refit.counted import CountedRefit
 from rl_refit.digest import Digest, digest_regions, digest_tensor
+from rl_refit.engine import EngineSink
 from rl_refit.errors import (
     AbortedError,
     CoverageError,
@@ -54,6 +55,7 @@ __all__ = [
     "DeadlineError",
     "Digest",
     "DigestError",
+    "EngineSink",
     "Layout",
     "Manifest",
     "ModuleSink",

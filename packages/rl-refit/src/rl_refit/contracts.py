@@ -97,6 +97,13 @@ class WeightSink(Protocol):
         None means everything. A tensor that cannot be read back is left out of what comes after a commit.
         """
 
+    def ready(self, version: int) -> None:
+        """Pass if a commit of `version` can begin: asked when all is verified, before the parties decide.
+
+        Raises:
+            RefitError: It cannot. Then nobody commits.
+        """
+
     def commit(self, version: int) -> None:
         """Make the staged weights the weights, as of `version` optimizer steps, and close the transaction.
 

@@ -9,6 +9,7 @@ from typing import final
 
 from rl_refit.config import RefitConfig
 from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.engine import EngineSink
 from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.transports.stream import SlotStream
@@ -27,8 +28,8 @@ class Parties:
     """Of these parties and of no earlier ones."""
     num_sources: int
     """Ranks of the trainer."""
-    num_sinks: int
-    """Engines that take part."""
+    engine_ranks: tuple[int, ...]
+    """For each engine that takes part, its ranks of the sink: the workers of an `EngineSink`, otherwise 1."""
     one_node: bool
     """Nothing leaves the node, and nothing listens beyond loopback."""
     config: RefitConfig
@@ -49,19 +50,21 @@ class Parties:
             **asdict(self.config),
         )
 
-    def sink_refit(self, sink: WeightSink, *, rank: int, host: str | None) -> Refit:
-        """The refit of the `rank`th engine; the first one hosts the store."""
+    def sink_refit(self, sink: WeightSink | EngineSink, *, engine: int, host: str | None) -> Refit:
+        """The refit of an engine, by its place in `engine_ranks`; the first one hosts the store."""
         return Refit(
             sink=sink,
             transport=self._transport(host),
-            rendezvous=self._rendezvous(sink_rank=rank),
+            rendezvous=self._rendezvous(sink_rank=sum(self.engine_ranks[:engine])),
             **asdict(self.config),
         )
 
     def explain(self) -> str:
         """One line for people."""
         ranks = f"{self.num_sources} rank{'' if self.num_sources == 1 else 's'}"
-        engines = f"{self.num_sinks} engine{'' if self.num_sinks == 1 else 's'}"
+        engines = f"{len(self.engine_ranks)} engine{'' if len(self.engine_ranks) == 1 else 's'}"
+        if (workers := sum(self.engine_ranks)) > len(self.engine_ranks):
+            engines += f" of {workers} workers together"
         over = "" if self.one_node else ", and by messages between hosts"
         return f"from {ranks} to {engines}, through memory that the processes of a host share{over}"
 
@@ -69,7 +72,7 @@ class Parties:
         return Rendezvous(
             self.address,
             num_sources=self.num_sources,
-            num_sinks=self.num_sinks,
+            num_sinks=sum(self.engine_ranks),
             source_rank=source_rank,
             sink_rank=sink_rank,
             name=self.name,

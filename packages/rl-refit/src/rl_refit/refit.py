@@ -15,15 +15,17 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn, final
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn, TypeVar, final
 
 from torch import Tensor
 
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
 from rl_refit.digest import Boxes, Digest, Sample, choose_sample, combine_digests, digest_tensors
+from rl_refit.engine import Driver, EngineSink
 from rl_refit.errors import DeadlineError, DigestError, PeerError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
@@ -33,12 +35,13 @@ from rl_refit.schedule import Schedule, make_schedule
 from rl_refit.transaction.agreement import Agreement, agree, agree_in_process
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.messages import error_from_message, error_to_message
-from rl_refit.transaction.sides import Sides, check_sides, device_of
+from rl_refit.transaction.sides import Sides, check_engine, check_sides, device_of
 from rl_refit.transports.base import Channel, Inbox, InProcess, Outbox, Transport, Watch
 
 __all__ = ["Refit", "RefitReport"]
 
 _DEFAULTS = RefitConfig()
+_T = TypeVar("_T")
 
 _FAREWELL_S = 1.0  # who hosts the store waits so long for the others to hear why a refit was given up
 LONGEST_NAP_S = 5e-3
@@ -72,7 +75,7 @@ class Refit:
     def __init__(
         self,
         source: WeightSource | None = None,
-        sink: WeightSink | None = None,
+        sink: WeightSink | EngineSink | None = None,
         transport: Transport | None = None,
         *,
         rendezvous: Rendezvous | None = None,
@@ -82,12 +85,22 @@ class Refit:
         verify: Verify = _DEFAULTS.verify,
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
+        if transport is None and (rendezvous is not None or isinstance(sink, EngineSink)):
+            transport = _slot_stream()
+        self._interrupted: BaseException | None = None
+        self._engine: Driver | None = None
+        """Of an engine whose workers are sinks of their own; this process's source then is a party by itself."""
+        self._inner: Refit | None = None
+        self._given_source, self._given_transport = source, transport
+        if isinstance(sink, EngineSink):
+            check_engine(source, transport, rendezvous)
+            options = transport.options  # type: ignore[union-attr]  (it is a SlotStream)
+            self._engine = sink.drive(rendezvous, config=asdict(self._config), transport=options)
+            self._closed, self._busy = False, threading.Lock()
+            weakref.finalize(self, self._engine.let_go).atexit = False  # type: ignore[misc]
+            return
         check_sides(Sides(source, sink), transport, rendezvous)
         self._sides = Sides(source, sink)
-        if transport is None and rendezvous is not None:
-            from rl_refit.transports.stream import SlotStream
-
-            transport = SlotStream()
         self._transport: Transport = transport or InProcess()
         self._rendezvous = rendezvous
         self._control = None if rendezvous is None else Control(rendezvous)
@@ -105,11 +118,17 @@ class Refit:
             CoverageError: Source and sink do not hold the same tensors.
             RefitError: One of them cannot take part.
         """
+        if self._engine is not None:
+            inner = self._source_refit()
+            known = inner._party is not None  # noqa: SLF001  (another of this class)
+            return inner.plan if known else self._drive(lambda: inner.plan, ends=False)
         return (self._party or self._plan()).agreement.plan
 
     def explain(self) -> str:
         """The plan as text, with the buckets of this refit."""
-        return self.plan.explain(bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None)
+        return self.plan.explain(
+            bucket_bytes=self._config.bucket_bytes if getattr(self._given_transport, "bounded", False) else None
+        )
 
     def __call__(self, version: int) -> RefitReport:
         """Bring the source's present weights into the sink as `version`, the number of optimizer steps they have seen.
@@ -127,7 +146,7 @@ class Refit:
             PeerError: A party is dead, silent, or out of reach.
             AbortedError: A party gave up for a reason of its own.
         """
-        if self._sides.source is None:
+        if self._given_source is None:
             raise RefitError("this process has no source of weights; wait for a refit with receive()")
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
             raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
@@ -143,16 +162,54 @@ class Refit:
             DeadlineError: None began within `timeout_s`; the sink is as it was.
             RefitError: As for a call.
         """
-        if self._sides.source is not None or self._control is None:
+        if self._given_source is not None or (self._engine is None and self._control is None):
             raise RefitError("this process has a source of weights, which gives the version: call refit(version=…)")
         return self._run(None, timeout_s=math.inf if timeout_s is None else timeout_s)
 
     def close(self) -> None:
         """Free what the transport holds, and leave; others that still wait for this process are told."""
         self._closed = True
+        if self._engine is not None:
+            if self._inner is not None:
+                self._inner.close()
+            self._engine.close()
+            return
         self._transport.close()
         if self._control is not None:
             self._control.close()
+
+    def _source_refit(self) -> Refit:
+        """This process's own source as a party beside the workers of its engine."""
+        assert self._engine is not None
+        if self._given_source is None:
+            raise RefitError("the driver of an engine carries no weights, and has no plan: ask the trainer's Refit")
+        if self._inner is None:
+            meeting = self._engine.source_rendezvous()
+            self._inner = Refit(
+                self._given_source, transport=self._given_transport, rendezvous=meeting, **asdict(self._config)
+            )
+            weakref.finalize(self, self._inner.close).atexit = False  # type: ignore[misc]
+        return self._inner
+
+    def _drive(self, run: Callable[[], _T], *, ends: bool) -> _T:
+        """What `run` returns, a call of the inner Refit, while the engine is driven."""
+        assert self._engine is not None
+        inner = self._source_refit()
+        inner._interrupted = None  # noqa: SLF001  (another of this class)
+        return self._engine.refit(run, lambda error: setattr(inner, "_interrupted", error), ends=ends)
+
+    def _run_engine(self, version: int | None, *, timeout_s: float) -> RefitReport:
+        assert self._engine is not None
+        if version is None:
+            said = self._engine.receive(timeout_s)
+            report = said[0]["report"]
+            report = RefitReport(**{**report, "kept": tuple(report["kept"])})
+        else:
+            inner = self._source_refit()
+            report = self._drive(lambda: inner(version=version), ends=True)
+            said = self._engine.reports
+        unreadable = tuple(dict.fromkeys(name for each in said for name in each["report"]["unreadable"]))
+        return replace(report, unreadable=unreadable)
 
     def _run(self, version: int | None, *, timeout_s: float = math.inf) -> RefitReport:
         """One refit: to `version`, or without one to that of the trainer, which begins within `timeout_s`."""
@@ -164,6 +221,9 @@ class Refit:
                 "give it a timeout_s, or close the Refit"
             )
         try:
+            if self._engine is not None:
+                return self._run_engine(version, timeout_s=timeout_s)
+
             # The first refit plans, and opens the transport. Planning over several processes is announced as a refit
             # of its own, hence a second wait.
             if version is None and self._control is not None:
@@ -242,9 +302,12 @@ class Refit:
 
     def _watch(self, deadline_s: float | None = None) -> Watch:
         deadline_s = self._config.deadline_s if deadline_s is None else deadline_s
-        return Watch(deadline_s=deadline_s, look_around=self._look_around)
+        return Watch(deadline_s=deadline_s, look_around=self.look_around)
 
-    def _look_around(self) -> None:
+    def look_around(self) -> None:
+        """Pass while this Refit is open and no party has given up, left or died; raise what happened otherwise."""
+        if self._interrupted is not None:
+            raise RefitError(f"interrupted: {type(self._interrupted).__name__}") from self._interrupted
         if self._closed:
             raise RefitError(_CLOSED)
         if self._control is not None:
@@ -468,6 +531,8 @@ class Party:
             watch.check()
         with watch.phase("verify"):
             verified = self._verify(sample, watch)
+            if self.sides.sink is not None:
+                self.sides.sink.ready(version)
         with watch.phase("commit"):
             if self.control is not None:
                 self._decide(version, watch)
@@ -702,6 +767,12 @@ class Party:
         return self.sink_rank is not None and all(
             sum(box.numel for box in meta.regions_on(self.sink_rank)) == math.prod(meta.shape) for meta in sink.tensors
         )
+
+
+def _slot_stream() -> Transport:
+    from rl_refit.transports.stream import SlotStream
+
+    return SlotStream()
 
 
 def _text(message: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rl_refit.errors import RefitError
 from rl_refit.stores import FileStore, Store, TCPStore
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "host_store"]
 
 
 @final
@@ -159,6 +159,13 @@ class Rendezvous:
             timeout=timeout,
             master_listen_fd=listener.detach(),
         )
+
+
+def host_store() -> Store:
+    """A store on a free port of loopback, which this process hosts."""
+    listener = _listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _check_address(address: str) -> None:

@@ -31,7 +31,7 @@ from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns
 from rl_refit.writable import check_writable
 
-__all__ = ["CommitMode", "CommittedVersion", "ModuleSink"]
+__all__ = ["CommitMode", "CommittedVersion", "ModuleSink", "assemble", "overwrite", "places_of", "refuse_incomplete"]
 
 CommitMode = Literal["staged", "swap", "in_place"]
 
@@ -133,6 +133,11 @@ class ModuleSink:
     def poisoned(self) -> bool:
         """Whether the weights may be torn: a commit, or a refit in place, failed and none has succeeded since."""
         return self._poison is not None
+
+    @property
+    def poison_reason(self) -> str | None:
+        """Why it is poisoned; None where it is not."""
+        return self._poison
 
     def check(self) -> None:
         """Pass if the weights are whole: what an engine calls before it generates.
@@ -247,7 +252,7 @@ class ModuleSink:
             raise RefitError(
                 f"cannot stage {region}: the sink has no such tensor", phase="transfer", tensor=region.name
             )
-        places = _places(live, region)
+        places = places_of(live, region)
         if not places or tensor.shape != region.shape or tensor.dtype != places[0].dtype:
             raise RefitError(
                 f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: the sink has "
@@ -271,12 +276,12 @@ class ModuleSink:
                 self._begin_writing()
             transaction.touched = True
             with torch.no_grad():
-                _overwrite(live, region, tensor)
+                overwrite(live, region, tensor)
         elif stays and self._mode != "swap":
             transaction.kept.setdefault(region.name, []).append((region, tensor))
         else:
             with torch.no_grad():
-                _overwrite(self._banked(region.name, live), region, tensor)
+                overwrite(self._banked(region.name, live), region, tensor)
 
     def digest(self, regions: Iterable[Region] | None = None) -> Digest:
         """Of the staged boxes while a transaction is open; of the module's own otherwise.
@@ -301,7 +306,7 @@ class ModuleSink:
 
         def places() -> Iterator[Tensor]:
             for region in regions:
-                for place in _places(held_of[region.name], region) or [_assemble(held_of[region.name], region)]:
+                for place in places_of(held_of[region.name], region) or [assemble(held_of[region.name], region)]:
                     asked.append(region)
                     yield place
 
@@ -312,19 +317,28 @@ class ModuleSink:
                 raise DigestError(f"{region} lies in several places, which differ", tensors=(region.name,))
         return combine_digests(regions, digests)
 
+    def ready(self, version: int) -> None:
+        """Pass if all is staged.
+
+        Raises:
+            RefitError: No transaction is open, `version` is not newer than the committed one, or some tensor was not
+                staged exactly once.
+        """
+        if self._open is None:
+            raise RefitError("cannot commit: no transaction is open; prepare comes first")
+        if any(self._open.missing.values()):
+            refuse_incomplete(self._open.missing)
+        self._version.require_newer(version)
+
     def commit(self, version: int) -> None:
         """Give the module the staged weights, as its mode says, then call `on_commit(version)`.
 
         Raises:
-            RefitError: Nothing was touched: no transaction is open, `version` is not newer than the committed one, or
-                some tensor was not staged exactly once.
+            RefitError: Nothing was touched: as `ready` says, or threads still serve.
         """
+        self.ready(version)
         transaction = self._open
-        if transaction is None:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        if any(transaction.missing.values()):
-            _refuse_incomplete(transaction.missing)
-        self._version.require_newer(version)
+        assert transaction is not None
         if self._before_commit is not None:
             self._before_commit(version)
         if not transaction.touched:
@@ -336,7 +350,7 @@ class ModuleSink:
                 elif self._mode == "staged":
                     for name, live in transaction.live.items():
                         for region, piece in self._staged(name, transaction):
-                            _overwrite(live, region, piece)
+                            overwrite(live, region, piece)
             if self._on_commit is not None:
                 self._on_commit(version)
             self._version.commit(version)
@@ -369,7 +383,7 @@ class ModuleSink:
             return kept
         bank = self._banked(name, live)
         for region, piece in kept or ():  # part of it stays, part was copied
-            _overwrite(bank, region, piece)
+            overwrite(bank, region, piece)
         return bank
 
     def _banked(self, name: str, live: tuple[Holding, ...]) -> list[Holding]:
@@ -388,12 +402,13 @@ class ModuleSink:
         return bank
 
 
-def _refuse_incomplete(missing: dict[str, int]) -> NoReturn:
+def refuse_incomplete(missing: dict[str, int]) -> NoReturn:
+    """Raise which tensors were not staged exactly once, with the elements that each still lacks."""
     incomplete = [f"{name} ({elements:+,} elements)" for name, elements in missing.items() if elements]
     raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
 
 
-def _places(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
+def places_of(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
     """A view of `region` in each of the holdings that have all of it."""
     return [
         memory if box == region else memory[region.index_within(box)]
@@ -402,13 +417,13 @@ def _places(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
     ]
 
 
-def _overwrite(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
+def overwrite(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
     """Copy `tensor` to every place of `region`."""
-    for place in _places(holdings, region):
+    for place in places_of(holdings, region):
         place.copy_(tensor)
 
 
-def _assemble(holdings: Iterable[Holding], region: Region) -> Tensor:
+def assemble(holdings: Iterable[Holding], region: Region) -> Tensor:
     """A copy of `region`, of which each holding has a part."""
     parts: list[tuple[Region, Region, Tensor]] = []
     for box, memory in holdings:

@@ -108,6 +108,9 @@ class ChaosSink:
         self.fault.at("sink is digested")
         return self.sink.digest(regions)
 
+    def ready(self, version):
+        self.sink.ready(version)
+
     def commit(self, version):
         self.fault.at("sink commits")
         self.sink.commit(version)

@@ -111,7 +111,7 @@ class World:
             watch = make_watch()
 
             def look_around():
-                trainer._look_around()
+                trainer.look_around()
                 watch.deadline_s = 0.0 if watch.peer == waiting_for else PATIENCE_S
 
             watch._look_around = look_around

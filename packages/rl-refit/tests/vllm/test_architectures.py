@@ -42,23 +42,24 @@ def test_a_refitted_engine_says_what_one_says_that_loaded_the_checkpoint(dummy, 
 def test_what_can_be_read_back_is_read_from_the_engine_and_the_rest_is_named(dummy):
     architecture, llm = dummy
     sink = VllmSink(llm)
-    Refit(tiny.source(tiny.policy(architecture, 1)), sink)(version=0)
-    before = sink.digest()
+    report = Refit(tiny.source(tiny.policy(architecture, 1)), sink)(version=0)
+    (worker,) = llm.collective_rpc(lambda worker: worker._rl_refit_sink)
+    before = worker.digest()
+    assert set(report.unreadable) == sink.unreadable.keys()
     assert {"model.norm.weight", "model.embed_tokens.weight"} <= before.tensors.keys()
     assert not before.tensors.keys() & sink.unreadable.keys()
     assert sink.unreadable["model.layers.0.self_attn.q_proj.weight"] == "packed for a kernel of the CPU"
     [model] = llm.apply_model(lambda model: model)
     with torch.no_grad():
         model.model.norm.weight[3] += 1
-    assert sink.digest().differing(before) == ("model.norm.weight",)
+    assert worker.digest().differing(before) == ("model.norm.weight",)
 
 
 def test_ties_and_padding_and_what_the_engine_computes_are_explained(dummy):
     architecture, llm = dummy
     sink = VllmSink(llm)
-    coverage = sink.prepare(tiny.source(tiny.policy(architecture, 0)).manifest())
-    sink.abort()
-    text, manifest = sink.explain(), coverage.sink
+    manifest = Refit(tiny.source(tiny.policy(architecture, 0)), sink).plan.sink
+    text = sink.explain()
     assert "  padded: model.embed_tokens.weight" in text  # 260 rows in blocks of 64
     head = manifest.by_name["lm_head.weight"]
     assert head.tied_to == ("model.embed_tokens.weight" if architecture in TIED else None)

@@ -15,7 +15,7 @@ from rl_backends.backend import Backend
 from rl_generation import ModelError, TrainingEngineSpec, make_training_engine
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import is_import_string
-from rl_refit import ModuleSink, StateDictSource, WeightSink
+from rl_refit import EngineSink, ModuleSink, StateDictSource, WeightSink
 from rl_refit.vllm import WORKER_EXTENSION, VllmSink
 
 
@@ -26,7 +26,7 @@ class MadeEngine:
     engine: Any
     """Of rl_generation."""
 
-    sink: WeightSink
+    sink: WeightSink | EngineSink
     """Of rl_refit."""
 
     close: Callable[[], None]

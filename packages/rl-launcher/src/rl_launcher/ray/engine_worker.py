@@ -31,6 +31,8 @@ class EngineInfo:
     processes: tuple[ChildProcess, ...]
     """Those that the engine started besides the actor: they may survive an actor that is killed."""
     limits: Limits
+    sink_ranks: int
+    """How many ranks of a refit's sink it is: its workers."""
     text: str
     """The engine's own `explain`."""
 
@@ -96,6 +98,7 @@ class EngineWorker:
         return EngineInfo(
             processes=self._processes,
             limits=engine.limits,
+            sink_ranks=getattr(self._made.sink, "num_ranks", 1),
             text=engine.explain(),
         )
 
@@ -156,10 +159,10 @@ class EngineWorker:
         for future in futures:
             future.cancel()
 
-    def join_refit(self, parties: Parties, rank: int) -> None:
-        """Take part in the refits of `parties` from now on, as its engine number `rank`."""
-        self._close_refit()
-        self._refit = parties.sink_refit(self._made.sink, rank=rank, host=self._host)
+    def join_refit(self, parties: Parties, number: int) -> None:
+        """Take part in the refits of `parties` from now on, as its engine `number`."""
+        self._between_requests(self._close_refit)
+        self._refit = parties.sink_refit(self._made.sink, engine=number, host=self._host)
 
     def receive(self, timeout_s: float) -> RefitReport:
         """Take part in the next refit, which must begin within `timeout_s`; a RefitError says why it was aborted."""
@@ -209,7 +212,7 @@ class EngineWorker:
 
     def close(self) -> None:
         """End the engine and all of its processes."""
-        self._close_refit()
+        self._in_order(self._close_refit)
         self._in_order(self._made.close)
 
     def _close_refit(self) -> None:

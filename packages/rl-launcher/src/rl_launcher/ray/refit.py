@@ -150,8 +150,8 @@ class RayWeightSync:
         try:
             port = engine.process().free_port()
             parties = self._parties(engines, port=port, name=next(self._names))
-            for rank, engine in enumerate(engines):
-                engine.process().call("join_refit", parties, rank, timeout_s=limit_s)
+            for number, engine in enumerate(engines):
+                engine.process().call("join_refit", parties, number, timeout_s=limit_s)
         except RemoteDiedError as error:
             self._engines.lost(engine, error, owed="the refit waits for its replacement")
             return False
@@ -165,7 +165,7 @@ class RayWeightSync:
             address=f"tcp://{host}:{port}",
             name=name,
             num_sources=self._policy.num_ranks,
-            num_sinks=len(engines),
+            engine_ranks=tuple(1 if each.started is None else each.started.sink_ranks for each in engines),
             one_node=self._one_node,
             config=self._config,
         )

@@ -10,7 +10,7 @@ from rl_refit.contracts import WeightSink, WeightSource
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.transports.base import Transport
 
-__all__ = ["Sides", "check_sides", "device_of"]
+__all__ = ["Sides", "check_engine", "check_sides", "device_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,27 @@ def check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvou
     ):
         if (given is None) != (rank is None):
             raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
+
+
+def check_engine(source: WeightSource | None, transport: Transport | None, rendezvous: Rendezvous | None) -> None:
+    """Pass if what a caller gave goes together with an engine whose workers are ranks of the sink.
+
+    Raises:
+        TypeError: Something is of another kind than it should be.
+        ValueError: Something is missing, or too much.
+    """
+    from rl_refit.transports.stream import SlotStream
+
+    if source is not None and not isinstance(source, WeightSource):
+        raise TypeError(f"source is a {type(source).__name__}; a module goes into ModuleSource")
+    if transport is not None and not isinstance(transport, SlotStream):
+        raise ValueError(f"the workers of an engine take a SlotStream; got {type(transport).__name__}")
+    if rendezvous is None and source is None:
+        raise ValueError("an engine needs a source of this process, or a rendezvous with one of another")
+    if rendezvous is not None and rendezvous.sink_rank is None:
+        raise ValueError("the sink_rank of the rendezvous is that of the engine's first worker; got None")
+    if rendezvous is not None and (source is None) != (rendezvous.source_rank is None):
+        raise ValueError(f"the rendezvous says source_rank={rendezvous.source_rank}, and the source given is {source}")
 
 
 def _missing(given: object, kind: type) -> str:

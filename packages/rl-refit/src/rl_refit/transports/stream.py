@@ -112,6 +112,14 @@ class SlotStream:
         self._hold, self._rename = hold, rename
         self._maps, self._directory = share_memory, directory
         self._address = Address(host=host, interface=interface)
+        self.options = {
+            "arena": not self.bounded,
+            "share_memory": share_memory,
+            "host": host,
+            "interface": interface,
+            "directory": directory,
+        }
+        """What another process makes the same transport of, as plain data."""
         self._open: _Opened | None = None
         self._adopted_bytes = 0
         self.traffic = Traffic()

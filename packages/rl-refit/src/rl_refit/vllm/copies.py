@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from rl_refit.layout import Region
 
-__all__ = ["Copies", "Place", "Write", "box_within", "storage_of"]
+__all__ = ["Copies", "Place", "Write", "box_within", "storage_of", "strides_by_dim"]
+
+_FILLS = {torch.ops.aten.fill_, torch.ops.aten.zero_}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class Write:
 
     origin: Place | None
     """Where it copied from, in the one source tensor of `names`; None for anything but a plain copy."""
+
+    fills: bool = False
+    """Whether it overwrites with a constant."""
 
 
 class Copies(TorchDispatchMode):
@@ -87,22 +92,38 @@ class Copies(TorchDispatchMode):
         read = [tensor for tensor in _tensors((args, kwargs)) if all(tensor is not target for target in targets)]
         names = frozenset[str]().union(*(self._names.get(storage_of(tensor), ()) for tensor in read))
         for target in targets:
-            self._note(target, names, read[0] if func is torch.ops.aten.copy_.default else None)
+            copied = read[0] if func is torch.ops.aten.copy_.default and read else None
+            self._note(target, names, copied, fills=func.overloadpacket in _FILLS)
         for tensor in _tensors(result) if names else ():
             self._names.setdefault(storage_of(tensor), names)
             self._alive.append(tensor)
         return result
 
-    def _note(self, target: Tensor, names: frozenset[str], copied: Tensor | None) -> None:
+    def _note(self, target: Tensor, names: frozenset[str], copied: Tensor | None, *, fills: bool) -> None:
         plain = copied is not None and copied.shape == target.shape and storage_of(copied) in self._sources
         origin = Place.of(copied) if copied is not None and plain else None
-        self._writes.setdefault(storage_of(target), []).append(Write(Place.of(target), tuple(sorted(names)), origin))
+        write = Write(Place.of(target), tuple(sorted(names)), origin, fills)
+        self._writes.setdefault(storage_of(target), []).append(write)
         self._alive.append(target)
 
 
 def storage_of(tensor: Tensor) -> int:
     """Tells storages apart, also those without memory, as long as they live."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  (meta storages have no address of data)
+
+
+def strides_by_dim(origin: Place, whole: Place, target: Place) -> tuple[int, ...]:
+    """The strides of `target` in the order of the dims of `whole`, where `origin`, a box of that, is copied to it.
+
+    Where the box has one element along a dim, the stride is 0.
+    """
+    strides, free = [0] * len(whole.shape), [dim for dim, size in enumerate(whole.shape) if size > 1]
+    for size, stride, into in zip(origin.shape, origin.strides, target.strides, strict=True):
+        if size != 1:
+            dim = next(dim for dim in free if whole.strides[dim] == stride)
+            free.remove(dim)
+            strides[dim] = into
+    return tuple(strides)
 
 
 def box_within(place: Place, whole: Place) -> Region | None:

@@ -9,36 +9,17 @@ import asyncio
 import pkgutil
 import time
 from collections.abc import Coroutine
-from typing import Any, Literal, Protocol, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
+from rl_refit.engine import Answer, Engine
 from rl_refit.errors import RefitError
 
-__all__ = ["Answer", "Engine", "Pause", "engine_of"]
+__all__ = ["Pause", "engine_of"]
 
-Answer = dict[str, Any]
 T = TypeVar("T")
 
 Pause = Literal["refuse", "wait", "keep", "abort"]
 """What becomes of unfinished requests at a commit: it is refused, waits for them, freezes them, or aborts them."""
-
-
-class Engine(Protocol):
-    """What a sink asks of an engine."""
-
-    def call(self, method: str, *args: object) -> list[Answer]:
-        """Have every worker run `method`; their answers in the order of their ranks."""
-
-    def pause(self) -> None:
-        """Stop generating, as the engine's `Pause` says, and forget what was cached."""
-
-    def renew(self, version: str) -> None:
-        """Forget what was cached under the old weights, and number what is generated from now on."""
-
-    def drop_requests(self) -> None:
-        """Abort what is frozen: it must not go on with weights that are torn."""
-
-    def resume(self) -> None:
-        """Generate again."""
 
 
 def engine_of(engine: Any, *, loop: asyncio.AbstractEventLoop | None, pause: Pause | None, timeout_s: float) -> Engine:
@@ -84,12 +65,13 @@ class _SyncEngine:
                 f"an LLM can refuse a commit or wait for it while requests are unfinished; got pause={pause!r}"
             )
         self._llm, self._pause, self._timeout_s = llm, pause, timeout_s
+        self.num_ranks: int = llm.llm_engine.vllm_config.parallel_config.world_size
 
     def call(self, method: str, *args: object) -> list[Answer]:
         answers: list[Answer] = self._llm.collective_rpc(method, timeout=self._timeout_s, args=args)
         return answers
 
-    def pause(self) -> None:
+    def ready(self) -> None:
         engine, deadline = self._llm.llm_engine, time.monotonic() + self._timeout_s
         while engine.has_unfinished_requests():
             if self._pause == "refuse":
@@ -102,6 +84,9 @@ class _SyncEngine:
             if time.monotonic() > deadline:
                 raise RefitError(f"requests are still unfinished after timeout_s={self._timeout_s}", phase="commit")
             time.sleep(0.005)
+
+    def pause(self) -> None:
+        self.ready()
 
     def renew(self, version: str) -> None:
         self._llm.llm_engine.reset_encoder_cache()
@@ -126,9 +111,13 @@ class _AsyncEngine:
         if pause == "refuse":
             raise ValueError("an AsyncLLM is paused for a commit: pause is 'wait', 'keep' or 'abort'; got 'refuse'")
         self._engine, self._loop, self._pause, self._timeout_s = engine, loop, pause, timeout_s
+        self.num_ranks: int = engine.vllm_config.parallel_config.world_size
 
     def call(self, method: str, *args: object) -> list[Answer]:
         return self._run(self._engine.collective_rpc(method, timeout=self._timeout_s, args=args))
+
+    def ready(self) -> None:
+        pass
 
     def pause(self) -> None:
         self._run(self._engine.pause_generation(mode=self._pause, clear_cache=True))

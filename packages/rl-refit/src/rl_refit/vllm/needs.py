@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_refit.errors import CoverageError
-from rl_refit.layout import Layout
+from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 
-__all__ = ["DERIVED", "Needs", "NeedsConfig", "lacking", "needs_of", "rows_of"]
+__all__ = ["DERIVED", "NeedsConfig", "explain_needs", "lacking", "prove_needs", "rows_of", "sink_meta"]
 
 DERIVED = ("*inv_freq", "*embed_scale")
 """Buffers of Hugging Face models that no checkpoint holds: an engine computes its own from the configuration."""
@@ -38,19 +38,10 @@ class NeedsConfig:
     cast: bool = False
     """Whether the engine may keep a tensor in another dtype than the source's."""
 
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What an engine needs of one source, proved."""
-
-    manifest: Manifest
-    """Of the sink: every tensor of the source, fed, tied or derived."""
-
-    unreadable: dict[str, str]
-    """Fed tensors that cannot be read back after a commit, with the reason."""
-
-    text: str
-    """For people."""
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> NeedsConfig:
+        """What `dataclasses.asdict` made of one, perhaps with lists for tuples."""
+        return cls(derived=tuple(plain["derived"]), constant=tuple(plain["constant"]), cast=plain["cast"])
 
 
 def rows_of(source: Manifest, config: NeedsConfig, *, ties: bool) -> list[Row]:
@@ -73,8 +64,10 @@ def lacking(answers: Iterable[Answer], config: NeedsConfig) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def needs_of(source: Manifest, rows: Sequence[Row], *, answers: Sequence[Answer], config: NeedsConfig) -> Needs:
-    """The sink's side of a refit from `source`, of which the workers were given `rows`.
+def prove_needs(
+    source: Manifest, rows: Sequence[Row], *, answers: Sequence[Answer], config: NeedsConfig
+) -> tuple[str, ...]:
+    """The tensors that the engine needs of `source`, of which the workers were given `rows`.
 
     Raises:
         CoverageError: An engine tensor is not wholly written, the engine has no place for a source tensor, two are
@@ -104,18 +97,21 @@ def needs_of(source: Manifest, rows: Sequence[Row], *, answers: Sequence[Answer]
             unmapped=unmapped,
             mismatched=mismatched,
         )
-    manifest = Manifest(tuple(_sink_meta(meta, config, fed=meta.name in fed) for meta in source.tensors))
-    travelling = {meta.name for meta in manifest.tensors if meta.travels}
-    unreadable = {name: why for answer in answers for name, why in answer["unreadable"].items() if name in travelling}
-    return Needs(manifest, unreadable, _explain(answers, manifest, unreadable))
+    return tuple(name for name, _, _ in rows if name in fed)
 
 
-def _sink_meta(meta: TensorMeta, config: NeedsConfig, *, fed: bool) -> TensorMeta:
+def sink_meta(
+    meta: TensorMeta, config: NeedsConfig, *, boxes: Sequence[Region] | None, fed: bool, rank: int
+) -> TensorMeta | None:
+    """A tensor of the source as worker `rank` holds it: `boxes` that are fed, tied, or derived; None for nothing."""
     if fed:
-        return replace(meta, layout=Layout.whole(), tied_to=None)
+        assert boxes is not None
+        whole = Region(meta.name, (0,) * len(meta.shape), meta.shape)
+        layout = Layout.whole(rank) if list(boxes) == [whole] else Layout.from_boxes({rank: boxes})
+        return replace(meta, layout=layout, tied_to=None)
     if _matches(meta.name, config.derived):
-        return replace(meta, layout=Layout.whole(), tied_to=None, feeding="derived")
-    return replace(meta, layout=Layout.whole())
+        return replace(meta, layout=Layout.whole(rank), tied_to=None, feeding="derived")
+    return replace(meta, layout=Layout.whole(rank)) if meta.tied_to is not None else None
 
 
 def _mismatches(answers: Iterable[Answer], source: Manifest, config: NeedsConfig) -> tuple[str, ...]:
@@ -144,20 +140,26 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _explain(answers: Sequence[Answer], manifest: Manifest, unreadable: Mapping[str, str]) -> str:
+def explain_needs(
+    source: Manifest, fed: Sequence[str], *, answers: Sequence[Answer], settled: Sequence[Answer], config: NeedsConfig
+) -> str:
+    """For people: what was proved, and what each worker receives."""
     first = answers[0]
-    travelling = [meta for meta in manifest.tensors if meta.travels]
-    nbytes = sum(meta.total_bytes for meta in travelling)
+    nbytes = sum(source.by_name[name].total_bytes for name in fed)
     lines = [
         f"{first['architecture']} of vLLM {first['vllm']}: proved by tracing its load_weights on the meta device",
-        f"{len(travelling)} tensors of the source are fed, {nbytes:,} bytes, staged once in shared memory",
-        *(f"tied, not sent: {meta.name} -> {meta.tied_to}" for meta in manifest.tensors if meta.tied_to),
-        *(f"computed by the engine, not sent: {m.name}" for m in manifest.tensors if m.feeding == "derived"),
+        f"{len(fed)} tensors of the source are fed, {nbytes:,} bytes",
+        *(f"tied, not sent: {m.name} -> {m.tied_to}" for m in source.tensors if m.tied_to and m.name not in fed),
+        *(f"computed by the engine, not sent: {m.name}" for m in source.tensors if _matches(m.name, config.derived)),
     ]
-    for rank, answer in enumerate(answers):
+    for rank, (answer, room) in enumerate(zip(answers, settled, strict=True)):
         padded = f", {len(answer['padded'])} of them padded by the loader" if answer["padded"] else ""
-        fed = len(answer["complete"]) + len(answer["padded"])
-        lines.append(f"worker {rank}: {fed} tensors written whole{padded}, {len(answer['derived'])} made by the engine")
+        written = len(answer["complete"]) + len(answer["padded"])
+        lines += [
+            f"worker {rank}: {written} tensors written whole{padded}, {len(answer['derived'])} made by the engine",
+            f"  receives {room['bytes']:,} bytes, staged on its own device",
+            f"  {room['reloaded']} source tensors go through load_weights, the others are copied",
+        ]
         lines += [f"  declared constant: {name}" for name in (*answer["never"], *answer["partial"])]
         lines += [f"  padded: {name}" for name in answer["padded"]]
         lines += [f"  cast to {dtype}: {name}" for name, dtype in answer["casts"].items()]
@@ -166,7 +168,7 @@ def _explain(answers: Sequence[Answer], manifest: Manifest, unreadable: Mapping[
     if first["repaired"]:
         lines.append("repaired after every reload, which leaves them stale on a CPU: tied heads, packed experts")
     reasons: dict[str, list[str]] = {}
-    for name, why in unreadable.items():
+    for name, why in {name: why for room in settled for name, why in room["unreadable"].items()}.items():
         reasons.setdefault(why, []).append(name)
     lines += [
         f"not read back after a commit, {why}: {len(names)}, such as {names[0]}" for why, names in reasons.items()

@@ -1,52 +1,48 @@
-"""Loads a bank into a live vLLM model, and puts the model together again where that fails.
+"""Loads staged layers into a live vLLM model, and puts the model together again where that fails.
 
 Runs in a worker. The way is vLLM's layerwise reload, since its `load_weights` alone meets parameters that the engine
 has packed or shuffled for its kernels: layer after layer goes to the meta device, collects its weights, is processed
 as at the first load, and is copied over the tensors that were there before, whose addresses CUDA graphs have captured.
-A layer keeps what it collects until it is complete, so the tensors given must stay; those of a bank do.
+A layer keeps what it collects until it is complete, so the tensors given must stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from rl_refit.vllm import cpu_workarounds
 
-__all__ = ["all_agree", "reload_from"]
+__all__ = ["reload_from"]
 
 
-def reload_from(weights: Mapping[str, Tensor], model: nn.Module, reload_weights: Callable[..., None]) -> None:
+def reload_from(weights: Iterator[tuple[str, Tensor]], model: nn.Module, reload_weights: Callable[..., None]) -> None:
     """Give `model` all of `weights`; whatever is raised, no layer is left without memory.
 
     Args:
         weights: By Hugging Face name; whole layers, since a fused one that gets only some of its parts loses the rest.
+            Layers that get nothing keep what they have.
         model: The live model.
-        reload_weights: The worker's, which takes an iterator over `weights`.
+        reload_weights: The worker's, which takes an iterator.
     """
-    needs_workarounds = cpu_workarounds.needed()
+    log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    log.addFilter(_is_news)
     try:
-        if needs_workarounds:
+        if cpu_workarounds.needed():
             cpu_workarounds.forget_packed_experts(model)
-        reload_weights(weights_iterator=iter(weights.items()))
-        if needs_workarounds:
-            cpu_workarounds.repack_vocabulary(model)
+        reload_weights(weights_iterator=weights)
     except BaseException:
         _put_back(model)
         raise
+    finally:
+        log.removeFilter(_is_news)
 
 
-def all_agree(*, mine: bool, workers: int) -> bool:
-    """Whether every one of the engine's workers says yes; all of them must ask."""
-    if workers == 1:
-        return mine
-    from vllm.distributed.parallel_state import get_world_group
-
-    flag = torch.tensor([int(mine)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
-    return bool(flag)
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a layer gets nothing, which is meant."""
+    return "Failed to load weights" not in str(record.msg)
 
 
 def _put_back(model: nn.Module) -> None:

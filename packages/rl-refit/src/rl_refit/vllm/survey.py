@@ -28,17 +28,20 @@ from rl_refit.errors import RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.tracing import WriteCoverage, trace_writes
-from rl_refit.vllm.copies import Copies, Place, box_within, storage_of
+from rl_refit.vllm.copies import Copies, Place, Write, box_within, storage_of, strides_by_dim
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Home", "Survey", "named_tensors", "survey"]
+__all__ = ["Landing", "Survey", "named_tensors", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where a whole source tensor lies, unchanged, in a tensor of the engine as its class makes it."""
+class Landing:
+    """Where a box of a source tensor goes, unchanged but for a cast, in a tensor of the engine as it is made."""
+
+    box: Region
+    """Of the source tensor."""
 
     name: str
     """The engine's name of its tensor."""
@@ -46,8 +49,14 @@ class Home:
     shape: tuple[int, ...]
     """Of the engine's tensor."""
 
-    place: Place
-    """Of the source tensor, within the engine's: the offset counts from that tensor's first element."""
+    offset: int
+    """Of the box within the engine's tensor, in elements from its first."""
+
+    strides: tuple[int, ...]
+    """In the engine's tensor, in the order of the dims of the source tensor."""
+
+    same_dtype: bool
+    """Whether the bytes stay the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,15 @@ class Survey:
     """The answer, and what stays in the worker."""
 
     answer: dict[str, Any]
-    homes: dict[str, Home]
-    """By source tensor; those that are cut, changed or cast on the way have none."""
+
+    landings: dict[str, tuple[Landing, ...]]
+    """By source tensor, where all of its uses by this worker are plain copies."""
+
+    users: dict[str, tuple[str, ...]]
+    """The engine's tensors, each memory once, that are made from a source tensor; by source tensor."""
+
+    changed: frozenset[str]
+    """The engine's tensors that are not just copied and filled up."""
 
 
 def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
@@ -74,7 +90,7 @@ def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
     answer = {"vllm": vllm.__version__, "architecture": type(model).__name__, "ties": _ties(tensors)}
     loaded = _load(model, config, copies=copies, sources=sources)
     if isinstance(loaded, list):
-        return Survey({**answer, "refused": loaded}, {})
+        return Survey({**answer, "refused": loaded}, {}, {}, frozenset())
     answer |= {
         "refused": None,
         "unused": list(loaded.unused),
@@ -82,7 +98,8 @@ def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
         "casts": _casts(sources, tensors, copies),
         **_sorted_out(loaded, model, config, copies=copies),
     }
-    return Survey(answer, _homes(sources, tensors, copies))
+    roots = {name: tensor for name, tensor in tensors.items() if name not in answer["ties"]}
+    return Survey(answer, *_landings(sources, roots, copies))
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -219,20 +236,54 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: root for name, root in ties.items() if name != root}
 
 
-def _homes(sources: Mapping[str, TensorMeta], tensors: Mapping[str, Tensor], copies: Copies) -> dict[str, Home]:
-    homes: dict[str, Home] = {}
+def _landings(
+    sources: Mapping[str, TensorMeta], tensors: Mapping[str, Tensor], copies: Copies
+) -> tuple[dict[str, tuple[Landing, ...]], dict[str, tuple[str, ...]], frozenset[str]]:
+    landings: dict[str, list[Landing]] = {}
+    users: dict[str, dict[str, None]] = {}
+    computed: set[str] = set()
+    changed: set[str] = set()
     for name, tensor in tensors.items():
+        copied: list[Region] = []
         for write in copies.to(tensor):
-            if write.origin is None or write.origin.dtype != write.target.dtype:
-                continue
-            whole = sources[write.names[0]].shape
-            row_major = Place(0, whole, torch.empty(whole, device="meta").stride(), write.origin.dtype)
-            if box_within(write.origin, row_major) == Region("", (0,) * len(whole), whole) == _box(write.target.shape):
-                offset = write.target.offset - int(tensor.storage_offset())
-                place = Place(offset, write.target.shape, write.target.strides, write.target.dtype)
-                homes.setdefault(write.names[0], Home(name, tuple(tensor.shape), place))
-    return homes
+            for source in write.names:
+                users.setdefault(source, {})[name] = None
+            if write.names and (landing := _landing(write, sources, name=name, tensor=tensor)) is not None:
+                landings.setdefault(write.names[0], []).append(landing)
+                into = box_within(write.target, Place.of(tensor))
+                copied += [into] if into is not None else []
+            elif write.names:
+                computed.update(write.names)
+                changed.add(name)
+            elif not _leaves(write, copied, tensor):
+                changed.add(name)
+    plain = {source: tuple(dict.fromkeys(each)) for source, each in landings.items() if source not in computed}
+    return plain, {source: tuple(names) for source, names in users.items()}, frozenset(changed)
 
 
-def _box(shape: tuple[int, ...]) -> Region:
-    return Region("", (0,) * len(shape), shape)
+def _landing(write: Write, sources: Mapping[str, TensorMeta], *, name: str, tensor: Tensor) -> Landing | None:
+    """Where a write puts a box of one source tensor, if it is a plain copy of a box."""
+    if write.origin is None:
+        return None
+    source = write.names[0]
+    shape = sources[source].shape
+    row_major = Place(0, shape, torch.empty(shape, device="meta").stride(), write.origin.dtype)
+    box = box_within(write.origin, row_major)
+    if box is None:
+        return None
+    return Landing(
+        box=Region(source, box.offsets, box.shape),
+        name=name,
+        shape=tuple(tensor.shape),
+        offset=write.target.offset - int(tensor.storage_offset()),
+        strides=strides_by_dim(write.origin, row_major, write.target),
+        same_dtype=write.origin.dtype == write.target.dtype,
+    )
+
+
+def _leaves(write: Write, copied: Sequence[Region], tensor: Tensor) -> bool:
+    """Whether a write that reads no source leaves alone what was copied before: padding."""
+    into = box_within(write.target, Place.of(tensor))
+    if not copied:
+        return write.fills
+    return write.fills and into is not None and all(into.intersect(box) is None for box in copied)

@@ -1,55 +1,366 @@
-"""What `VllmSink` has each worker of a vLLM engine do: survey, attach, apply, read back.
+"""A worker of a vLLM engine as a rank of the sink: `RefitWorker`, which vLLM mixes into its worker class.
 
-Mixed by vLLM into its worker class, as `worker_extension_cls`. Arguments and answers are plain data, never tensors. A
-worker answers what went wrong instead of raising it: an exception in one of several workers would leave the answers of
-the others in vLLM's queues, and the next call would take them for its own.
+Its `WorkerSink` stages the boxes of its own parameters on its own device. A commit copies them into the parameters;
+layers that are not plain copies of the source, or that the engine has rearranged for its kernels, go through the
+model's `load_weights` in vLLM's layerwise reload. Arguments and answers are plain data, never tensors.
 """
 
 from __future__ import annotations
 
-import functools
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, final
 
-from rl_refit.digest import digest_regions
+import torch
+from torch import Tensor, nn
+
+from rl_refit.contracts import Coverage
+from rl_refit.digest import Digest, digest_regions
+from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
+from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
+from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.module_tensors import Holding
+from rl_refit.sink import CommittedVersion, assemble, places_of, refuse_incomplete
 from rl_refit.vllm import cpu_workarounds
-from rl_refit.vllm.bank import Bank
-from rl_refit.vllm.reload import all_agree, reload_from
-from rl_refit.vllm.resident import Resident
-from rl_refit.vllm.survey import survey
+from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
+from rl_refit.vllm.reload import reload_from
+from rl_refit.vllm.survey import Landing, Survey, named_tensors, survey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["RefitWorker"]
+__all__ = ["RefitWorker", "WorkerSink"]
 
-Answer = dict[str, Any]
-Method = TypeVar("Method", bound="Callable[..., Answer]")
-
-
-def _answering(method: Method) -> Method:
-    """Whatever `method` raises becomes its answer."""
-
-    @functools.wraps(method)
-    def answer(self: RefitWorker, *args: object) -> Answer:
-        try:
-            return {"rank": self.rank, **method(self, *args)}
-        except Exception as error:  # noqa: BLE001  (the driver raises it)
-            return {"rank": self.rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-
-    return cast("Method", answer)
+_KEEPS_PLAIN = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
+"""Methods whose parameters, where they keep their shape, are what was loaded."""
 
 
 @dataclass(slots=True)
-class _Memory:
-    """What a worker keeps between two calls."""
+class _Transaction:
+    """What an open transaction knows."""
 
-    bank: Bank | None = None
-    identity: tuple[int, ...] = ()
-    resident: Resident | None = None
+    missing: dict[str, int]
+    """Elements still to be staged."""
+
+    bytes: int = 0
+    """Staged so far."""
+
+
+@final
+class WorkerSink:
+    """The parameters of one worker. A `WeightSink` of one rank.
+
+    Args:
+        worker: vLLM's.
+        ask: See `WorkerEnd.ask`.
+    """
+
+    def __init__(self, worker: RefitWorker, ask: Callable[[str], Any]) -> None:
+        self._worker, self._ask = worker, ask
+        self.source: Manifest | None = None
+        """The source that is being asked about, or was last."""
+        self._found: Survey | None = None
+        self._known = ""
+        self._manifest = Manifest(())
+        self._direct: dict[str, tuple[Landing, ...]] = {}
+        self._reloaded: dict[str, TensorMeta] = {}
+        self._bank: dict[str, list[Holding]] = {}
+        self._open: _Transaction | None = None
+        self._version = CommittedVersion()
+        self._poison: str | None = None
+        self.received = 0
+        """Bytes staged in the last transaction."""
+
+    @property
+    def device(self) -> torch.device:
+        """The worker's."""
+        return torch.device(self._worker.device)
+
+    @property
+    def version(self) -> int | None:
+        """The version last committed; None before the first."""
+        return self._version.value
+
+    @property
+    def poison_reason(self) -> str | None:
+        """Why the weights may be torn; None where they are not."""
+        return self._poison
+
+    def check(self) -> None:
+        """Pass if the weights are whole."""
+        if self._poison is not None:
+            raise PoisonedError(self._poison, phase="commit")
+
+    def poison(self, reason: str) -> None:
+        """See `WeightSink`."""
+        self._poison = reason
+        self._version.withdraw()
+
+    def repeat(self) -> None:
+        """See `WeightSink`."""
+        self._version.repeat()
+
+    def prepare(self, manifest: Manifest) -> Coverage:
+        """Open a transaction; the first time for a source, have the driver survey the engine.
+
+        Raises:
+            RefitError: A transaction is open already, or a worker failed.
+            CoverageError: The engine needs what the source does not have, or has no place for what it has.
+        """
+        if self._open is not None:
+            raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
+        if self._known != manifest.hash():
+            self.source = manifest
+            self._ask("survey")
+            self._known = manifest.hash()
+        missing = {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
+        self._open = _Transaction(missing)
+        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._version.begin())
+
+    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
+        """Copy `tensor`, the new values of `region`, beside the parameters.
+
+        Raises:
+            RefitError: No transaction is open, the worker needs no such box, or `tensor` is of another dtype or shape.
+        """
+        if self._open is None:
+            raise RefitError("cannot stage: no transaction is open; prepare comes first")
+        places = places_of(self._bank.get(region.name, ()), region)
+        if not places or places[0].shape != tensor.shape or places[0].dtype != tensor.dtype:
+            boxes = [(list(box.offsets), list(box.shape)) for box, _ in self._bank.get(region.name, ())]
+            raise RefitError(
+                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: this worker has the boxes {boxes}",
+                phase="transfer",
+                tensor=region.name,
+            )
+        with torch.no_grad():
+            places[0].copy_(tensor)
+        self._open.missing[region.name] -= region.numel
+        self._open.bytes += tensor.nbytes
+
+    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
+        """Of the staged boxes while a transaction is open; otherwise of what the parameters hold of them.
+
+        What the engine has packed, cast or rearranged is left out.
+        """
+        if regions is None:
+            regions = [box for held in self._bank.values() for box, _ in held]
+        if self._open is None:
+            self.check()
+            return digest_regions(regions, self._resident)
+        return digest_regions(regions, lambda region: _read(self._bank[region.name], region))
+
+    def ready(self, version: int) -> None:
+        """Pass if all is staged.
+
+        Raises:
+            RefitError: No transaction is open, some tensor was not staged exactly once, or the version is not newer.
+        """
+        if self._open is None:
+            raise RefitError("cannot commit: no transaction is open; prepare comes first")
+        if any(self._open.missing.values()):
+            refuse_incomplete(self._open.missing)
+        self._version.require_newer(version)
+
+    @torch.no_grad()
+    def commit(self, version: int) -> None:
+        """Give the model what is staged. In the worker's main thread, while the engine is paused."""
+        self.ready(version)
+        model, on_cpu = self._worker.model_runner.get_model(), self.device.type == "cpu"
+        try:
+            if self._reloaded:
+                reload_from(self._offer(), model, self._worker.reload_weights)
+            for name, landings in self._direct.items():
+                for landing in landings:
+                    self._live(model, landing).copy_(_read(self._bank[name], landing.box))
+            if on_cpu and cpu_workarounds.needed():
+                cpu_workarounds.repack_vocabulary(model)
+            if not on_cpu:
+                torch.accelerator.synchronize(self.device)
+        except BaseException as error:
+            self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
+            raise
+        self._version.commit(version)
+        assert self._open is not None
+        self.received = self._open.bytes
+        self._open = self._poison = None
+
+    def abort(self) -> None:
+        """Close the transaction; the parameters and the bank stay."""
+        self._open = None
+
+    # -- The survey, in the main thread -------------------------------------------------------------------------
+
+    def survey(self, config: NeedsConfig, *, ties: bool) -> Answer:
+        """Trace what the engine does with the source's tensors, without memory."""
+        assert self.source is not None
+        repaired = cpu_workarounds.needed()
+        rows = rows_of(self.source, config, ties=ties)
+        self._found = found = survey(self._worker.vllm_config, rows)
+        model = self._worker.model_runner.get_model()
+        return {**found.answer, "live_ties": _live_ties(model), "repaired": repaired}
+
+    def settle(self, config: NeedsConfig, fed: Sequence[str]) -> Answer:
+        """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
+
+        Returns:
+            The bytes of these boxes; the tensors that cannot be read back after a commit, with the reason; and how many
+            go through `load_weights`.
+        """
+        assert self.source is not None
+        assert self._found is not None
+        found, model = self._found, self._worker.model_runner.get_model()
+        reasons = _reloaded_tensors(found, model)
+        through = {
+            name for name, tensors in found.users.items() if name not in found.landings or reasons.keys() & set(tensors)
+        }
+        self._direct, self._reloaded = {}, {}
+        wanted: dict[str, list[Region]] = {}
+        unreadable: dict[str, str] = {}
+        for meta in self.source.tensors:
+            if meta.name not in set(fed) or meta.name not in found.users:
+                continue
+            landings = found.landings.get(meta.name, ())
+            boxes = list(dict.fromkeys(landing.box for landing in landings))
+            disjoint = all(one.intersect(two) is None for n, one in enumerate(boxes) for two in boxes[:n])
+            whole = Region(meta.name, (0,) * len(meta.shape), meta.shape)
+            wanted[meta.name] = boxes if boxes and disjoint else [whole]
+            if meta.name in through:
+                self._reloaded[meta.name] = meta
+                why = next((reasons[name] for name in found.users[meta.name] if name in reasons), "")
+                unreadable[meta.name] = why or "changed by the loader"
+            else:
+                self._direct[meta.name] = landings
+                if not all(landing.same_dtype for landing in landings):
+                    unreadable[meta.name] = "cast by the engine"
+        rank = self._worker.rank
+        metas = (
+            sink_meta(meta, config, boxes=wanted.get(meta.name), fed=meta.name in wanted, rank=rank)
+            for meta in self.source.tensors
+        )
+        kept = [meta for meta in metas if meta is not None]
+        roots = {meta.name for meta in kept if meta.tied_to is None}
+        self._manifest = Manifest(tuple(meta for meta in kept if meta.tied_to is None or meta.tied_to in roots))
+        self._allocate(wanted)
+        return {
+            "bytes": sum(tensor.nbytes for held in self._bank.values() for _, tensor in held),
+            "reloaded": len(self._reloaded),
+            "unreadable": unreadable,
+        }
+
+    def _allocate(self, wanted: Mapping[str, Sequence[Region]]) -> None:
+        assert self.source is not None
+        bank: dict[str, list[Holding]] = {}
+        for name, boxes in wanted.items():
+            before, dtype = dict(self._bank.get(name, ())), self.source.by_name[name].torch_dtype
+            bank[name] = [
+                (box, before[box])
+                if box in before and before[box].dtype == dtype
+                else (box, torch.empty(box.shape, dtype=dtype, device=self.device))
+                for box in boxes
+            ]
+        self._bank = bank
+
+    # -- Where things are ----------------------------------------------------------------------------------------
+
+    def _offer(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors for `load_weights`: it reads the boxes that are here, and the rest of each is undefined."""
+        for name, meta in self._reloaded.items():
+            held = self._bank[name]
+            if held[0][0].shape == meta.shape:
+                yield name, held[0][1]
+                continue
+            tensor = torch.empty(meta.shape, dtype=meta.torch_dtype, device=self.device)
+            whole = Region(name, (0,) * len(meta.shape), meta.shape)
+            for box, staged in held:
+                tensor[box.index_within(whole)].copy_(staged)
+            yield name, tensor
+
+    def _live(self, model: nn.Module, landing: Landing) -> Tensor:
+        """Where a box lies in the engine's own memory, in the order of the source's dims."""
+        owner, _, name = landing.name.rpartition(".")
+        tensor: Tensor = getattr(model.get_submodule(owner), name).detach()
+        return tensor.as_strided(landing.box.shape, landing.strides, tensor.storage_offset() + landing.offset)
+
+    def _resident(self, region: Region) -> Tensor | None:
+        """What the engine's own memory holds of a box; None where that cannot be read."""
+        landings = self._direct.get(region.name, ())
+        if not landings or not all(landing.same_dtype for landing in landings):
+            return None
+        model = self._worker.model_runner.get_model()
+        held = [(landing.box, self._live(model, landing)) for landing in landings]
+        places = places_of(held, region)
+        if any(not torch.equal(place, places[0]) for place in places[1:]):
+            raise RefitError(f"{region} lies in several places of the engine, which differ", tensor=region.name)
+        return _read(held, region)
+
+
+def _read(held: Sequence[Holding], region: Region) -> Tensor:
+    places = places_of(held, region)
+    return places[0] if places else assemble(held, region)
+
+
+def _live_ties(model: nn.Module) -> dict[str, str]:
+    """The model's tensors that are another one's memory, as they are now."""
+    roots: dict[tuple[object, ...], str] = {}
+    tensors = {name: tensor for name, tensor in named_tensors(model).items() if tensor.numel()}
+    first = {name: roots.setdefault((t.data_ptr(), t.shape, t.stride()), name) for name, t in tensors.items()}
+    return {name: root for name, root in first.items() if name != root}
+
+
+def _reloaded_tensors(found: Survey, model: nn.Module) -> dict[str, str]:
+    """The engine's tensors that must go through the loader, with the reason; whole layers, and what they share."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    shapes = {landing.name: landing.shape for each in found.landings.values() for landing in each}
+    latent = {  # latent attention keeps products of its projections beside them, made when weights are loaded
+        name.rpartition(".")[0]
+        for name, layer in model.named_modules()
+        if is_deferred_attention_layer(layer) and "MLA" in type(layer).__name__
+    }
+
+    def why(name: str) -> str | None:
+        owner_name, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        tensor: Tensor = getattr(owner, own_name)
+        method = type(getattr(owner, "quant_method", None)).__name__
+        if name in found.changed:
+            return "changed by the loader"
+        if method not in _KEEPS_PLAIN:
+            return f"{method} may rearrange it"
+        if tensor.numel() == 0:
+            return "packed for a kernel of the CPU"
+        if name in shapes and (tuple(tensor.shape) != shapes[name] or not tensor.is_contiguous()):
+            return f"kept in another form, {list(tensor.shape)} of strides {list(tensor.stride())}"
+        if isinstance(owner, ParallelLMHead) and tensor.device.type == "cpu":
+            return "computed from a packed copy"
+        if any(owner_name == prefix or owner_name.startswith(f"{prefix}.") for prefix in latent):
+            return "part of a latent attention"
+        return None
+
+    engine_tensors = dict.fromkeys(name for names in found.users.values() for name in names)
+    reasons = {name: reason for name in engine_tensors if (reason := why(name)) is not None}
+    while True:
+        layers = {name.rpartition(".")[0]: reason for name, reason in reasons.items()}
+        sources = {
+            source
+            for source, names in found.users.items()
+            if source not in found.landings or reasons.keys() & set(names)
+        }
+        more = {
+            name: layers.get(name.rpartition(".")[0], "loaded together with others")
+            for name in engine_tensors
+            if name not in reasons
+            and (
+                name.rpartition(".")[0] in layers
+                or any(source in sources for source, names in found.users.items() if name in names)
+            )
+        }
+        if not more:
+            return reasons
+        reasons |= more
 
 
 class RefitWorker:
@@ -57,58 +368,71 @@ class RefitWorker:
 
     if TYPE_CHECKING:
         rank: int
+        device: torch.device
         model_runner: Any
         vllm_config: VllmConfig
         reload_weights: Callable[..., None]
 
-    _rl_refit_kept: _Memory | None = None
+    _rl_refit_end: WorkerEnd | None = None
+    _rl_refit_sink: WorkerSink
 
-    @property
-    def _rl_refit(self) -> _Memory:
-        if self._rl_refit_kept is None:
-            self._rl_refit_kept = _Memory()
-        return self._rl_refit_kept
+    @answering
+    def rl_refit_join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> Answer:
+        """Take part in the refits of a `Refit` of the driver."""
+        if self._rl_refit_end is None:
+            self._rl_refit_end = WorkerEnd(self.rank)
+        end = self._rl_refit_end
 
-    @_answering
-    def rl_refit_survey(self, rows: Sequence[Sequence[Any]]) -> Answer:
-        """What the engine needs of a source with tensors `rows`: name, dtype, shape. See `rl_refit.vllm.survey`."""
-        repaired = cpu_workarounds.needed()
-        found = survey(self.vllm_config, rows)
-        self._rl_refit.resident = resident = Resident(self.model_runner.get_model(), found.homes)
-        return {
-            **found.answer,
-            "unreadable": resident.unreadable([row[0] for row in rows]),
-            "live_ties": resident.ties(),
-            "repaired": repaired,
-        }
+        def make() -> InMainThread:
+            self._rl_refit_sink = WorkerSink(self, end.ask)
+            return InMainThread(self._rl_refit_sink, end)
 
-    @_answering
-    def rl_refit_attach(self, path: str, identity: Sequence[int], table: Sequence[Sequence[Any]]) -> Answer:
-        """Map the driver's bank, and let go of an earlier one."""
-        self._rl_refit.bank = None
-        self._rl_refit.bank = Bank.attach(path, identity, table)
-        self._rl_refit.identity = tuple(identity)
+        end.join(token, message, living, make)
         return {}
 
-    @_answering
-    def rl_refit_apply(self, identity: Sequence[int], digest: str) -> Answer:
-        """Load the bank into the engine, if what every worker reads there has `digest`; "refused" by all if not."""
-        bank = self._rl_refit.bank if self._rl_refit.identity == tuple(identity) else None
-        given = bank.digest(bank.whole) if bank is not None else None
-        workers = self.vllm_config.parallel_config.world_size
-        agreed = all_agree(mine=given is not None and given.hex == digest, workers=workers)
-        if bank is None or given is None:
-            return {"state": "refused", "error": "another sink has given this worker its bank since this one did"}
-        if not agreed:
-            return {"state": "refused", "digest": given.hex, "tensors": dict(given.tensors)}
-        reload_from(bank.tensors, self.model_runner.get_model(), self.reload_weights)
-        return {"state": "applied", "digest": given.hex}
+    @answering
+    def rl_refit_receive(  # noqa: PLR0917  (over RPC)
+        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
+    ) -> Answer:
+        """Wait for the trainer, and take part, in a thread."""
+        self._end.receive(token, driver, timeout_s, notes)
+        return {}
 
-    @_answering
-    def rl_refit_read(self, boxes: Sequence[Sequence[Any]] | None) -> Answer:
-        """Digests of what the engine's own tensors hold of `boxes`, rows of name, offsets, shape; None for all."""
-        resident = self._rl_refit.resident
-        if resident is None:
-            return {"tensors": {}}
-        regions = resident.whole if boxes is None else [Region(name, tuple(at), tuple(n)) for name, at, n in boxes]
-        return {"tensors": dict(digest_regions(regions, resident.read).tensors)}
+    @answering
+    def rl_refit_run(self, token: str, driver: str) -> Answer:
+        """Do what that thread asked for."""
+        return {"version": self._end.run(token, driver)}
+
+    @answering
+    def rl_refit_survey(self, token: str, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
+        """What the engine needs of the source; see `rl_refit.vllm.survey`."""
+        return self._sink(token).survey(NeedsConfig.of(config), ties=ties)
+
+    @answering
+    def rl_refit_source(self, token: str) -> Answer:
+        """The source that the engine has been given, of the first worker."""
+        source = self._sink(token).source
+        return {"manifest": source.to_json() if source is not None and self.rank == 0 else ""}
+
+    @answering
+    def rl_refit_settle(self, token: str, config: Mapping[str, Any], fed: Sequence[str]) -> Answer:
+        """Make room for this worker's boxes."""
+        return self._sink(token).settle(NeedsConfig.of(config), fed)
+
+    @answering
+    def rl_refit_leave(self, token: str, living: Sequence[str]) -> Answer:
+        """Leave the refits of others than `living`."""
+        if self._rl_refit_end is not None and self._rl_refit_end.belongs(token):
+            self._rl_refit_end.leave(living)
+        return {}
+
+    @property
+    def _end(self) -> WorkerEnd:
+        if self._rl_refit_end is None:
+            raise RefitError("this worker has not joined")
+        return self._rl_refit_end
+
+    def _sink(self, token: str) -> WorkerSink:
+        if not self._end.belongs(token):
+            raise RefitError("another sink has taken this engine since this one did; make a new sink")
+        return self._rl_refit_sink

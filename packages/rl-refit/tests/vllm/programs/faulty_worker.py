@@ -1,7 +1,10 @@
 """A worker that can be told to fail in the middle of its next reload, and to take its time for every step."""
 
 import os
+import signal
 import time
+
+import torch
 
 from rl_refit.vllm.worker import RefitWorker
 
@@ -23,8 +26,30 @@ class FaultyWorker(RefitWorker):
 
         self.model_runner.execute_model = slowly
 
-    def process_id(self):
-        return os.getpid()
+    def received(self):
+        return self._rl_refit_sink.received
+
+    def flip_a_bit(self, rank, name):
+        """Between verify and commit of the next refit."""
+        sink = self._rl_refit_sink
+        if self.rank == rank:
+            before_commit(sink, lambda: sink._bank[name][0][1].view(torch.int32)[5].bitwise_xor_(1))
+
+    def die_in_commit(self, rank):
+        if self.rank == rank:
+            sink = self._rl_refit_sink
+            sink.commit = lambda version: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_commit(sink, do):
+    ready = sink.ready
+
+    def then(version):
+        del sink.ready
+        ready(version)
+        do()
+
+    sink.ready = then
 
 
 def break_loader(model, after):

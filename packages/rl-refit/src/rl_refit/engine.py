@@ -1,0 +1,778 @@
+"""An engine whose workers are ranks of the sink: the driver's end, `EngineSink`, and a worker's, `WorkerEnd`.
+
+Each worker joins the rendezvous, receives the boxes of its own parameters, and verifies them, in a thread beside the
+one that generates. What must happen in a worker's main thread, or while the engine is paused, it asks of the driver: it
+posts what it wants, and waits; when all workers want the same, the driver makes one call of the engine. Weights and
+their digests never pass the driver.
+
+    survey     what a worker needs of this source, once for each                            (vLLM traces its loader)
+    ready      whether a commit can begin, before the parties decide
+    commit     the driver pauses the engine, has all workers commit, drops caches, resumes
+    ended      what became of the refit at this worker
+
+What they say goes through the store of the rendezvous, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import secrets
+import socket
+import threading
+import time
+import traceback
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar, cast, final
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from rl_refit.contracts import Coverage, WeightSink
+from rl_refit.digest import Digest
+from rl_refit.errors import AbortedError, DeadlineError, PeerError, PoisonedError, RefitError
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
+from rl_refit.rendezvous import Rendezvous, host_store
+from rl_refit.stores import FileStore, PrefixStore, Store
+from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.transaction.liveness import Peers
+from rl_refit.transaction.messages import error_from_message, error_to_message
+
+__all__ = ["Answer", "Driver", "Engine", "EngineSink", "InMainThread", "WorkerEnd", "answering"]
+
+Answer = dict[str, Any]
+T = TypeVar("T")
+Method = TypeVar("Method", bound="Callable[..., Answer]")
+
+_LONGEST_NAP_S = 2e-3
+_PATIENCE_S = 0.05
+_FAREWELL_S = 2.0
+_AFTERMATH_S = 10.0
+"""How long the workers may take to learn that the trainer of their own driver gave up."""
+
+
+class Engine(Protocol):
+    """What a sink asks of an engine: a few blocking calls, made in the thread that calls the refit."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers that hold weights, each a rank of the sink."""
+
+    def call(self, method: str, *args: object) -> list[Answer]:
+        """Have the main thread of every worker run `method`; their answers in the order of their ranks."""
+
+    def ready(self) -> None:
+        """Pass if the engine can be paused now, or soon; raise why not."""
+
+    def pause(self) -> None:
+        """Stop generating, and forget what was cached."""
+
+    def renew(self, version: str) -> None:
+        """Forget what was cached under the old weights, and number what is generated from now on."""
+
+    def drop_requests(self) -> None:
+        """Abort what is frozen: it must not go on with weights that are torn."""
+
+    def resume(self) -> None:
+        """Generate again."""
+
+
+class EngineSink(ABC):
+    """An engine of one or many workers as the sink of a `Refit`; each worker is a rank of the sink.
+
+    The process that made the engine gives it to its `Refit`, which carries no weights here. With a `Rendezvous`, its
+    `sink_rank` is that of the first worker, and `num_sinks` counts all workers of all engines; without one, the source
+    is of this process, and the workers meet it on loopback.
+
+    Args:
+        engine: What the driver asks of it.
+        timeout_s: Seconds that one call of the engine may take, and that a worker waits for the driver.
+    """
+
+    def __init__(self, engine: Engine, *, timeout_s: float) -> None:
+        self._engine, self._timeout_s = engine, timeout_s
+        self._token = secrets.token_hex(8)
+        self._drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+        self._version: int | None = None
+        self._poison: str | None = None
+        self._notes: dict[str, Any] = {}
+        self.pause_s = 0.0
+        """Seconds for which the last commit paused the engine, without the wait for unfinished requests."""
+
+    @abstractmethod
+    def survey(self) -> None:
+        """All workers have a source that they do not know: find out what they need of it, and tell them.
+
+        Raises:
+            CoverageError: The engine needs what the source does not have, or has no place for what it has.
+        """
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers of the engine: ranks of the sink."""
+        return self._engine.num_ranks
+
+    @property
+    def version(self) -> int | None:
+        """The version last committed; None before the first. Says nothing about a poisoned sink."""
+        return self._version
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether the engine's weights may be torn: a commit failed half-way, and none has succeeded since."""
+        return self._poison is not None
+
+    def check(self) -> None:
+        """Pass if the weights are whole: what calls the engine asks this before it generates.
+
+        A commit needs no such question: the engine is paused while one works.
+
+        Raises:
+            PoisonedError: They may be torn.
+        """
+        if self._poison is not None:
+            raise PoisonedError(
+                f"{self._poison}, so the engine's weights may be part old and part new; refit successfully before it "
+                f"generates",
+                phase="commit",
+            )
+
+    def poison(self, reason: str) -> None:
+        """Refuse to be used until a refit succeeds: for whoever knows that this engine is not what its peers are.
+
+        A version that was committed just before does not count any more, so that the same can be refitted again.
+        """
+        self._poison = self._notes["poison"] = reason
+
+    def repeat(self) -> None:
+        """Take the version that was just committed once more: others did not come through with it."""
+        self._notes["repeat"] = True
+
+    def close(self) -> None:
+        """Have the workers let go of what they hold for refits."""
+        for driver in tuple(self._drivers):
+            driver.close()
+        with contextlib.suppress(Exception):  # the engine may have ended before
+            self._engine.call("rl_refit_leave", self._token, [])
+
+    def call(self, method: str, *args: object) -> list[Answer]:
+        """Have every worker run `method` for this sink.
+
+        Raises:
+            RefitError: A worker failed; says which, and why.
+        """
+        answers = self._engine.call(method, self._token, *args)
+        raise_errors(answers)
+        return answers
+
+    def drive(
+        self, rendezvous: Rendezvous | None, *, config: Mapping[str, Any], transport: Mapping[str, Any]
+    ) -> Driver:
+        """The driver's end of the refits of one `Refit`."""
+        driver = Driver(self, rendezvous, config=config, transport=transport)
+        self._drivers.add(driver)
+        return driver
+
+    # -- What a driver does for the workers -------------------------------------------------------------------------
+
+    def _commit(self, driver: Driver) -> None:
+        """Pause, have every worker commit, forget what was cached, resume.
+
+        Raises:
+            RefitError: The engine cannot be paused, and no worker touched anything; or the sink is poisoned.
+        """
+        self._engine.pause()
+        paused_at = time.monotonic()
+        try:
+            answers = self._engine.call("rl_refit_run", self._token, driver.name)
+            raise_errors(answers, phase="commit")
+            self._engine.renew(str(answers[0]["version"]))
+        except BaseException as error:
+            self._poison = f"the commit failed with {type(error).__name__}: {error}"
+            try:
+                self._engine.drop_requests()
+                self._engine.resume()
+            except Exception as another:  # noqa: BLE001  (the cause is what the caller must see)
+                error.add_note(f"nor could the engine abort its requests: {type(another).__name__}: {another}")
+            raise
+        self._engine.resume()
+        self.pause_s = time.monotonic() - paused_at
+
+    def _note_end(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """What the workers say of themselves after a refit."""
+        poisons = [each["poison"] for each in said if each["poison"]]
+        if poisons:
+            self._poison = poisons[0]
+        elif all("report" in each for each in said):
+            self._poison = None
+        if not self.poisoned:
+            self._version = said[0]["version"]
+
+
+def raise_errors(answers: Sequence[Answer], *, phase: str = "prepare") -> None:
+    """Raise what workers answered that went wrong."""
+    failed = [answer for answer in answers if "error" in answer]
+    if failed:
+        error = RefitError("; ".join(f"worker {each['rank']}: {each['error']}" for each in failed), phase=phase)
+        error.add_note(failed[0].get("traceback", ""))
+        raise error
+
+
+def answering(method: Method) -> Method:
+    """Whatever a worker's method raises becomes its answer.
+
+    An exception in one of several workers would leave the answers of the others in an engine's queues, and the next
+    call would take them for its own.
+    """
+
+    @functools.wraps(method)
+    def answer(self: Any, *args: object) -> Answer:
+        try:
+            return {"rank": self.rank, **method(self, *args)}
+        except Exception as error:  # noqa: BLE001  (the driver raises it)
+            return {"rank": self.rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+    return cast("Method", answer)
+
+
+# -- The driver ------------------------------------------------------------------------------------------------------
+
+
+@final
+class Driver:
+    """The refits of one `Refit` at the driver of an engine."""
+
+    def __init__(
+        self,
+        sink: EngineSink,
+        rendezvous: Rendezvous | None,
+        *,
+        config: Mapping[str, Any],
+        transport: Mapping[str, Any],
+    ) -> None:
+        self._sink, self._config, self._transport = sink, config, transport
+        self._given = rendezvous
+        self._meeting: Rendezvous | None = None
+        self._store: BoundedStore | None = None
+        self._handled: dict[int, int] = {}
+        self._receiving = False
+        self._first_rank = 0
+        self._peers: Peers | None = None
+        self.name = f"{'rl-refit' if rendezvous is None else rendezvous.name} {secrets.token_hex(4)}"
+
+    def source_rendezvous(self) -> Rendezvous:
+        """Where this process's own source meets the workers and everybody else; at the first call these join."""
+        self._join()
+        assert self._meeting is not None
+        meeting, given = self._meeting, self._given
+        return Rendezvous(
+            meeting.connect().clone(),
+            num_sources=meeting.num_sources,
+            num_sinks=meeting.num_sinks,
+            source_rank=0 if given is None else given.source_rank,
+            hosts=False,
+            liveness_s=meeting.liveness_s,
+            name=meeting.name,
+        )
+
+    def refit(self, run: Callable[[], T], interrupt: Callable[[BaseException], None], *, ends: bool) -> T:
+        """Do what the workers ask for while `run` works in another thread: this process's own source.
+
+        Args:
+            run: What the source does.
+            interrupt: Ends `run` as soon as it looks around.
+            ends: Whether the workers' part ends with it; a plan leaves them waiting for the first refit.
+        """
+        self._join()
+        self._begin_receiving(math.inf)
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                results.append(run())
+            except BaseException as error:  # noqa: BLE001  (raised below, in the thread that waits)
+                errors.append(error)
+
+        thread = threading.Thread(target=work, daemon=True, name="rl-refit source")
+        thread.start()
+        ended_at = math.inf
+        said: list[dict[str, Any]] | None = None
+        nap_s = 1e-4
+        try:
+            while thread.is_alive() or (
+                said is None and (ends or errors) and time.monotonic() - ended_at < _AFTERMATH_S
+            ):
+                if not thread.is_alive():
+                    ended_at = min(ended_at, time.monotonic())
+                    if results:
+                        ended_at = math.inf  # all have committed, and will say so
+                found, moved = self._attend()
+                said = said or found
+                nap_s = 1e-4 if moved else min(1.2 * nap_s, _LONGEST_NAP_S)
+                time.sleep(nap_s)
+        except BaseException as error:
+            interrupt(error)
+            thread.join()
+            with contextlib.suppress(Exception):
+                self._await_end(said, _AFTERMATH_S)
+            raise
+        if said is not None:
+            self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Have the workers wait for the trainer's refit and take part, and do what they ask for; what each says of it.
+
+        Raises:
+            DeadlineError: None began within `timeout_s`.
+            RefitError: What the first that failed reports.
+        """
+        self._join()
+        self._begin_receiving(timeout_s)
+        said = self._await_end(None, math.inf)
+        self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
+        failed = [each["error"] for each in said if "error" in each]
+        if failed:
+            own = [each for each in failed if not each["heard"]]
+            message = (own or failed)[0]
+            if message["kind"] == "DeadlineError" and message["late"]:
+                raise DeadlineError(message["text"], phase="prepare", peer=message["about"], seconds=message["seconds"])
+            raise error_from_message(message)
+        return said
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """What the workers said of the last refit."""
+        return self._last
+
+    def close(self) -> None:
+        """Have the workers leave, and wait a little until whoever reads the store knows how the last refit ended."""
+        if self._store is None:
+            return
+        self.let_go()
+        self._sink._drivers.discard(self)  # noqa: SLF001
+        with contextlib.suppress(Exception):  # the engine may have ended before
+            self._sink._engine.call(  # noqa: SLF001
+                "rl_refit_leave",
+                self._sink._token,  # noqa: SLF001
+                [each.name for each in self._sink._drivers],  # noqa: SLF001
+            )
+
+    def let_go(self) -> None:
+        """Close this end alone; the workers leave when the next `Refit` joins them."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    # -- Their parts ------------------------------------------------------------------------------------------------
+
+    _last: list[dict[str, Any]] = []  # noqa: RUF012  (replaced, never changed)
+
+    def _join(self) -> None:
+        if self._store is not None:
+            return
+        sink, given = self._sink, self._given
+        if given is None:
+            self._meeting = Rendezvous(host_store(), num_sources=1, num_sinks=sink.num_ranks, source_rank=0)
+        else:
+            self._meeting, self._first_rank = given, given.sink_rank or 0
+            if self._first_rank + sink.num_ranks > given.num_sinks:
+                raise ValueError(
+                    f"the engine has {sink.num_ranks} workers, each a rank of the sink, and sink_rank="
+                    f"{self._first_rank} of num_sinks={given.num_sinks} leaves no place for them: num_sinks counts the "
+                    f"workers of all engines, and sink_rank is that of an engine's first"
+                )
+        meeting = self._meeting
+        store = meeting.connect()
+        if meeting.address.startswith("file:"):  # one that does not count among those after whom the file is deleted
+            store = FileStore(urlsplit(meeting.address).path, -1)
+        message = {
+            "driver": self.name,
+            "address": _address(meeting, store),
+            "numbers": {"num_sources": meeting.num_sources, "num_sinks": meeting.num_sinks},
+            "first_rank": self._first_rank,
+            "name": meeting.name,
+            "liveness_s": meeting.liveness_s,
+            "config": dict(self._config),
+            "transport": dict(self._transport),
+            "timeout_s": sink._timeout_s,  # noqa: SLF001
+            "host": socket.gethostname(),
+        }
+        living = [each.name for each in sink._drivers]  # noqa: SLF001
+        sink.call("rl_refit_join", message, living)
+        line = Line(meeting.liveness_s, lambda why: PeerError(f"the store of the rendezvous is out of reach: {why}"))
+        self._store = BoundedStore(PrefixStore(meeting.name, store), line)
+
+    def _begin_receiving(self, timeout_s: float) -> None:
+        if not self._receiving:
+            sink = self._sink
+            notes, sink._notes = sink._notes, {}  # noqa: SLF001
+            timeout = None if math.isinf(timeout_s) else timeout_s
+            sink.call("rl_refit_receive", self.name, timeout, notes)
+            self._receiving = True
+
+    def _await_end(self, said: list[dict[str, Any]] | None, limit_s: float) -> list[dict[str, Any]]:
+        nap_s, until = 1e-4, time.monotonic() + limit_s
+        while said is None:
+            said, moved = self._attend()
+            if time.monotonic() > until:
+                raise DeadlineError(f"the workers have not ended after {limit_s:g} s", seconds=limit_s)
+            nap_s = 1e-4 if moved else min(1.2 * nap_s, _LONGEST_NAP_S)
+            time.sleep(nap_s if said is None else 0.0)
+        return said
+
+    def _attend(self) -> tuple[list[dict[str, Any]] | None, bool]:
+        """Do what all workers want, if they do; what they say of the refit, once it has ended at all of them."""
+        store = self._store
+        if store is None:
+            raise RefitError("this Refit is closed; make a new one")
+        ranks = range(self._first_rank, self._first_rank + self._sink.num_ranks)
+        self._look_after(store, ranks)
+        said: dict[int, tuple[int, str, Any]] = {}
+        for rank in ranks:
+            if not store.check([f"worker {rank}"]):
+                return None, False
+            number, what, payload = json.loads(store.get(f"worker {rank}"))
+            if number <= self._handled.get(rank, 0):
+                return None, False
+            said[rank] = number, what, payload
+        wanted = {what for _, what, _ in said.values()}
+        if wanted == {"ended"}:
+            self._handled |= {rank: number for rank, (number, _, _) in said.items()}
+            self._receiving = False
+            self._last = [payload for _, _, payload in said.values()]
+            return self._last, True
+        error: dict[str, Any] | None = None
+        try:
+            self._do(wanted)
+        except Exception as failure:  # noqa: BLE001  (it is the workers' to raise, and to tell everybody)
+            where = "the engine's driver"
+            error = error_to_message(failure, party=f"driver of sink {self._first_rank}", where=where)
+        for rank, (number, what, _) in said.items():
+            if what != "ended":
+                self._handled[rank] = number
+                store.set(f"answer {rank}", json.dumps([number, error]))
+        return None, True
+
+    def _do(self, wanted: set[str]) -> None:
+        if len(wanted) > 1:
+            raise AbortedError(f"the workers of the engine are not at one: {sorted(wanted)}")
+        (what,) = wanted
+        if what == "survey":
+            self._sink.survey()
+        elif what == "ready":
+            self._sink._engine.ready()  # noqa: SLF001
+        else:
+            assert what == "commit"
+            self._sink._commit(self)  # noqa: SLF001
+
+    def _look_after(self, store: BoundedStore, ranks: range) -> None:
+        """See that the workers live, as soon as they have said who they are."""
+        if self._peers is None:
+            parties = [f"sink {rank}" for rank in ranks]
+            if not all(store.check([f"party/{party}"]) for party in parties):
+                return
+            processes = {
+                party: json.loads(store.get(f"party/{party}").decode().removeprefix("="))[0] for party in parties
+            }
+            assert self._meeting is not None
+            self._peers = Peers(store, processes, listen_to=(), liveness_s=self._meeting.liveness_s)
+        self._peers.check()
+
+
+def _address(meeting: Rendezvous, store: Any) -> str:
+    """How a worker reaches the store."""
+    if "://" in meeting.address:
+        return meeting.address
+    while hasattr(store, "underlying_store"):
+        if hasattr(store, "prefix"):
+            raise RefitError("workers of an engine cannot join through a PrefixStore; give the rendezvous an address")
+        store = store.underlying_store
+    if hasattr(store, "host") and hasattr(store, "port"):
+        return f"tcp://{store.host}:{store.port}"
+    if hasattr(store, "path"):
+        return f"file://{store.path}"
+    raise RefitError(
+        f"workers of an engine cannot join through a {type(store).__name__} of this process; give the rendezvous an "
+        f"address, such as tcp://host:port",
+        phase="prepare",
+    )
+
+
+# -- A worker --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a worker's thread wants its main thread to do."""
+
+    job: Callable[[], object]
+    result: object = None
+    error: BaseException | None = None
+    done: bool = False
+
+
+@final
+class _Seat:
+    """A worker in the refits of one `Refit` of the driver."""
+
+    def __init__(self, end: WorkerEnd, message: Mapping[str, Any], *, rank: int) -> None:
+        from rl_refit.refit import Refit
+        from rl_refit.transports.stream import SlotStream
+
+        self._end, self._message = end, message
+        self._sink_rank = message["first_rank"] + rank
+        transport = dict(message["transport"])
+        if transport.get("host") is not None and socket.gethostname() != message["host"]:
+            transport["host"] = _own_address(message["address"])
+        self._meeting = Rendezvous(
+            message["address"],
+            **message["numbers"],
+            sink_rank=self._sink_rank,
+            hosts=False,
+            liveness_s=message["liveness_s"],
+            name=message["name"],
+        )
+        self.refit = Refit(
+            sink=end.sink, transport=SlotStream(**transport), rendezvous=self._meeting, **message["config"]
+        )
+        self._store: Store | None = None
+        self._numbers = itertools.count(1)
+        self.asked: _Asked | None = None
+
+    def receive(self, timeout_s: float | None) -> None:
+        threading.Thread(target=self._take_part, args=(timeout_s,), daemon=True, name="rl-refit worker").start()
+
+    def _take_part(self, timeout_s: float | None) -> None:
+        end: dict[str, Any] = {}
+        with self._end.busy:
+            self._end.seat = self
+            try:
+                report = self.refit.receive(timeout_s=timeout_s)
+                end["report"] = {**asdict(report), "seconds": dict(report.seconds)}
+            except BaseException as error:  # noqa: BLE001  (the driver raises it)
+                message = error_to_message(error, party=f"sink {self._sink_rank}", where=_where(error))
+                message["heard"] = " gave up in " in str(error) or isinstance(error, AbortedError)
+                message["late"] = "no refit began within" in str(error)
+                end["error"] = message
+            sink: Any = self._end.sink
+            end |= {"version": sink.version, "poison": sink.poison_reason}
+        with contextlib.suppress(RuntimeError):  # the store is gone, and the driver with it, or it sees for itself
+            self._say("ended", end)
+
+    def ask(self, what: str, job: Callable[[], object]) -> object:
+        """See `WorkerEnd.ask`."""
+        self.asked = asked = _Asked(job)
+        try:
+            number = self._say(what, None)
+            until, nap_s = time.monotonic() + self._message["timeout_s"], 1e-4
+            key, looked = f"answer {self._sink_rank}", time.monotonic()
+            assert self._store is not None
+            while True:
+                if self._store.check([key]):
+                    answered, error = json.loads(self._store.get(key))
+                    if answered == number:
+                        break
+                if not asked.done and time.monotonic() > until:
+                    raise DeadlineError(
+                        f"the engine's driver did not answer within timeout_s={self._message['timeout_s']:g}: is it in "
+                        f"receive(), or its call of the refit?",
+                        seconds=self._message["timeout_s"],
+                    )
+                if what != "commit" and time.monotonic() - looked > _PATIENCE_S:
+                    looked = time.monotonic()
+                    self.refit.look_around()
+                time.sleep(nap_s)
+                nap_s = min(1.2 * nap_s, _LONGEST_NAP_S)
+        finally:
+            self.asked = None
+        if asked.error is not None:
+            raise asked.error
+        if error is not None:
+            raise error_from_message(error)
+        return asked.result
+
+    def _say(self, what: str, payload: object) -> int:
+        if self._store is None:  # a connection of its own: the others are their threads'
+            self._store = PrefixStore(self._meeting.name, self._meeting.connect().clone())
+        number = next(self._numbers)
+        self._store.set(f"worker {self._sink_rank}", json.dumps([number, what, payload]))
+        return number
+
+
+class WorkerEnd:
+    """A worker's end of an engine's refits.
+
+    Args:
+        rank: Of the worker among those of its engine.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._token = ""
+        self._seats: dict[str, _Seat] = {}
+        self.busy = threading.Lock()
+        self.seat: _Seat | None = None
+        self.sink: WeightSink | None = None
+
+    def join(  # noqa: PLR0917  (as it comes over RPC)
+        self, token: str, message: Mapping[str, Any], living: Sequence[str], sink: Callable[[], WeightSink]
+    ) -> None:
+        """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left.
+
+        Args:
+            token: Of the driver's sink. A new one takes the engine from the one before, with a sink of its own.
+            message: Of the driver.
+            living: Names of the driver's other `Refit`s.
+            sink: Makes the worker's sink. It also has `version` and `poison_reason`.
+        """
+        self.leave(living if token == self._token else ())
+        if token != self._token or self.sink is None:
+            self._token, self.sink = token, sink()
+        self._seats[message["driver"]] = _Seat(self, message, rank=self._rank)
+
+    def receive(  # noqa: PLR0917  (as it comes over RPC)
+        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
+    ) -> None:
+        """Wait for the trainer in a thread, and take part; at most one at a time."""
+        sink = self._require(token)
+        if "poison" in notes:
+            sink.poison(notes["poison"])
+        if notes.get("repeat"):
+            sink.repeat()
+        self._seats[driver].receive(timeout_s)
+
+    def run(self, token: str, driver: str) -> object:
+        """In the main thread: do what the worker's own thread asked for.
+
+        Raises:
+            Exception: What that raised; the thread raises it too.
+        """
+        self._require(token)
+        asked = self._seats[driver].asked
+        if asked is None:
+            raise RefitError("this worker has given up meanwhile, and asks for nothing")
+        try:
+            asked.result = asked.job()
+        except BaseException as error:
+            asked.error = error
+            raise
+        finally:
+            asked.done = True
+        return asked.result
+
+    def ask(self, what: str, job: Callable[[], object] = lambda: None) -> Any:
+        """In the worker's thread: tell the driver that this worker wants `what`, and wait until it has answered.
+
+        Args:
+            what: "survey", "ready" or "commit".
+            job: What the main thread is to do when the driver calls `run`.
+
+        Raises:
+            RefitError: What the driver answers, or it did not within its `timeout_s`.
+        """
+        assert self.seat is not None
+        return self.seat.ask(what, job)
+
+    def belongs(self, token: str) -> bool:
+        """Whether the driver's sink `token` has the engine."""
+        return token == self._token and self.sink is not None
+
+    def leave(self, living: Sequence[str]) -> None:
+        """Leave all `Refit`s of the driver's but `living`."""
+        for name in [name for name in self._seats if name not in living]:
+            seat = self._seats.pop(name)
+            with contextlib.suppress(RefitError, RuntimeError):
+                seat.refit.close()
+
+    def _require(self, token: str) -> WeightSink:
+        if token != self._token or self.sink is None:
+            raise RefitError("another sink has taken this engine since this one did; make a new sink")
+        return self.sink
+
+
+@final
+class InMainThread:
+    """A worker's `sink`, whose commit its main thread does while the engine is paused. A `WeightSink`."""
+
+    def __init__(self, sink: Any, end: WorkerEnd) -> None:
+        self._sink, self._end = sink, end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the worker's parameters are."""
+        device: torch.device = self._sink.device
+        return device
+
+    def ready(self, version: int) -> None:
+        """Ask the engine too."""
+        self._sink.ready(version)
+        self._end.ask("ready")
+
+    def commit(self, version: int) -> None:
+        """Commit as soon as the driver has paused the engine."""
+
+        def work() -> int:
+            self._sink.commit(version)
+            return version
+
+        self._end.ask("commit", work)
+
+    # What follows is passed on; a protocol that is looked at while it runs wants to see it.
+
+    def check(self) -> None:
+        """See `WeightSink`."""
+        self._sink.check()
+
+    def poison(self, reason: str) -> None:
+        """See `WeightSink`."""
+        self._sink.poison(reason)
+
+    def repeat(self) -> None:
+        """See `WeightSink`."""
+        self._sink.repeat()
+
+    def prepare(self, manifest: Manifest) -> Coverage:
+        """See `WeightSink`."""
+        coverage: Coverage = self._sink.prepare(manifest)
+        return coverage
+
+    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
+        """See `WeightSink`."""
+        self._sink.stage(region, tensor, stays=stays)
+
+    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
+        """See `WeightSink`."""
+        digest: Digest = self._sink.digest(regions)
+        return digest
+
+    def abort(self) -> None:
+        """See `WeightSink`."""
+        self._sink.abort()
+
+
+def _where(error: BaseException) -> str:
+    phase = getattr(error, "phase", None)
+    return f"phase {phase}" if phase else "a worker of the engine"
+
+
+def _own_address(address: str) -> str:
+    """The address of this machine that the host of the store sees."""
+    parts = urlsplit(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((parts.hostname, parts.port))
+        return str(probe.getsockname()[0])
