@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,8 +211,11 @@ def _write_forever(folder, started):
         started.value = step
 
 
-def test_a_killed_process_leaves_complete_steps_and_loses_at_most_the_one_in_flight(run):
-    """Killed with SIGKILL at ten moments of its writing."""
+def test_a_killed_process_leaves_complete_steps_and_loses_at_most_the_one_in_flight(run, monkeypatch):
+    """Killed with SIGKILL at four moments of its writing."""
+    monkeypatch.syspath_prepend(
+        Path(__file__).parents[__name__.count(".")]
+    )  # a new process imports this module by name
     context = multiprocessing.get_context("spawn")
     for kill in range(4):
         handed_over = context.Value("i", 0)
