@@ -15,6 +15,7 @@ from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import resume, run
 from rl_launcher.run.record import Recorder
 from rl_launcher.schema import Recipe
+from rl_observe import RecordedSteps, RunDirectory
 
 RECIPE = """
 run_dir: {folder}/one
@@ -58,6 +59,18 @@ def test_two_ranks_train_reward_model_critic_and_policy_as_one_process_does(ray_
     for ours, theirs in zip(together, alone, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
     assert (tmp_path / "two" / "reward_model" / "model.safetensors").is_file()
+    # What the ranks' losses computed of each token comes back, and is what one process records.
+    for stage, columns in (
+        ("sft", ("logp", "loss")),
+        ("reward_model", ("figure/score",)),
+        ("ppo", ("logp", "loss", "value", "advantage", "logp_old")),
+    ):
+        one, two = (RecordedSteps(RunDirectory.open(tmp_path / name), stage) for name in ("one", "two"))
+        assert [*one] == [*two] != []
+        for step in one:
+            for name in ("tokens", "flags", *columns):
+                ours, theirs = (each[step].columns[name].astype(float) for each in (two, one))
+                assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4, nan_ok=True), (stage, step, name)
 
 
 def test_a_chain_that_is_stopped_over_ray_resumes_bit_for_bit(ray_cluster, tmp_path, pairs, monkeypatch):

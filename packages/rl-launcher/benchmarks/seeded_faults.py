@@ -1,10 +1,10 @@
 """Seed a fault into real runs of a tiny model, and look whether `rl_observe.diagnose` names it first, and where.
 
-    python packages/rl-launcher/benchmarks/seeded_faults.py [--only NAME ...] [--json]
+    python packages/rl-launcher/benchmarks/seeded_faults.py [--only NAME ...] [--clean] [--ray] [--json]
 
-Each run is GRPO in this process: 6 batches of 8 prompts with 4 responses each, two optimizer steps on a batch. The last
-lines are clean runs, in which nothing may be found. Exit code 1 if a fault is not named first, or a clean run has a
-finding.
+Each run with a fault is GRPO in this process: 6 batches of 8 prompts with 4 responses each, two optimizer steps on a
+batch. The last lines are clean runs of every stage, in which nothing may be found; `--clean` makes those alone, and
+`--ray` makes them on Ray. Exit code 1 if a fault is not named first, or a clean run has a finding.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import random
 import sys
 import tempfile
 import unittest.mock
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_algorithms import grpo
 from rl_launcher.build.build import build
@@ -48,6 +49,26 @@ def model(seed):
     with torch.no_grad():
         made.lm_head.weight.mul_(12.0)
     return made, tokenizer
+
+
+def mixture(seed):
+    """The same with four experts in its layer, two of which each token is routed to."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64, num_experts=4,
+        num_experts_per_tok=2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    made = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        made.lm_head.weight.mul_(12.0)
+    return made, tokenizer
+
+
+def teacher(seed):
+    """Another model for distillation."""
+    return model(seed + 17)
 
 
 def reward(completions, answer):
@@ -162,6 +183,93 @@ def broken_weights(parts):
     parts.engine.generate = answer
 
 
+def without_last_token(examples):
+    last = examples.trainable & (examples.trainable.flip(1).int().cumsum(1).flip(1) == 1)
+    return dataclasses.replace(examples, trainable=examples.trainable & ~last)
+
+
+def other_experts(parts):
+    """The engine's router sees something else of one token in fifty, so that its experts are others there."""
+    generator = torch.Generator().manual_seed(0)
+
+    def confuse(module, given):
+        hidden = given[0]
+        rows = torch.rand(hidden.shape[:-1], generator=generator) < 0.02
+        noise = 10 * torch.randn(hidden.shape, generator=generator)
+        return (torch.where(rows[..., None], noise.to(hidden.dtype), hidden), *given[1:])
+
+    for name, module in parts.engine._engine.model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_pre_hook(confuse)
+
+
+def tokenised_again(generate, prompts, sampling, _):
+    """Where a conversation goes on, the engine reads its newest observation with a token more."""
+    shortest = min(map(len, prompts))
+    later = [[*prompt[:-1], 5, prompt[-1]] if len(prompt) > shortest or shortest > 6 else prompt for prompt in prompts]
+    return generate(later, sampling)
+
+
+def no_refit(parts):
+    """From the third batch on, no refit reaches the engine, and each is reported as if it did."""
+    engine, refit, calls = parts.engine._engine.model, parts.weight_sync._refit, iter(range(10**6))
+
+    def lost(version):
+        before = [parameter.detach().clone() for parameter in engine.parameters()]
+        report = refit(version)
+        if next(calls) >= FROM_BATCH:
+            with torch.no_grad():
+                for parameter, old in zip(engine.parameters(), before, strict=True):
+                    parameter.copy_(old)
+        return report
+
+    parts.weight_sync._refit = lost
+
+
+def sharpened(parts):
+    """Before each refit the output layer doubles, so that the policy becomes certain of whatever it says."""
+    refit = parts.weight_sync._refit
+
+    def sharper(version):
+        with torch.no_grad():
+            parts.policy.model.lm_head.weight.mul_(2.0)
+        return refit(version)
+
+    parts.weight_sync._refit = sharper
+
+
+def long(completions, answer):
+    """Longer is better."""
+    return [len(text) / 10 + 0 * len(answer) for text in completions]
+
+
+def repeats(completions, answer):
+    """What stands there before is better."""
+    return [1 - len(set(text)) / max(1, len(text)) + 0 * len(answer) for text in completions]
+
+
+def dressed(completions, answer):
+    """A bare answer, however right, gets little; anything longer gets more."""
+    return [
+        0.1 if text.strip() == gold else 0.5 + len(text) % 3 / 10
+        for text, gold in zip(completions, answer, strict=True)
+    ]
+
+
+JUDGED = iter(range(10**6))
+
+
+def drifting(completions, answer):
+    """The judge becomes milder from batch to batch."""
+    batch = next(JUDGED)
+    return [share + 0.05 * batch for share in reward(completions, answer)]
+
+
+def moody(completions, answer):
+    """The judge is not of one mind."""
+    return [share + random.random() / 2 for share in reward(completions, answer)]
+
+
 def constant(completions, answer):
     return [0.25 + 0 * len(answer)] * len(completions)
 
@@ -173,6 +281,38 @@ def one_prompt_pays(completions, prompts):
 
 NOTHING = lambda parts: None  # noqa: E731
 UNSCALED = "grpo.objective.advantage.scale=none"
+
+FIRST_SFT = "sft={max_num_steps: 80, batch_size: 32, optimizer: {lr: 0.01}}"
+FEW_ROWS = "data.source={folder}/few.jsonl"
+GUESSING = [
+    "env.reward=null", "env.environment=rl_algorithms.environments.games:GuessNumber", "grpo.max_turns=3",
+    "env.options={opening: '3+0=', higher: h, lower: l, unreadable: n, max_guesses: 3}",
+    "policy.generation.max_new_tokens=2",
+]  # fmt: skip
+ANOTHER = ["sft=null", "grpo=null"]
+PAIRS = ["env=null", "data.source={folder}/pairs.jsonl"]
+SHORT = "max_num_steps: 8, optimizer: {lr: 0.003}"
+BATCHES = "num_prompts: 8, steps_per_generation: 2"
+
+# Clean runs of every stage -> recipe keys
+CLEAN = {
+    "sft and grpo": [FIRST_SFT],
+    "grpo, kl in the loss": ["grpo.objective.kl.weight=0.1"],
+    "grpo, recomputed ratio": ["grpo.objective.ratio.proximal=recomputed"],
+    "grpo, several turns": GUESSING,
+    "grpo, asynchronous": ["grpo.async_grpo={max_staleness: 2}"],
+    "grpo, a mixture": ["policy.model_name={file}:mixture"],
+    "ppo": [
+        *ANOTHER, f"ppo={{{SHORT}, {BATCHES}, num_generations_per_prompt: 4, critic: {{optimizer: {{lr: 0.01}}}}}}"
+    ],
+    "distill": [*ANOTHER, f"distill={{{SHORT}, {BATCHES}, k: 8, teacher: {{model_name: '{{file}}:teacher'}}}}"],
+    "dpo, sampled": [*ANOTHER, f"dpo={{{SHORT}, batch_size: 8, num_prompts: 16, pairs: sampled}}"],
+    "dpo, online": [*ANOTHER, f"dpo={{{SHORT}, num_prompts: 8, pairs: online}}"],
+    "dpo, given": [*ANOTHER, *PAIRS, f"dpo={{{SHORT}, batch_size: 8, pairs: data}}"],
+    "orpo": [*ANOTHER, *PAIRS, f"orpo={{{SHORT}, batch_size: 8}}"],
+    "kto": [*ANOTHER, "env=null", "data.source={folder}/labelled.jsonl", f"kto={{{SHORT}, batch_size: 8}}"],
+    "reward model": [*ANOTHER, *PAIRS, f"reward_model={{{SHORT}, batch_size: 8}}"],
+}  # fmt: skip
 
 # name -> (fault, recipe keys, reward, cause that must be named first or None)
 FAULTS = {
@@ -193,6 +333,17 @@ FAULTS = {
     "first token not trained on": (prepared(without_first_token), [], reward, "mask_off_by_one"),
     "last token of the prompt trained on": (prepared(with_prompt_token), [], reward, "mask_off_by_one"),
     "advantages of other rows": (prepared(rolled_advantages), [], reward, "advantage_mismatch"),
+    "top-k": (sampled_otherwise(top_k=8), [], reward, "truncated_sampling"),
+    "no refit arrives": (no_refit, ["grpo.optimizer.lr=0.03"], reward, "stale_weights"),
+    "last token not trained on": (prepared(without_last_token), [], reward, "mask_off_by_one"),
+    "a turn is tokenised again": (through_engine(tokenised_again), GUESSING, reward, "retokenised_turn"),
+    "other experts": (other_experts, ["policy.model_name={file}:mixture"], reward, "router_drift"),
+    "length is rewarded": (NOTHING, [FIRST_SFT, "grpo.optimizer.lr=0.02"], long, "reward_hacked_length"),
+    "repetition is rewarded": (NOTHING, [], repeats, "reward_hacked_repetition"),
+    "form is rewarded": (NOTHING, [FIRST_SFT], dressed, "reward_hacked_format"),
+    "the judge drifts": (NOTHING, [FIRST_SFT, FEW_ROWS], drifting, "reward_drift"),
+    "the judge is moody": (NOTHING, [FIRST_SFT, FEW_ROWS], moody, "reward_inconsistent"),
+    "entropy collapses": (sharpened, [], reward, "entropy_collapse"),
     "NaN in the trainer's weights": (broken_weights, [], reward, "nan"),
     "constant reward": (NOTHING, [], constant, "reward_constant"),
     "one prompt pays": (NOTHING, [UNSCALED], one_prompt_pays, "group_dominates"),
@@ -210,11 +361,17 @@ FAULTS = {
 }  # fmt: skip
 
 
-def one_run(name, folder):
+def one_run(name, folder, *, on_ray=False):
     """Run with one fault; return its findings."""
-    fault, keys, judge, _ = FAULTS[name]
-    rows = [json.dumps({"prompt": f"{n}+{n % 7}=", "answer": "1"}) for n in range(64)]
+    fault, keys, judge, _ = FAULTS[name] if name in FAULTS else (NOTHING, CLEAN[name], reward, None)
+    rows = [json.dumps({"prompt": f"{n}+{n % 7}=", "answer": f"{n % 10}"}) for n in range(64)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "few.jsonl").write_text("\n".join(rows[:10]))
+    pairs = [{"prompt": f"{n}+{n % 7}=", "chosen": f"{n % 10}", "rejected": f"{(n + 3) % 10}"} for n in range(64)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    labelled = [{"prompt": f"{n}+{n % 7}=", "completion": f"{n % 9}", "label": n % 2 == 0} for n in range(64)]
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled)))
+    keys = [*keys, *(["cluster.runtime=ray"] if on_ray else [])]
     (folder / "twice.jsonl").write_text("\n".join(rows + rows))
     (folder / "recipe.yaml").write_text(
         f"""
@@ -232,12 +389,16 @@ def one_run(name, folder):
         """
     )
     recipe = load_recipe(
-        folder / "recipe.yaml", schema=Recipe, overrides=[key.replace("{folder}", str(folder)) for key in keys]
+        folder / "recipe.yaml",
+        schema=Recipe,
+        overrides=[key.replace("{folder}", str(folder)).replace("{file}", __file__) for key in keys],
     )
     with contextlib.ExitStack() as stack:
 
         def with_fault(*arguments, **options):
             parts = build(*arguments, **options)
+            if name in FAULTS:
+                parts.engine.submit = None  # faults of the engine are put into `generate`, so no request may pass it by
             if (patch := fault(parts)) is not None:
                 stack.enter_context(patch)
             return parts
@@ -253,13 +414,20 @@ def main():
     """Print a line per fault, and at the end how many were named first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of faults")
+    parser.add_argument("--clean", action="store_true", help="clean runs alone")
+    parser.add_argument("--ray", action="store_true", help="clean runs on Ray alone")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     results = {}
-    for name in arguments.only or FAULTS:
-        wanted = FAULTS[name][3]
+    for name in arguments.only or ([] if arguments.clean or arguments.ray else [*FAULTS]) + [*CLEAN]:
+        wanted = FAULTS[name][3] if name in FAULTS else None
         with tempfile.TemporaryDirectory(prefix="seeded-faults-") as folder:
-            found = one_run(name, Path(folder))
+            try:
+                found = one_run(name, Path(folder), on_ray=arguments.ray)
+            except ValueError as error:
+                print(f"WRONG  {name}: {error}", flush=True)
+                results[name] = {"wanted": wanted, "found": [str(error)], "right": False}
+                continue
         first = found.findings[0] if found.findings else None
         right = (None if first is None else first.cause) == wanted
         results[name] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_algorithms import stepping
-from rl_launcher.errors import RunStoppedError
+from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import resume, run
 from rl_launcher.run.replay_step import recompute
@@ -112,3 +112,97 @@ def test_a_step_whose_weights_are_gone_says_so_and_replays_the_rest(recipe):
     assert "version 6" in found["logp"].reason
     first = replayed.first_difference
     assert (first.stage, first.row, first.recorded - first.recomputed) == ("reward", 3, pytest.approx(1.0))
+
+
+# -- Every stage ---------------------------------------------------------------------------------------------------
+
+PAIRS = [{"prompt": f"{digit}+0=", "chosen": str(digit), "rejected": str(9 - digit)} for digit in range(10)]
+LABELLED = [{"prompt": f"{digit}+0=", "completion": str(digit), "label": digit % 2 == 0} for digit in range(10)]
+BATCHES = "max_num_steps: 4, steps_per_generation: 2, num_prompts: 4, optimizer: {lr: 0.01}"
+STAGES = {
+    "sft": ([], "sft={max_num_steps: 4, batch_size: 4, optimizer: {lr: 0.01}}"),
+    "ppo": (
+        [],
+        "ppo={num_generations_per_prompt: 2, critic: {optimizer: {lr: 0.01}}, {batches}}",
+    ),
+    "distill": (
+        [],
+        "distill={k: 8, teacher: {model_name: '{folder}/model.py:build'}, {batches}}",
+    ),
+    "dpo, sampled": (
+        [],
+        "dpo={max_num_steps: 4, batch_size: 4, num_prompts: 6, pairs: sampled, optimizer: {lr: 0.01}}",
+    ),
+    "dpo, online": ([], "dpo={max_num_steps: 4, num_prompts: 4, pairs: online, optimizer: {lr: 0.01}}"),
+    "dpo, given": (PAIRS, "dpo={max_num_steps: 4, batch_size: 4, pairs: data, optimizer: {lr: 0.01}}"),
+    "orpo": (PAIRS, "orpo={max_num_steps: 4, batch_size: 4, optimizer: {lr: 0.01}}"),
+    "kto": (LABELLED, "kto={max_num_steps: 4, batch_size: 4, optimizer: {lr: 0.01}}"),
+    "reward_model": (PAIRS, "reward_model={max_num_steps: 4, batch_size: 4, optimizer: {lr: 0.01}}"),
+}
+SAMPLED = {"prompt", "reward", "advantage", "logp_old", "logp", "loss", "gradient"}
+GIVEN = {"prompt", "logp", "loss", "gradient"}
+REPLAYED = {
+    "sft": GIVEN, "orpo": GIVEN, "kto": GIVEN, "dpo, given": GIVEN, "dpo, sampled": GIVEN - {"prompt"},
+    "dpo, online": GIVEN - {"prompt"}, "ppo": SAMPLED, "distill": SAMPLED - {"advantage"},
+}  # fmt: skip
+"""Which stages of a step are computed again."""
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_steps_of_every_stage_are_recorded_clean_and_replayed_bit_for_bit(recipe, name):
+    """Nothing is found in them; what cannot be computed again says why, and the rest has the recorded bits."""
+    rows, stage = STAGES[name]
+    keys = ["grpo=null", stage.replace("{folder}", str(recipe.parent)).replace("{batches}", BATCHES)]
+    if rows:
+        (recipe.parent / "given.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        keys += ["env=null", f"data.source={recipe.parent}/given.jsonl"]
+    overrides = ["evaluation.every=0", "checkpointing={save_period: 2, ft_keep_latest_k: 4}", *keys]
+    run(load_recipe(recipe, schema=Recipe, overrides=["sft=null", *overrides] if name != "sft" else overrides))
+    directory = RunDirectory(recipe.parent / "run")
+    steps = directory.steps
+    assert steps.stage == name.split(",")[0]
+    assert [*steps] == ([2, 4] if name in {"ppo", "distill"} else [1, 2, 3, 4])
+    logged = {row["step"]: row for row in read_metrics(directory) if row["stage"] == steps.stage}
+    for number, step in steps.items():
+        losses = [update["loss"] for update in step.updates]
+        assert sum(losses) / len(losses) == pytest.approx(logged[number]["loss"], rel=1e-5, abs=1e-7)
+        if step.has("loss"):
+            assert np.nansum(step.padded("loss")) == pytest.approx(sum(losses), rel=1e-4, abs=1e-6)
+        if name != "reward_model":
+            assert np.isfinite(step.padded("logp")[step.trainable]).any()
+        assert step.data["layers"]
+    assert [str(each) for each in diagnose(directory).findings] == []
+    if name == "reward_model":
+        with pytest.raises(Refusal, match="reward_model"), recompute(directory, steps[4]):
+            pass
+        return
+    step = steps[4] if len(steps) == 2 else steps[3]  # there is a checkpoint of the weights before it
+    with recompute(directory, step) as stages:
+        found = replay(step, stages)
+    outcomes = {each.stage: each.outcome for each in found.results}
+    assert {stage for stage, outcome in outcomes.items() if outcome == "same"} == REPLAYED[name], found.results
+    assert all(each.reason for each in found.results if each.outcome == "not replayed")
+
+
+def test_with_weights_that_are_not_those_of_the_step_the_layer_is_named(recipe):
+    """The step's own weights agree; one parameter of the second of three layers is changed, and that layer is named."""
+    model = recipe.parent / "model.py"
+    model.write_text(model.read_text().replace("num_hidden_layers=1", "num_hidden_layers=3"))
+    _, directory = start(recipe, "grpo.max_num_steps=2")
+    step = directory.steps[2]
+    namespace = {}
+    exec(model.read_text(), namespace)
+    built, tokenizer = namespace["build"](0)
+    outcomes = []
+    for factor in (1.0, 300.0):
+        with torch.no_grad():
+            built.model.layers[1].mlp.down_proj.weight.mul_(factor)
+        folder = recipe.parent / f"weights-{factor}"
+        built.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        with recompute(directory, step, weights=folder) as stages:
+            outcomes.append({each.stage: each for each in replay(step, stages).results}["logp"])
+    assert [each.outcome for each in outcomes] == ["same", "differs"]
+    assert outcomes[1].layer == "model.layers.1"
+    assert (outcomes[1].row, outcomes[1].token) != (None, None)
+    assert "in layer model.layers.1" in str(outcomes[1])

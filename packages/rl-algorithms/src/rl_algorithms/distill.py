@@ -18,13 +18,14 @@ Axes: B rows, T tokens, K words.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rl_algorithms import observation
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.contracts import (
     Engine,
@@ -40,7 +41,7 @@ from rl_algorithms.distillation.config import DistillConfig, explain, require_sa
 from rl_algorithms.distillation.examples import Examples, NoReward, Rows, RowsOfBoth, prepare
 from rl_algorithms.distillation.losses import advantage, divergence
 from rl_algorithms.distillation.self_distillation import demonstrations, of_rollouts
-from rl_algorithms.rollouts import collect_batch, describe, episode_seed
+from rl_algorithms.rollouts import Rollouts, collect_batch, describe, episode_seed
 from rl_algorithms.stepping import (
     PhaseTimer,
     batches_left,
@@ -72,6 +73,7 @@ def train(
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
+    on_rollouts: Callable[[Rollouts], object] = lambda _: None,
 ) -> Iterator[dict[str, float]]:
     """Distil on the student's own answers; arguments, what is yielded and resuming are those of `grpo.train`.
 
@@ -97,6 +99,7 @@ def train(
     for number, taken in left:
         batch = next(given)
         rollouts = collect_batch(iter([batch]), config, number=number, version=version, seed=seed, **ask)
+        on_rollouts(rollouts)
         metrics = describe(rollouts, version=version)
         if environment is None:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(("reward", "groups"))}
@@ -106,7 +109,8 @@ def train(
             rows = of_rollouts(kept, batch, chat, template=template, success_reward=config.success_reward)
             metrics["rows_without_tokens"] = float((~rows.trainable.any(dim=1)).sum())
         if template is None or rows.trainable.any():  # else no step, and nothing new to transfer
-            steps = _take_steps(policy, rows, teacher, config=config, timer=timer, seed=episode_seed(seed, number))
+            places, numbered = (~rollouts.failed).nonzero()[:, 0], episode_seed(seed, number)
+            steps = _take_steps(policy, rows, teacher, config=config, timer=timer, seed=numbered, places=places)
             version += len(steps)
             bring_weights(weight_sync, version=version, timer=timer)
             metrics |= mean_of_steps(steps)
@@ -159,24 +163,56 @@ def loss(
 
     `logp` is the student's, of `examples.token_ids`; `num_tokens` counts the trainable tokens of the whole step.
     """
+    columns, sums = token_losses(logp, examples, config=config, num_tokens=num_tokens)
+    return columns["loss"].sum(), sums
+
+
+def token_losses(
+    logp: Float[Tensor, "B T K"], examples: Examples, *, config: DistillConfig, num_tokens: int
+) -> tuple[dict[str, Tensor], Sums]:
+    """`loss` before it is added up.
+
+    Returns:
+        Columns [B, T], `loss`, and `logp` of the tokens themselves, NaN where the teacher did not name them; and the
+        same sums.
+    """
     mask = examples.trainable
     student, teacher = (torch.where(mask[..., None], each, 0.0) for each in (logp, examples.logp_teacher))
     per_token = divergence(student, teacher, beta=config.beta, interpolation=config.interpolation, tail=config.tail)
-    total = torch.where(mask, per_token, 0.0).sum() / num_tokens
+    columns = {"loss": torch.where(mask, per_token, 0.0) / num_tokens}
+    total = columns["loss"].sum()
+    named = (examples.token_ids == examples.tokens[..., None]) & mask[..., None]
+    own = torch.where(named, logp.detach(), 0.0).sum(-1)
+    columns["logp"] = torch.where(named.any(-1), own, float("nan"))
     masses = (torch.where(mask, each.detach().exp().sum(-1), 0.0).sum() for each in (student, teacher))
-    return total, {"loss": total.detach(), **dict(zip(("student_mass", "teacher_mass"), masses, strict=True))}
+    return columns, {"loss": total.detach(), **dict(zip(("student_mass", "teacher_mass"), masses, strict=True))}
+
+
+observation.TOKEN_LOSSES[loss] = token_losses
 
 
 def _take_steps(
-    policy: Student, rows: TokenBatch, teacher: Teacher, *, config: DistillConfig, timer: PhaseTimer, seed: int
+    policy: Student,
+    rows: TokenBatch,
+    teacher: Teacher,
+    *,
+    config: DistillConfig,
+    timer: PhaseTimer,
+    seed: int,
+    places: Tensor | None = None,
 ) -> list[dict[str, float]]:
-    """Ask the teacher, and deal the rows over `steps_per_generation` optimizer steps in a random order."""
+    """Ask the teacher, and deal the rows over `steps_per_generation` optimizer steps in a random order.
+
+    `places` [B] says which rollout of its batch each row is, where the rows are rollouts.
+    """
     shuffle = torch.Generator().manual_seed(seed)  # the same when a run is resumed here
     kept = rows.trainable.any(dim=1).nonzero()[:, 0]
     if not len(kept):
         raise ValueError(f"none of the {rows.tokens.numel()} tokens of this batch is trainable")
     with timer.phase("teacher"):
         examples = prepare(rows, teacher, k=config.k)
+        if places is not None:
+            examples = observation.numbered(examples, places)
     order = kept[torch.randperm(len(kept), generator=shuffle)].tensor_split(config.steps_per_generation)
     with timer.phase("train"):
         return [step(policy, take_rows(examples, part), config) for part in order if len(part)]

@@ -12,7 +12,7 @@ equal ones as better. The step is on all pairs that were found, `batch_size` is 
 Axes: P prompts, G responses to each; B = 2 * pairs rows, chosen then rejected. Reference: OAIF (arXiv:2402.04792).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from rl_algorithms import dpo
@@ -20,7 +20,7 @@ from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, WeightSync
 from rl_algorithms.dpo import DPOConfig
 from rl_algorithms.preferences.pairs import pairs_from_rollouts
-from rl_algorithms.rollouts import collect_batch, describe
+from rl_algorithms.rollouts import Rollouts, collect_batch, describe
 from rl_algorithms.stepping import PhaseTimer, batches_left, bring_weights, checked_batches
 
 __all__ = ["DPOConfig", "train"]
@@ -42,6 +42,7 @@ def train(
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
+    on_rollouts: Callable[[Rollouts], object] = lambda _: None,
 ) -> Iterator[dict[str, float]]:
     """Take at most `max_num_steps` steps, one on each batch of `num_prompts`; the arguments are `grpo.train`'s.
 
@@ -60,6 +61,7 @@ def train(
     given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
     for number, taken in left:
         rollouts = collect_batch(given, config, number=number, version=version, seed=seed, timer=timer, **ask)
+        on_rollouts(rollouts)
         pairs = pairs_from_rollouts(rollouts, pairs_per_prompt=config.pairs_per_prompt)
         metrics = {**describe(rollouts, version=version), "pairs": float(len(pairs))}
         if pairs:  # without them no step, and nothing new to transfer

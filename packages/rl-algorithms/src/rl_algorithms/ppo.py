@@ -11,13 +11,13 @@ critic has an optimizer of its own, so that its loss needs no weight. Axes: B ro
 References: PPO (arXiv:1707.06347), GAE (arXiv:1506.02438), VAPO (arXiv:2504.05118).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from rl_algorithms import grpo, presets, value_function
+from rl_algorithms import grpo, observation, presets, value_function
 from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Engine, Environment, Policy, Reference, ValueModel, WeightSync
@@ -91,6 +91,7 @@ def train(
     version: int = 0,
     steps_taken: int = 0,
     seed: int = 0,
+    on_rollouts: Callable[[Rollouts], object] = lambda _: None,
 ) -> Iterator[dict[str, float]]:
     """Train both models for `max_num_steps` each; what is given, yielded and needed to go on is as for `grpo.train`."""
     timer = PhaseTimer()
@@ -99,8 +100,10 @@ def train(
     given = checked_batches(prompts, name="prompts", wanted=len(left), size=config.num_prompts)
     for number, taken in left:
         rollouts = collect_batch(given, config, number=number, version=version, seed=seed, timer=timer, **ask)
+        on_rollouts(rollouts)
         with timer.phase("train"):
             ready = prepare(rollouts, config, value_model=value_model, policy=policy, reference=reference)
+            ready = observation.number_rows(ready[0], rollouts, config.objective), ready[1]
             steps = take_steps(ready, config, policy=policy, value_model=value_model, seed=episode_seed(seed, number))
         metrics = describe(rollouts, version=version) | describe_values(ready[1])
         version += len(steps)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_algorithms import offline
+from rl_algorithms import observation, offline
 from rl_algorithms.chat import Demonstration, TokenizedConversation
 from rl_algorithms.choices import check_fields
 from rl_algorithms.contracts import Policy, Sums
@@ -134,9 +134,19 @@ def step(policy: Policy, examples: Examples, config: SFTConfig) -> dict[str, flo
 def _loss(
     logp: Float[Tensor, "B T"], examples: Examples, *, config: SFTConfig, total: float
 ) -> tuple[Float[Tensor, ""], Sums]:
+    columns, sums = _token_losses(logp, examples, config=config, total=total)
+    return columns["loss"].sum(), sums
+
+
+def _token_losses(
+    logp: Float[Tensor, "B T"], examples: Examples, *, config: SFTConfig, total: float
+) -> tuple[dict[str, Tensor], Sums]:
     weights = _weights(examples, config)
-    loss = -(torch.where(weights > 0, logp, 0.0) * weights).sum() / total
-    return loss, {"loss": loss.detach()}
+    loss = -(torch.where(weights > 0, logp, 0.0) * weights) / total
+    return {"logp": logp.detach(), "loss": loss}, {"loss": loss.detach().sum()}
+
+
+observation.TOKEN_LOSSES[_loss] = _token_losses
 
 
 def _weights(examples: Examples, config: SFTConfig) -> Float[Tensor, "B T"]:

@@ -28,7 +28,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -131,7 +131,10 @@ class Finding:
     """The first rollout of that step."""
 
     token: int | None = None
-    """The first token of that rollout, counted from the start of the prompt."""
+    """The first token of that rollout, counted from the start of the prompt; of a reward, where it is given."""
+
+    run_stage: str | None = None
+    """The stage of the run, such as `grpo`, where the run has several."""
 
     @property
     def remedy(self) -> str:
@@ -141,7 +144,8 @@ class Finding:
     def __str__(self) -> str:
         """The finding in two lines."""
         places = [f"{name} {place}" for name in ("step", "row", "token") if (place := getattr(self, name)) is not None]
-        where = f" ({self.stage}; {', '.join(places)})" if places else f" ({self.stage})"
+        of_run = "" if self.run_stage is None else f"{self.run_stage} "
+        where = f" ({self.stage}; {of_run}{', '.join(places)})" if places else f" ({self.stage})"
         return f"{self.cause}{where}: {self.evidence}\n    {self.remedy}"
 
 
@@ -165,13 +169,25 @@ class Diagnosis:
 
 
 def diagnose(run: RunDirectory, *, stage: str | None = None) -> Diagnosis:
-    """Look for causes in the recorded steps and the log of a run."""
-    recorded = RecordedSteps(run, stage)
-    steps, remarks = recorded.readable()
-    rows = [row for row in read_metrics(run) if recorded.stage is None or row.get("stage") == recorded.stage]
+    """Look for causes in the recorded steps and the log of a run: of one stage, or of every stage that has some."""
+    log = read_metrics(run)
     samples = read_json_lines(run.samples)[0] if run.samples.exists() else []
-    found = diagnose_steps(steps, log=rows, samples=samples)
-    return Diagnosis(findings=found.findings, steps=found.steps, remarks=[*remarks, *found.remarks])
+    stages: list[str | None] = [stage] if stage is not None else [*RecordedSteps(run).stages]
+    if not stages:  # only the log can be looked at
+        stages = [None]
+    findings: list[Finding] = []
+    numbers: list[int] = []
+    remarks: list[str] = []
+    for each in stages:
+        steps, unreadable = RecordedSteps(run, each).readable()
+        rows = [row for row in log if each is None or row.get("stage") == each]
+        found = diagnose_steps(steps, log=rows, samples=samples)
+        several = each if len(stages) > 1 else None
+        findings += [replace(finding, run_stage=several) for finding in found.findings]
+        numbers += found.steps
+        told = [f"{each}: {remark}" if several else remark for remark in found.remarks]
+        remarks += [*unreadable, *told]
+    return Diagnosis(findings=sorted(findings, key=lambda one: -one.score), steps=numbers, remarks=remarks)
 
 
 def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), samples: Sequence[Row] = ()) -> Diagnosis:
@@ -183,8 +199,9 @@ def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), sa
         samples: held-out responses, as `samples.jsonl` holds them.
     """
     remarks = [] if steps else ["no step is recorded, so that only the log was looked at"]
+    sampled = [each for each in steps if not each.data.get("given_rows")]
     for name, lost in (("logp_old", "the engine's"), ("logp", "the trainer's")):
-        if steps and not any(each.has(name) for each in steps):
+        if sampled and not any(each.has(name) for each in steps):
             remarks.append(
                 f"{lost} log-probabilities ({name}) are not recorded: whether engine and trainer agree is not known"
             )
@@ -192,15 +209,26 @@ def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), sa
     findings += _check_mismatch(steps, log)
     for check in (_check_prompts, _check_rewards_over_time, _check_data):
         findings += check(steps, samples)
-    findings += _reward_goes_with(steps, log)
+    findings += _reward_goes_with(sampled, log)
     findings += _check_log(log, steps)
     # One finding per cause: the first place of the highest score.
     best: dict[str, Finding] = {}
-    for each in findings:
+    for each in (_located(finding, steps) for finding in findings):
         if each.cause not in best or each.score > best[each.cause].score:
             best[each.cause] = each
     ranked = sorted(best.values(), key=lambda each: -each.score)
     return Diagnosis(findings=ranked, steps=[each.step for each in steps], remarks=remarks)
+
+
+def _located(finding: Finding, steps: Sequence[RecordedStep]) -> Finding:
+    """The finding with a token: of a reward the last of the response, of data the first, else where it begins."""
+    step = next((each for each in steps if each.step == finding.step), None)
+    if step is None or finding.row is None or finding.token is not None or not step.response[finding.row].any():
+        return finding
+    response = step.response[finding.row]
+    last = len(response) - 1 - int(response[::-1].argmax())
+    token = {"reward": last, "data": 0, "prompt": 0}.get(finding.stage, int(response.argmax()))
+    return replace(finding, token=token)
 
 
 def monitor_step(step: RecordedStep) -> list[Finding]:
@@ -235,7 +263,7 @@ def _check_finite(step: RecordedStep) -> Iterator[Finding]:
         return
     trained = step.row("update", missing=0) >= 0
     for name in ("logp_old", "advantage", "logp_proximal", "logp_ref", "logp", "loss"):
-        if not step.has(name):
+        if not step.has(name) or name in step.data.get("partly_known", ()):
             continue
         where = step.response if name == "logp_old" else step.response & step.trainable & trained[:, None]
         values = step.padded(name)
@@ -896,6 +924,19 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
             f"{math.exp(min(size, 20)):.1f}); gradient norms go from {min(norms, default=0):.3g} to "
             f"{max(norms, default=0):.3g}",
         )
+    losses = series("loss")
+    if steps and steps[-1].data.get("given_rows") and len(losses) >= 6:
+        first, last = (float(np.mean([value for _, value in part])) for part in (losses[:3], losses[-3:]))
+        if last > (limit := 2 * abs(first) + 0.5):
+            yield Finding(
+                cause="learning_rate",
+                score=0.74,
+                stage="policy",
+                step=next(at for at, value in losses if value > limit),
+                row=0,
+                evidence=f"the loss of given rows rose from {first:.3g} to {last:.3g}; gradient norms go from "
+                f"{min(norms, default=0):.3g} to {max(norms, default=0):.3g}",
+            )
     entropy = series("entropy")
     if len(entropy) >= 6 and len(reward) >= 6:
         most, now = max(value for _, value in entropy), float(np.mean([value for _, value in entropy[-3:]]))

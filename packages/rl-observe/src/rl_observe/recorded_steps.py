@@ -55,8 +55,11 @@ FORMAT = 1
 RESPONSE, TRAINABLE, CLIPPED = 1, 2, 4
 """Bits of the column `flags`."""
 
-PER_RESPONSE_TOKEN = ("logp_old", "logp", "logp_ref", "logp_proximal", "loss", "weight", "entropy")
+PER_RESPONSE_TOKEN = ("logp_old", "logp", "logp_ref", "logp_proximal", "loss", "weight", "entropy", "value")
 """Columns of float32 that only tokens of a response have; NaN where it is not known."""
+
+FIGURE = "figure/"
+"""Begins the name of a column of `figures`."""
 
 
 class RecordedStepError(ValueError):
@@ -112,6 +115,9 @@ class StepRollouts:
     entropy: ArrayLike | None = None
     """[B, T] of the policy's distribution, in nats."""
 
+    value: ArrayLike | None = None
+    """[B, T] what a critic predicted before each response token."""
+
     clipped: ArrayLike | None = None
     """[B, T] bool: tokens whose ratio was clipped."""
 
@@ -138,6 +144,9 @@ class StepRollouts:
 
     update: ArrayLike | None = None
     """[B] which of the step's updates trained on the row, from 0; -1 for none. By default 0."""
+
+    figures: Mapping[str, ArrayLike] = field(default_factory=dict)
+    """[B] other numbers of whole rollouts by name, such as a reward model's `score`."""
 
     sources: Sequence[str] = ()
     """Where each prompt comes from, such as `rows.jsonl line 7`."""
@@ -390,6 +399,8 @@ def _columns(rollouts: StepRollouts) -> dict[str, Array]:
         columns["update"] = of_rows("update", rollouts.update).astype(np.int16)
     if rollouts.components is not None and len(rollouts.component_names):
         columns["components"] = of_rows("components", rollouts.components).astype(np.float64)
+    for name, given in rollouts.figures.items():
+        columns[f"{FIGURE}{name}"] = of_rows(name, given).astype(np.float32)
     return columns
 
 
@@ -486,6 +497,8 @@ class RecordedSteps(Mapping[int, "RecordedStep"]):
     def __init__(self, run: RunDirectory, stage: str | None = None) -> None:
         found = _bundles(run.recorded_steps)
         self.stage = stage or (found[-1].stage if found else None)
+        self.stages = [*dict.fromkeys(each.stage for each in found)]
+        """Every stage that has recorded steps, in the order in which they were recorded."""
         self._run, self._paths = run, {each.step: each.path for each in found if each.stage == self.stage}
 
     def of_stage(self, stage: str) -> RecordedSteps:
@@ -512,6 +525,12 @@ class RecordedSteps(Mapping[int, "RecordedStep"]):
                 f"kept says RecordedStepsConfig (logger.recorded_steps in a recipe)"
             )
         return RecordedStep.read(path)
+
+    @property
+    def rollouts(self) -> Any:
+        """The rollouts of all steps that can be read as one DataFrame, with the column `step`. Needs pandas."""
+        rows = [{"step": step.step, **row} for step in self.readable()[0] for row in step.rows]
+        return _pandas().DataFrame(rows)
 
     def readable(self) -> tuple[list[RecordedStep], list[str]]:
         """All steps that can be read in their order, and one sentence about each that cannot."""
@@ -702,6 +721,7 @@ class RecordedStep:
                 "row": row,
                 "group": int(self.columns["groups"][row]),
                 **self.shared[row],
+                "prompt": self.text(row, part="prompt"),
                 "response": self.text(row),
                 "reward": float(self.columns["rewards"][row]),
             }
@@ -721,6 +741,9 @@ class RecordedStep:
                 each["max_logp_gap"] = float(np.nanmax(gaps)) if np.isfinite(gaps).any() else None
             each["loss"] = None if loss is None else float(np.nansum(loss[row]))
             each["clip_fraction"] = float(clipped[row].sum() / max(counts[row], 1))
+            for name in self.columns:
+                if name.startswith(FIGURE):
+                    each[name.removeprefix(FIGURE)] = float(self.columns[name][row])
             rows.append(each)
         return rows
 

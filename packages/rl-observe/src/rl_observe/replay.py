@@ -5,7 +5,7 @@
     advantage   rewards compared within groups
     logp_old    the engine samples again, with the same weights and seeds
     logp        the trainer's forward pass, on the first update
-    loss        of each token
+    loss        of each token, or of the step where the loss is not one of tokens
     gradient    its norm
 
 Advantages and losses of plain GRPO are computed here, by formulas written out once more. What needs a model, a template
@@ -20,15 +20,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_observe.layers import first_layer_that_differs
 from rl_observe.recorded_steps import RecordedStep
 
 __all__ = ["BOUNDS", "STAGES", "NotReplayable", "Recompute", "Replay", "StageResult", "plain_advantages", "replay"]
+
+LAYER_BOUND = 1e-4
+"""How far the norm of what a layer puts out may be off before it is named, if log-probabilities differ."""
 
 Array: TypeAlias = NDArray[Any]
 Recompute: TypeAlias = Callable[[RecordedStep], Array]
@@ -71,6 +75,9 @@ class StageResult:
     token: int | None = None
     """The first token of it that does."""
 
+    layer: str | None = None
+    """Of `logp` that is not the same: the first layer of the model whose output is another one, if that is known."""
+
     recorded: float | None = None
     """The value there."""
 
@@ -85,9 +92,12 @@ class StageResult:
         if self.outcome == "not replayed":
             return f"{self.stage:<10} not replayed: {self.reason}"
         line = f"{self.stage:<10} {self.outcome}, {self.compared} numbers, largest difference {self.largest:.3g}"
+        if self.outcome == "within" and self.layer:
+            line += f", in layer {self.layer} first"
         if self.outcome == "differs":
             places = [f"{name} {place}" for name in ("row", "token") if (place := getattr(self, name)) is not None]
             where = f" first at {', '.join(places)}" if places else ""
+            where += f"{',' if where else ''} in layer {self.layer}," if self.layer else ""
             line += f":{where} recorded {self.recorded:.8g}, recomputed {self.recomputed:.8g}"
         return line
 
@@ -124,10 +134,12 @@ def replay(step: RecordedStep, recompute: Mapping[str, Recompute] | None = None)
     Args:
         step: a recorded step.
         recompute: functions by stage; they replace what is computed here. `prompt` returns token ids [B, T] with -1
-            outside of prompts, `reward` [B], `gradient` the norm of the first update as an array of one number, all
-            others [B, T]. One that cannot answer raises `NotReplayable`.
+            outside of prompts (of given rows all tokens), `reward` [B], `gradient` the norm of the first update as an
+            array of one number, `loss` too where no loss of tokens was recorded, all others [B, T]. One that cannot
+            answer raises `NotReplayable`. Besides, `layers` returns what `LayerNorms.take` gave of the first update.
     """
-    given: dict[str, Recompute] = {"advantage": plain_advantages, "loss": _plain_loss, **(recompute or {})}
+    given: dict[str, Any] = {"advantage": plain_advantages, "loss": _plain_loss, **(recompute or {})}
+    layers: Callable[[RecordedStep], Mapping[str, float]] = given.pop("layers", lambda _: {})
     if unknown := sorted(set(given) - set(STAGES)):
         raise ValueError(f"{', '.join(unknown)} is no stage; the stages are {', '.join(STAGES)}")
     bounds = BOUNDS.get(str(step.data.get("precision")), BOUNDS["float32"])
@@ -136,16 +148,23 @@ def replay(step: RecordedStep, recompute: Mapping[str, Recompute] | None = None)
         try:
             recorded = _recorded(step, stage)
             recomputed = np.asarray(given.get(stage, _need_the_program)(step))
-            if stage in {"logp", "loss"}:
+            if stage in {"logp", "loss"} and recomputed.ndim == 2:
                 recomputed = _of_first_update(step, recomputed)
         except NotReplayable as error:
             results.append(StageResult(stage=stage, outcome="not replayed", reason=str(error)))
             continue
-        results.append(_compare(stage, recorded, recomputed, bound=bounds.get(stage, 0.0)))
+        result = _compare(stage, recorded, recomputed, bound=bounds.get(stage, 0.0))
+        known = step.data.get("layers")
+        if stage == "logp" and result.outcome != "same" and known:
+            other = first_layer_that_differs(known, layers(step), bound=LAYER_BOUND)
+            result = replace(result, layer=None if other is None else other[0])
+        results.append(result)
     return Replay(step=step.step, results=results)
 
 
 def _recorded(step: RecordedStep, stage: str) -> Array:
+    if stage == "prompt" and step.data.get("given_rows"):
+        return step.padded("tokens")
     if stage == "prompt":
         starts = np.where(step.response.any(axis=1), step.response.argmax(axis=1), 0)
         return np.where(np.arange(step.filled.shape[1]) < starts[:, None], step.padded("tokens"), -1)
@@ -157,6 +176,10 @@ def _recorded(step: RecordedStep, stage: str) -> Array:
         if norm is None:
             raise NotReplayable("no gradient norm was recorded")
         return np.array([norm], dtype=np.float64)
+    if step.data.get("given_rows") and stage in {"reward", "advantage", "logp_old"}:
+        raise NotReplayable("the rows were given, and nothing was sampled")
+    if stage == "loss" and not step.has("loss") and step.updates and step.updates[0].get("loss") is not None:
+        return np.array([step.updates[0]["loss"]], dtype=np.float64)
     if not step.has(stage):
         why = step.data.get("not_recorded", {}).get(stage, "it was not recorded")
         raise NotReplayable(str(why))
@@ -203,7 +226,7 @@ def _compare(stage: str, recorded: Array, recomputed: Array, *, bound: float) ->
         outcome="differs",
         compared=compared,
         largest=largest,
-        row=place[0] if stage != "gradient" else None,
+        row=place[0] if recorded.size > 1 or stage == "reward" else None,
         token=place[1] if len(place) > 1 else None,
         recorded=float(recorded[place]),
         recomputed=float(recomputed[place]),

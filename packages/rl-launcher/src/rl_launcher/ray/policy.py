@@ -69,6 +69,9 @@ class RayPolicy:
             replies = self._on_all_ranks(method, lambda actor: actor.submit("run", call, *arguments, **options))
             self._set_version, self._interrupted = False, None
             del self._forgotten[: len(forgotten)]
+            for each in arguments:
+                if hasattr(each, "kept"):  # an observed loss: every rank's copy has kept columns of its own rows
+                    each.kept.extend(kept for reply in replies for kept in reply.kept)
             first = replies[0]
             if model == POLICY:
                 self._version, self._learning_rate = first.version, first.learning_rate

@@ -103,3 +103,5 @@ class Reply:
     """Optimizer steps that the weights of the model have seen by now; 0 of a frozen one."""
     learning_rate: float | None
     """Of its next step; None before `start_training`."""
+    kept: tuple[Any, ...] = ()
+    """What this rank's copy of an observed loss has kept of its rows: their numbers, and columns of them."""

@@ -111,7 +111,10 @@ class TrainingWorker:
         model, rate = self._models[call.model], None
         with contextlib.suppress(RuntimeError, AttributeError):  # no optimizer yet, or none ever
             rate = model.learning_rate
-        return Reply(_on_host(value) if wanted else None, getattr(model, "version", 0), rate)
+        kept = tuple(
+            (_on_host(rows), _on_host(columns)) for each in arguments for rows, columns in getattr(each, "kept", ())
+        )
+        return Reply(_on_host(value) if wanted else None, getattr(model, "version", 0), rate, kept)
 
     def close(self) -> None:
         """Write what is still being recorded; close the refit and the backends, and leave the process group."""

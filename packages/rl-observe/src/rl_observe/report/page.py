@@ -22,6 +22,7 @@ from rl_observe.glossary import finite_number, typeset_value
 from rl_observe.log_files import flat
 from rl_observe.report.curves import NUM_COLORS, headline_chart, overlay_charts, stage_charts
 from rl_observe.report.record import read_record, section, text
+from rl_observe.report.rollouts import browsable
 from rl_observe.report.sections import before_after, conversations, outcome, refits
 from rl_observe.report.times import breakdown, gantt_legend, gantts, phase_class
 from rl_observe.run_directory import RunDirectory, write_text
@@ -49,6 +50,7 @@ def write_report(run: RunDirectory) -> Path:
         conditions=Counter(text(event, "name") or "event" for event in record.events),
         samples=before_after(record),
         conversations=conversations(record),
+        rollouts=browsable(run),
         breakdown=breakdown(record),
         gantts=charts,
         gantt_legend=gantt_legend(charts),
@@ -133,7 +135,7 @@ def render(template: str, **context: Any) -> str:
         return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
     library = f"/*!\n{read('vendor/uplot/LICENSE')}\n*/\n{read('vendor/uplot/uPlot.iife.min.js')}"
-    script = f"{library}\n{read('report.js')}"
+    script = f"{library}\n{read('report.js')}\n{read('rollouts.js')}"
     style = f"{read('vendor/uplot/uPlot.min.css')}\n{read('report.css')}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Styles need 'unsafe-inline': bars and boxes are placed by style attributes.

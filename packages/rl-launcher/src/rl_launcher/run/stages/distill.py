@@ -7,6 +7,7 @@ from rl_launcher.errors import Refusal
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
+from rl_launcher.run.step_recording import StepRecording, timings_of
 from rl_launcher.schema import DistillStage, Recipe
 
 
@@ -30,9 +31,10 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
     prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     if started.taken and recorder.progress.order is not None:
         prompts.load_state(recorder.progress.order)
+    recording = StepRecording(recorder.log.recorded_steps, "distill", stage, recipe=recipe, parts=parts)
     taken, learning_rate = started.taken, policy.learning_rate
-    for metrics in distill.train(
-        policy=policy,
+    steps = distill.train(
+        policy=recording.observed(policy),
         teacher=parts.teacher,
         engine=parts.engine,
         weight_sync=parts.weight_sync,
@@ -44,11 +46,14 @@ def run(stage: DistillStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluat
         version=policy.version,
         steps_taken=taken,
         seed=recipe.seed,
-    ):
+        on_rollouts=recording.on_rollouts,
+    )
+    while (metrics := recording.next_of(steps, number=taken + stage.steps_per_generation)) is not None:
         previous, taken = taken, taken + stage.steps_per_generation
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
         if recipe.evaluation.due(previous, taken):
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
+        recording.record(taken, timings=timings_of(metrics))
         recorder.step("distill", taken, {**metrics, **extra}, order=prompts.state())
         learning_rate = policy.learning_rate

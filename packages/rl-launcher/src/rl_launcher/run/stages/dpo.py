@@ -7,6 +7,7 @@ from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import StageStart, start_stage
+from rl_launcher.run.step_recording import StepRecording, timings_of
 from rl_launcher.schema import DPOStage, Recipe
 
 
@@ -36,16 +37,18 @@ def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
     if not taken and pairs.held_out is not None:
         with recorder.phase("evaluate"):
             recorder.evaluation("dpo", margins())
+    recording = StepRecording(recorder.log.recorded_steps, "dpo", stage, recipe=recipe, parts=parts)
+    recording.draws(len(pairs.train.tokens) // 2, word="pair", size=stage.batch_size, seed=recipe.seed, taken=taken)
     learning_rate = policy.learning_rate
     steps = dpo.train(
-        policy=policy,
+        policy=recording.observed(policy),
         examples=pairs.train,
         config=stage,
         version=policy.version,
         steps_taken=taken,
         seed=recipe.seed,
     )
-    for index, metrics in enumerate(steps, start=taken + 1):
+    for index, metrics in recording.numbered(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
         if is_last or recipe.evaluation.due(index - 1, index):
@@ -54,6 +57,7 @@ def run(stage: DPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick() | margins()
+        recording.record(index, timings=timings_of(metrics))
         recorder.step("dpo", index, {**metrics, **extra})
         learning_rate = policy.learning_rate
 
@@ -65,9 +69,10 @@ def _train_online(
     prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     if taken and recorder.progress.order is not None:
         prompts.load_state(recorder.progress.order)
+    recording = StepRecording(recorder.log.recorded_steps, "dpo", stage, recipe=recipe, parts=parts)
     learning_rate = policy.learning_rate
-    for metrics in online_dpo.train(
-        policy=policy,
+    steps = online_dpo.train(
+        policy=recording.observed(policy),
         engine=parts.engine,
         weight_sync=parts.weight_sync,
         environment=parts.environment,
@@ -79,12 +84,15 @@ def _train_online(
         version=policy.version,
         steps_taken=taken,
         seed=recipe.seed,
-    ):
-        taken += 1
+        on_rollouts=recording.on_rollouts,
+    )
+    for index, metrics in recording.numbered(steps, start=taken + 1):
+        taken = index
         extra = {"learning_rate": learning_rate, **parts.weight_sync.metrics()}
         if recipe.evaluation.due(taken - 1, taken):
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
+        recording.record(taken, timings=timings_of(metrics))
         recorder.step("dpo", taken, {**metrics, **extra}, order=prompts.state())
         learning_rate = policy.learning_rate
 

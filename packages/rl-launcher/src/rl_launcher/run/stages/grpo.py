@@ -9,9 +9,9 @@ from rl_algorithms.data import ShuffledBatches
 from rl_algorithms.rollouts import Rollouts
 from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
-from rl_launcher.run.record import PHASE, Recorder
+from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
-from rl_launcher.run.step_recording import StepRecording
+from rl_launcher.run.step_recording import StepRecording, timings_of
 from rl_launcher.schema import GRPOStage, Recipe
 from rl_observe import ScoredResponse
 
@@ -30,7 +30,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
     )
     prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     latest: list[Rollouts] = []
-    recording = StepRecording(recorder.log.recorded_steps, stage, recipe=recipe, parts=parts)
+    recording = StepRecording(recorder.log.recorded_steps, "grpo", stage, recipe=recipe, parts=parts)
 
     def on_rollouts(rollouts: Rollouts) -> None:
         latest[:] = [rollouts]
@@ -77,7 +77,7 @@ def run(stage: GRPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
             # The engine is idle, or takes any number of callers: it gets no new weights before the next step.
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
-        recording.record(taken, timings={name: value for name, value in metrics.items() if name.startswith(PHASE)})
+        recording.record(taken, timings=timings_of(metrics))
         recorder.step(
             "grpo",
             taken,

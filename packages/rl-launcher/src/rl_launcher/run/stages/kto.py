@@ -15,6 +15,7 @@ from rl_launcher.errors import Refusal
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
+from rl_launcher.run.step_recording import StepRecording, timings_of
 from rl_launcher.schema import KTOStage, Recipe
 
 ROWS_AT_ONCE = 4096
@@ -50,9 +51,11 @@ def run(stage: KTOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
     if not taken:
         with recorder.phase("evaluate"):
             recorder.evaluation("kto", measured())
+    recording = StepRecording(recorder.log.recorded_steps, "kto", stage, recipe=recipe, parts=parts)
+    recording.draws(len(labelled.train), word="response", size=stage.batch_size, seed=recipe.seed, taken=taken)
     learning_rate = policy.learning_rate
     steps = kto.train(
-        policy=policy,
+        policy=recording.observed(policy),
         examples=examples["train"],
         mismatched=examples["mismatched"],
         config=stage,
@@ -60,7 +63,7 @@ def run(stage: KTOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
         steps_taken=taken,
         seed=recipe.seed,
     )
-    for index, metrics in enumerate(steps, start=taken + 1):
+    for index, metrics in recording.numbered(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
         if is_last or recipe.evaluation.due(index - 1, index):
@@ -69,6 +72,7 @@ def run(stage: KTOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):
                 extra |= {**evaluator.quick(), **measured()}
+        recording.record(index, timings=timings_of(metrics))
         recorder.step("kto", index, {**metrics, **extra})
         learning_rate = policy.learning_rate
 

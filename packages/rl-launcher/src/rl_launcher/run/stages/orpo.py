@@ -12,6 +12,7 @@ from rl_launcher.errors import Refusal
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
+from rl_launcher.run.step_recording import StepRecording, timings_of
 from rl_launcher.schema import ORPOStage, Recipe
 
 
@@ -32,16 +33,18 @@ def run(stage: ORPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
     if not taken:
         with recorder.phase("evaluate"):
             recorder.evaluation("orpo", _measured(policy, held_out))
+    recording = StepRecording(recorder.log.recorded_steps, "orpo", stage, recipe=recipe, parts=parts)
+    recording.draws(len(pairs.train.tokens) // 2, word="pair", size=stage.batch_size, seed=recipe.seed, taken=taken)
     learning_rate = policy.learning_rate
     steps = orpo.train(
-        policy=policy,
+        policy=recording.observed(policy),
         examples=_examples(pairs.train),
         config=stage,
         version=policy.version,
         steps_taken=taken,
         seed=recipe.seed,
     )
-    for index, metrics in enumerate(steps, start=taken + 1):
+    for index, metrics in recording.numbered(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
         if is_last or recipe.evaluation.due(index - 1, index):
@@ -50,6 +53,7 @@ def run(stage: ORPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator,
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick() | _measured(policy, held_out)
+        recording.record(index, timings=timings_of(metrics))
         recorder.step("orpo", index, {**metrics, **extra})
         learning_rate = policy.learning_rate
 

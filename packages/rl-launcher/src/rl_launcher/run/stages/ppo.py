@@ -7,6 +7,7 @@ from rl_launcher.build.parts import Parts
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
 from rl_launcher.run.stages.start_stage import start_stage
+from rl_launcher.run.step_recording import StepRecording, timings_of
 from rl_launcher.schema import PPOStage, Recipe
 
 
@@ -35,10 +36,11 @@ def run(stage: PPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
     prompts = ShuffledBatches(parts.data.prompts, size=stage.num_prompts, seed=recipe.seed)
     if started.taken and recorder.progress.order is not None:
         prompts.load_state(recorder.progress.order)
+    recording = StepRecording(recorder.log.recorded_steps, "ppo", stage, recipe=recipe, parts=parts)
     taken, rates = started.taken, (policy.learning_rate, critic.learning_rate)
-    for metrics in ppo.train(
-        policy=policy,
-        value_model=companions.valuing("critic"),
+    steps = ppo.train(
+        policy=recording.observed(policy),
+        value_model=recording.valued(companions.valuing("critic")),
         engine=parts.engine,
         weight_sync=parts.weight_sync,
         environment=parts.judge,
@@ -50,11 +52,14 @@ def run(stage: PPOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
         version=policy.version,
         steps_taken=taken,
         seed=recipe.seed,
-    ):
+        on_rollouts=recording.on_rollouts,
+    )
+    while (metrics := recording.next_of(steps, number=taken + stage.steps_per_generation)) is not None:
         previous, taken = taken, taken + stage.steps_per_generation
         extra = dict(zip(("learning_rate", "value_learning_rate"), rates, strict=True)) | parts.weight_sync.metrics()
         if recipe.evaluation.due(previous, taken):
             with recorder.phase("evaluate"):
                 extra |= evaluator.quick()
+        recording.record(taken, timings=timings_of(metrics))
         recorder.step("ppo", taken, {**metrics, **extra}, order=prompts.state())
         rates = (policy.learning_rate, critic.learning_rate)

@@ -8,6 +8,7 @@ from rl_launcher.build.parts import Parts
 from rl_launcher.errors import Refusal
 from rl_launcher.run.evaluate import Evaluator
 from rl_launcher.run.record import Recorder
+from rl_launcher.run.step_recording import StepRecording, timings_of
 from rl_launcher.schema import Recipe, RewardModelStage
 
 NAME = "reward_model"
@@ -48,19 +49,22 @@ def run(stage: RewardModelStage, *, recipe: Recipe, parts: Parts, evaluator: Eva
     recorder.message(f"{NAME}: {len(pairs.train.tokens) // 2} pairs to train on, {number} held out")
     if not taken:
         recorder.evaluation(NAME, measured())
+    recording = StepRecording(recorder.log.recorded_steps, NAME, stage, recipe=recipe, parts=parts, model=model)
+    recording.draws(len(pairs.train.tokens) // 2, word="pair", size=stage.batch_size, seed=recipe.seed, taken=taken)
     learning_rate = model.learning_rate
     steps = reward_model.train(
-        model=parts.companions.scoring(NAME),
+        model=recording.observed(parts.companions.scoring(NAME)),
         examples=pairs.scored,
         config=stage,
         version=model.version,
         steps_taken=taken,
         seed=recipe.seed,
     )
-    for index, metrics in enumerate(steps, start=taken + 1):
+    for index, metrics in recording.numbered(steps, start=taken + 1):
         extra = {"learning_rate": learning_rate}
         if index == stage.max_num_steps or recipe.evaluation.due(index - 1, index):
             extra |= measured()
+        recording.record(index, timings=timings_of(metrics))
         recorder.step(NAME, index, {**metrics, **extra})
         learning_rate = model.learning_rate
     parts.companions.finish(NAME, folder, tokenizer=parts.tokenizer)
