@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rl_generation.cache_layers import CacheLayer
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.memory import EngineMemory, estimate_memory
+from rl_generation.memory import EngineMemory, default_cpu_cache_bytes, estimate_memory
 
 SHAPE = {
     "vocab_size": 260,
@@ -234,3 +234,18 @@ def test_the_longest_sequence_fits_and_no_longer_one_does(layers, length, cache)
     more = memory_of(layers, length=length, cache=2 * cache)
     assert more.longest_sequence >= longest
     assert more.kv_cache_tokens >= memory.kv_cache_tokens
+
+
+def test_a_cpu_cache_that_nobody_sized_holds_a_response_of_full_length_and_stays_within_bounds():
+    tiny = transformers.LlamaConfig(**SHAPE)
+    assert default_cpu_cache_bytes(tiny, dtype="float32") == 256 * 2**20
+    wide = transformers.LlamaConfig(**{**SHAPE, "hidden_size": 4096, "num_hidden_layers": 32})
+    for length in (512, 4096, 65536):
+        given = default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=length)
+        memory = estimate_memory(
+            wide, dtype="bfloat16", max_model_len=length, block_size=128, kv_cache_memory_bytes=given
+        )
+        assert memory.full_length_sequences > 1  # or vLLM refuses to start
+        assert given <= 4 * 2**30 or memory.full_length_sequences < 2
+    few = default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=4096, max_num_seqs=1)
+    assert few < default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=4096)

@@ -233,3 +233,13 @@ def test_waiting_for_machines_ends_with_who_is_there(tmp_path):
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_pods_have_the_memory_that_the_recipe_needs():
+    large = job(memory_bytes=300 * 2**30, shm_bytes=113 * 2**30 - 5)
+    text = render_kubernetes(large, options())
+    assert 'sizeLimit: "113Gi"' in text
+    assert 'memory: "300Gi"' in text
+    with pytest.raises(Refusal, match="shm=16Gi is less than the 113Gi that the recipe needs on each node"):
+        render_kubernetes(large, options(shm="16Gi"))
+    assert 'sizeLimit: "150G"' in render_kubernetes(large, options(shm="150G"))

@@ -343,6 +343,19 @@ def test_the_first_signal_waits_and_the_second_does_not(capfd):
         signal.raise_signal(signal.SIGINT)  # nothing gets in between while something is written
 
 
+def test_a_signal_that_comes_directly_and_from_the_parent_counts_once(monkeypatch):
+    monkeypatch.setattr(Interruption, "passed_on", signal.SIGUSR2)
+    with Interruption() as interruption:
+        interruption.wait_for_steps()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR2)  # the same, sent to all processes of a job
+        assert interruption.heard
+        assert not interruption.at_once
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGUSR2)  # another, that the parent alone got
+        assert interruption.at_once
+
+
 def test_a_signal_ends_a_run_that_is_being_built_although_a_cluster_has_taken_the_signals():
     def building():
         with keep_signals():

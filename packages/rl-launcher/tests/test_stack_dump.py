@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks, innermost_calls
+from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks, find_awaited, innermost_calls
 from rl_launcher.ray.worker_failures import ProcessInfo, RemoteTimeoutError
 
 PROGRAM = """
@@ -20,6 +20,10 @@ def begins_here(depth):
     begins_here(depth - 1) if depth else stands_here()
 begins_here(20)
 """
+
+
+COLLECTIVE = 'File "/lib/torch/distributed/distributed_c10d.py", line 2958 in all_reduce'
+ELSEWHERE = 'File "/work/reward.py", line 3 in load'
 
 
 def who(index, log=""):
@@ -95,3 +99,17 @@ def test_without_any_stack_the_error_says_how_to_find_one():
     assert innermost_calls("nothing of the kind") == ""
     error = RemoteTimeoutError(who=who(0), call="refit", timeout_s=3.0, key="cluster.call_timeout_s")
     assert "py-spy dump --pid 4711" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("stacks", "awaited"),
+    [
+        ([COLLECTIVE, ELSEWHERE, COLLECTIVE], [1]),
+        ([COLLECTIVE, "", COLLECTIVE], [1]),  # it is stopped, and wrote none
+        ([ELSEWHERE, "", COLLECTIVE], [1]),
+        ([COLLECTIVE, COLLECTIVE], [0, 1]),
+        ([ELSEWHERE, ELSEWHERE], []),  # all may be computing
+    ],
+)
+def test_the_process_that_the_others_wait_for_is_found(stacks, awaited):
+    assert find_awaited(stacks) == awaited

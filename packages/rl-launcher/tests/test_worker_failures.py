@@ -113,3 +113,14 @@ def test_the_last_lines_of_a_log_leave_out_cpp_frames():
     ]
     assert last_lines("\n".join(log)) == "step 3\nkilled"
     assert last_lines("\n".join(map(str, range(50)))).splitlines() == [str(n) for n in range(30, 50)]
+
+
+def test_a_message_has_no_cpp_frames_and_each_reason_once():
+    text = (
+        "Connection closed by peer\nException raised from recv at Socket.cpp:9 (most recent call first):\n"
+        "frame #0: c10::Error::Error() + 0xac (0x7f in libc10.so)\nframe #1: <unknown> + 0x1 (0x7f in libtorch.so)"
+    )
+    error = RemoteFailedError.of(failure(RuntimeError(text)), who=who(1), call="forward_backward")
+    assert "frame #" not in str(error)
+    assert str(error).count("Connection closed by peer") == 1
+    assert "in failure" in str(error), "the place where it was raised"

@@ -44,6 +44,14 @@ class ChildProcess:
         stat = process_stat(self.pid)
         return stat is not None and stat.started == self.started
 
+    def stopped(self) -> bool:
+        """Whether a signal (SIGSTOP) or a debugger has stopped it."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state in "Tt" and self.alive()
+
     def kill(self) -> None:
         """Kill it, if its pid is still its own."""
         if self.alive():

@@ -23,7 +23,7 @@ from rl_generation.parameter_count import as_config, count_parameters
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["EngineMemory", "estimate_memory"]
+__all__ = ["EngineMemory", "default_cpu_cache_bytes", "estimate_memory"]
 
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -221,6 +221,44 @@ def estimate_memory(
         ),
         notes=_notes(known, stateful=len(layer_kinds(text)) - len(layers)),
     )
+
+
+CPU_BLOCK_TOKENS = 128
+"""Tokens in a block of vLLM's cache on a CPU."""
+
+
+def default_cpu_cache_bytes(
+    config: "PretrainedConfig | Mapping[str, Any]",
+    *,
+    dtype: str | torch.dtype,
+    tensor_parallel_size: int = 1,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+) -> int:
+    """Size of vLLM's cache on a CPU where nobody gave one, in bytes on each rank.
+
+    vLLM itself would take a share of all of the host's memory and refuse to start where other processes use it. This is
+    room for eight responses of full length at once (or `max_num_seqs`, if fewer), at least 256 MiB and at most 4 GiB,
+    but never less than one response of full length takes; further responses wait for their turn.
+
+    Args:
+        config: as of `estimate_memory`, with the errors of that.
+        dtype: of keys and values.
+        tensor_parallel_size: ranks over which every layer is sharded.
+        max_model_len: tokens of a prompt and its response together; None is the model's own limit.
+        max_num_seqs: responses generated at once.
+    """
+    memory = estimate_memory(
+        config,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=max_model_len,
+        block_size=CPU_BLOCK_TOKENS,
+    )
+    one = memory.sequence_bytes(memory.max_model_len)
+    wanted = max(one * min(max_num_seqs or 8, 8), 256 * 2**20)
+    # vLLM keeps one block for itself: a cache of exactly one sequence would not hold it.
+    return max(min(wanted, 4 * 2**30), one + memory.sequence_bytes(1))
 
 
 def _cache_bytes(*, given: int | None, device: int | None, share: float, weight_bytes: int) -> int | None:

@@ -46,10 +46,12 @@ class VllmConfig:
     """Share of a GPU's memory for weights and cache. A lower value leaves room for a trainer on the same GPU."""
 
     kv_cache_memory_bytes: int | None = None
-    """Size of the key/value cache of each GPU in bytes, instead of the share. Always set it on a CPU."""
+    """Size of the key/value cache of each GPU in bytes, instead of the share. On a CPU null is room for
+    eight responses of full length, within 256 MiB and 4 GiB."""
 
     enforce_eager: bool = False
-    """Disable CUDA graphs and compilation: the engine starts sooner and generates more slowly."""
+    """Disable CUDA graphs and compilation: the engine starts sooner and generates more slowly. It is always so on a
+    CPU, where compiling needs a C++ compiler."""
 
     enable_prefix_caching: bool = True
     """Compute the common prefix of prompts only once."""
@@ -243,7 +245,8 @@ class TrainingEngineSpec:
         ranks = self.vllm.tensor_parallel_size * self.vllm.pipeline_parallel_size
         sent = Counter(self.dtypes.values()).most_common(1)
         cast = f", cast from the {sent[0][0]} that the policy sends" if self.casts else ""
-        return f"vLLM, {kind}, {ranks} rank{'s' if ranks > 1 else ''} on {self.device}, {self.vllm.dtype}{cast}"
+        eager = " without compilation" if self.device == "cpu" else ""
+        return f"vLLM, {kind}, {ranks} rank{'s' if ranks > 1 else ''} on {self.device}{eager}, {self.vllm.dtype}{cast}"
 
     def with_model(self, folder: str) -> "TrainingEngineSpec":
         """The same over another folder, such as one that a model of this process was saved to."""
@@ -285,15 +288,32 @@ def make_training_engine(
             ready=ready,
             tokenizer=_tokenizer_of(spec) if spec.reads_text and tokenizer is None else tokenizer,
         )
+    from rl_generation.checkpoints import load_config
+    from rl_generation.memory import default_cpu_cache_bytes
     from rl_generation.vllm import VllmAsyncEngine, VllmEngine
 
+    options = spec.vllm
+    if spec.device == "cpu":
+        options = replace(options, enforce_eager=True)
+    if spec.device == "cpu" and options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None:
+        config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        options = replace(
+            options,
+            kv_cache_memory_bytes=default_cpu_cache_bytes(
+                config,
+                dtype="float32" if options.dtype == "auto" else options.dtype,
+                tensor_parallel_size=options.tensor_parallel_size,
+                max_model_len=options.max_model_len,
+                max_num_seqs=options.max_num_seqs,
+            ),
+        )
     if spec.asynchronous:
-        engine = VllmAsyncEngine(spec.vllm, stop_token_ids=spec.stop_token_ids)
+        engine = VllmAsyncEngine(options, stop_token_ids=spec.stop_token_ids)
         engine.ready = ready
         return engine
-    several = spec.vllm.tensor_parallel_size * spec.vllm.pipeline_parallel_size > 1
+    several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
     own_process = several if own_process is None else own_process
-    return VllmEngine(spec.vllm, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready)
+    return VllmEngine(options, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready)
 
 
 def _refuse_below(config: object, least: int, *names: str) -> None:

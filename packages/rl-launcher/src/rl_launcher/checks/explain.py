@@ -13,6 +13,7 @@ from rl_backends import BackendSelection, MegatronConfig, select_backend
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checks import preflight
+from rl_launcher.checks.gpu_budget import Gpu
 from rl_launcher.checks.predict import predict_run
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import Resolved
@@ -38,12 +39,13 @@ class Explained:
         return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in self.sections.items())
 
 
-def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Explained:
+def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS, *, gpu: Gpu | None = None) -> Explained:
     """Explain a resolved recipe.
 
     Args:
         resolved: the recipe with the origins of its keys.
         objects: Python objects that replace strings of the recipe.
+        gpu: the GPUs that the run would have, where they are not those of this machine.
 
     Raises:
         ValueError: what the run itself would refuse before training. A lack of memory is in `refusal` instead.
@@ -51,7 +53,7 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Explai
     recipe = resolved.value
     refusal = preflight.check_all_but_memory(recipe)
     placement, selection = plan_placement(recipe), select_backend(recipe.policy)
-    predicted = predict_run(recipe, placement, objects)
+    predicted = predict_run(recipe, placement, objects, gpu=gpu)
     backend = describe_backend(recipe, selection)
     if isinstance(selection.config, MegatronConfig):
         backend += "\nweights are read from the Hugging Face files; `rl-backends convert` would write a Megatron-LM "
@@ -66,6 +68,9 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS) -> Explai
         "Engine": predicted.engine,
         "Refit": predicted.refit,
     }
+    if predicted.gpus is not None:
+        sections["GPUs"] = predicted.gpus.text
+        refusal = predicted.gpus.refusal
     if recipe.reward_model is not None:
         sections["Reward model"] = reward_model.explain(recipe.reward_model)
     if recipe.grpo is not None:

@@ -14,8 +14,9 @@ from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading.source import local_folder
 from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
-from rl_generation import EngineOptionError, estimate_memory
+from rl_generation import EngineMemory, EngineOptionError, default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
+from rl_launcher.checks.gpu_budget import Budget, Gpu, budget
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
@@ -30,11 +31,15 @@ class Prediction:
     policy: str
     engine: str
     refit: str
+    gpus: Budget | None = None
+    """What the run takes of the GPUs that were asked about."""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJECTS) -> Prediction:
-    """Predict memory and refits; `objects.model` replaces the recipe's model.
+def predict_run(
+    recipe: Recipe, placement: Placement, objects: Objects = NO_OBJECTS, *, gpu: Gpu | None = None
+) -> Prediction:
+    """Predict memory and refits; `objects.model` replaces the recipe's model, and `gpu` the GPUs of this machine.
 
     Raises:
         ValueError: what the backend or the engine would refuse.
@@ -63,7 +68,13 @@ def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJE
         names = " and ".join(beside)
         text += f"\n\nbeside it on each rank: {names}, {_size(sum(beside.values()))} at least"
         peak = None if peak is None else peak + sum(beside.values())
-    engine, engine_bytes = _engine(recipe, skeleton)
+    engine, engine_memory = _engine(recipe, skeleton)
+    engine_bytes = engine_memory.weight_bytes
+    gpus = None
+    if gpu is not None:
+        gpus = budget(
+            recipe, skeleton, placement, gpu=gpu, rank_peak_bytes=peak, engine=engine_memory, adapters=adapters
+        )
     on_gpu = placement.device == "cuda"
     device = device_bytes() if on_gpu else host_bytes()
     owner = "a GPU" if on_gpu else "this machine, shared by all processes,"
@@ -74,7 +85,9 @@ def predict_run(recipe: Recipe, placement: Placement, objects: Objects = NO_OBJE
         f"on each of its ranks; they hold it {'in turn' if alternate else 'at the same time'}; {total}",
         engine=engine,
         refit=_refit(recipe, skeleton, placement),
+        gpus=gpus,
         figures={
+            **({} if gpus is None else gpus.figures),
             "rank_peak_bytes": peak,
             "engine_weight_bytes": engine_bytes,
             "device_bytes": device,
@@ -133,19 +146,30 @@ def _companion_bytes(recipe: Recipe, skeleton: nn.Module, *, ranks: int) -> dict
     return found
 
 
-def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, int | None]:
+def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, EngineMemory]:
     generation = recipe.policy.generation
     cfg = generation.vllm_cfg
     model_config: Any = skeleton.config
-    dtype = select_backend(recipe.policy).config.precision if generation.backend == "vllm" else "float32"
+    trainer = select_backend(recipe.policy).config
+    dtype = trainer.precision if generation.backend == "vllm" else "float32"
+    dtype = dtype if cfg.precision == "auto" else cfg.precision
+    cache_bytes = cfg.kv_cache_memory_bytes
     try:
+        if generation.backend == "vllm" and trainer.device == "cpu" and cache_bytes is None:
+            cache_bytes = default_cpu_cache_bytes(
+                model_config,
+                dtype=dtype,
+                tensor_parallel_size=cfg.tensor_parallel_size,
+                max_model_len=cfg.max_model_len,
+                max_num_seqs=cfg.max_num_seqs,
+            )
         memory = estimate_memory(
             model_config,
-            dtype=dtype if cfg.precision == "auto" else cfg.precision,
+            dtype=dtype,
             tensor_parallel_size=cfg.tensor_parallel_size,
             max_model_len=cfg.max_model_len or _row_length(recipe, skeleton),
             max_num_seqs=cfg.max_num_seqs if generation.backend == "vllm" else generation.max_batch_size,
-            kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
+            kv_cache_memory_bytes=cache_bytes,
         )
     except EngineOptionError as error:
         raise EngineOptionError(f"policy.generation.vllm_cfg: {error}") from error
@@ -153,7 +177,7 @@ def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, int | None]:
         f"{generation.backend} engine, responses of at most {generation.max_new_tokens} tokens "
         f"at temperature {generation.temperature:g}"
     )
-    return f"{head}\n{memory.explain()}", memory.weight_bytes
+    return f"{head}\n{memory.explain()}", memory
 
 
 def _refit(recipe: Recipe, skeleton: nn.Module, placement: Placement) -> str:

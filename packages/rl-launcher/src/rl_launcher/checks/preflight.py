@@ -15,7 +15,7 @@ from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading import open_model
 from rl_backends.loading.source import local_folder
 from rl_backends.lora import AdapterSize
-from rl_generation import estimate_memory
+from rl_generation import default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.environments import load_environment
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.build.models import adapters_of, copies_reference
@@ -65,7 +65,7 @@ def check_all_but_memory(recipe: Recipe, *, new_run: bool = False) -> str | None
     if model is None:
         return None
     check_prompt_format(recipe)
-    lacking = lacking_memory(recipe, model=model, placement=placement)
+    lacking = lacking_memory(recipe, model=model, placement=placement) or lacking_cache(recipe, placement=placement)
     if lacking is None and new_run:
         check_disk(recipe, model=model)
     return lacking
@@ -259,6 +259,31 @@ def lacking_memory(
         f"{_gib(needs.trainer_bytes)}, engine {_gib(needs.engine_bytes)}{reference}; this machine has "
         f"{_gib(available)}. Use a smaller model, more GPUs or nodes (cluster.gpus_per_node, cluster.num_nodes), "
         f"{smaller}, or policy.dtensor_cfg.cpu_offload=true on a GPU"
+    )
+
+
+def lacking_cache(recipe: Recipe, *, placement: Placement) -> str | None:
+    """Return why the caches of vLLM engines do not fit in this machine's memory, where they run on its CPU, or None."""
+    policy, cfg = recipe.policy, recipe.policy.generation.vllm_cfg
+    config, key = select_backend(policy).config, "policy.generation.vllm_cfg"
+    on_this_cpu = config.device == "cpu" and recipe.cluster.address is None
+    if policy.generation.backend != "vllm" or not on_this_cpu or (here := host_bytes()) is None:
+        return None
+    source = open_model(policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code)
+    each = cfg.kv_cache_memory_bytes or default_cpu_cache_bytes(
+        source.config,
+        dtype=config.precision if cfg.precision == "auto" else cfg.precision,
+        tensor_parallel_size=cfg.tensor_parallel_size,
+        max_model_len=cfg.max_model_len,
+        max_num_seqs=cfg.max_num_seqs,
+    )
+    total = each * policy.generation.ranks_per_engine * len(placement.engines)
+    if total <= here:
+        return None
+    given = "is" if cfg.kv_cache_memory_bytes else "is by default"
+    return (
+        f"{key}.kv_cache_memory_bytes {given} {_gib(each)} on each rank of an engine, {_gib(total)} of them all, and "
+        f"this machine has {_gib(here)}: lower it, or {key}.max_model_len (null is the model's own limit)"
     )
 
 

@@ -1,5 +1,6 @@
 """The names of the commands, and the exit codes that all of them share."""
 
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import Annotated, Any
@@ -75,6 +76,26 @@ _add(
 _add(render, "Commands", slurm=cluster_commands.slurm, kubernetes=cluster_commands.kubernetes)
 
 
+_started_as_command = False
+
+
+def is_main() -> bool:
+    """Whether this process was started as the command line, and is not a caller's that runs one command."""
+    return _started_as_command
+
+
 def main() -> None:
     """Run the command line."""
-    app(prog_name="rl-launcher")
+    global _started_as_command  # noqa: PLW0603 - set once, by the process's entry
+    _started_as_command = True
+    code = 1
+    try:
+        app(prog_name="rl-launcher")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        # Only a run over Ray has loaded this module, and only its driver has a parent that is told.
+        if (driver := sys.modules.get("rl_launcher.run.driver_process")) is not None:
+            driver.ended(code)

@@ -1,18 +1,23 @@
 """Commands about one run: run, resume, explain, validate, try-reward, evaluate, report, export."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rl_launcher.cli.arguments import Json, Overrides, RecipeFile, RunPath, Traceback, complete_recipes, load
 from rl_launcher.cli.console import or_refuse, print_json, refuse, report_and_exit, show, warn
 
+if TYPE_CHECKING:
+    from rl_launcher.schema import Recipe
+
 
 def run(recipe: RecipeFile, overrides: Overrides = None, *, traceback: Traceback = False) -> None:
     """Train as the recipe says. The last line printed is JSON with the result."""
     resolved = load(recipe, overrides)
+    _fork_driver(resolved.value, resuming=False, traceback=traceback)
     # Called from here and not through a helper: every debugger and traceback of a run begins with these frames.
     try:
         from rl_launcher.api import run_recipe
@@ -27,7 +32,42 @@ def resume(run_dir: RunPath, overrides: Overrides = None, *, traceback: Tracebac
     """Continue a run that ended early from its last checkpoint. The last line printed is JSON."""
     from rl_launcher.api import resume as resume_run
 
+    if (recipe := _recipe_of(run_dir, overrides)) is not None:
+        _fork_driver(recipe, resuming=True, traceback=traceback)
     _show_summary(or_refuse(lambda: resume_run(run_dir, overrides=overrides or ()), traceback=traceback).summary)
+
+
+def _recipe_of(run_dir: Path, overrides: list[str] | None) -> "Recipe | None":
+    """The recipe of an earlier run; None if it cannot be read, which resuming will refuse in its own words."""
+    from rl_launcher.recipe_files import load_recipe
+    from rl_launcher.schema import Recipe
+    from rl_observe import RunDirectory
+
+    try:
+        recipe = load_recipe(RunDirectory.open(run_dir).recipe, schema=Recipe, overrides=overrides or ()).value
+    except (OSError, ValueError):
+        return None
+    return replace(recipe, run_dir=str(run_dir))
+
+
+def _fork_driver(recipe: "Recipe", *, resuming: bool, traceback: bool) -> None:
+    """Over Ray, go on in a child of this process; this one waits for it and ends with its exit code."""
+    from rl_launcher.cli.app import is_main
+
+    if recipe.cluster.runtime != "ray" or not is_main():
+        return
+    from rl_launcher.run import driver_process
+    from rl_launcher.run.run import restart
+
+    if not driver_process.can_have_parent():
+        return
+
+    def go_on(restarts: int) -> None:
+        _show_summary(or_refuse(lambda: restart(recipe, restarts=restarts), traceback=traceback))
+
+    code = driver_process.supervise(recipe, go_on, resuming=resuming)
+    if code is not None:
+        raise typer.Exit(code)
 
 
 def _show_summary(summary: dict[str, Any]) -> None:
@@ -37,13 +77,27 @@ def _show_summary(summary: dict[str, Any]) -> None:
     print_json(summary)
 
 
-def explain(recipe: RecipeFile, overrides: Overrides = None, *, json: Json = False) -> None:
-    """Show what a run would do: origins of keys, placement, sharding, memory, refit, objective. No GPU, no weights."""
+def explain(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    *,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|BYTES", help="Compare with this GPU, such as h100-80gb.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what a run would do: origins of keys, placement, sharding, memory, refit, objective. No GPU, no weights.
+
+    With --gpu: whether it fits in each phase, host memory, the time of a step, and the smallest change that fits.
+    """
     resolved = load(recipe, overrides, print_notes=False)  # they are part of the explanation
     from rl_launcher.checks import preflight
     from rl_launcher.checks.explain import explain as explain_recipe
+    from rl_launcher.checks.gpu_budget import gpu_named
 
-    explained = or_refuse(lambda: explain_recipe(resolved))
+    device = None if gpu is None else or_refuse(lambda: gpu_named(gpu))
+    explained = or_refuse(lambda: explain_recipe(resolved, gpu=device))
     or_refuse(lambda: preflight.check_rows(resolved.value))
     show(explained.text())
     if json:

@@ -32,6 +32,10 @@ class ClusterJob:
     """`section.key=value` for `rl-launcher run`, after the recipe."""
     shipped: bool = False
     """Whether the recipe is one that every installation of rl-launcher has under this name."""
+    memory_bytes: int | None = None
+    """Host memory that the recipe needs of a node, its /dev/shm included; None where the model is not known."""
+    shm_bytes: int | None = None
+    """Of /dev/shm, where the weights of refits are staged."""
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.gpus_per_node < 0:
@@ -72,7 +76,10 @@ def cluster_job(
             f"cluster.address={cluster.address} is an existing Ray cluster, but a cluster job starts its own; "
             f"leave it out, or start the recipe with `rl-launcher run {file}`"
         )
+    from rl_launcher.checks.gpu_budget import node_needs
+
     backend = policy.megatron_cfg if policy.megatron_cfg.enabled else policy.dtensor_cfg
+    memory, shm = node_needs(recipe) or (None, None)
     return ClusterJob(
         recipe=str(file),
         run_dir=recipe.run_dir,
@@ -80,6 +87,8 @@ def cluster_job(
         gpus_per_node=cluster.gpus_per_node if backend.device == "cuda" else 0,
         overrides=tuple(overrides),
         shipped=shipped,
+        memory_bytes=memory,
+        shm_bytes=shm,
     )
 
 

@@ -5,7 +5,7 @@ https://ray-project.github.io/kuberay/reference/api/. The manifest contains refe
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
@@ -17,6 +17,10 @@ from rl_observe import RunDirectory
 LONGEST_NAME = 47
 NAME = re.compile(r"[a-z](?:[a-z0-9-]*[a-z0-9])?")
 SECRET = re.compile(r"(?P<variable>[A-Za-z_][A-Za-z0-9_]*)=(?P<secret>[a-z0-9][a-z0-9.-]*):(?P<key>[A-Za-z0-9._-]+)")
+UNITS = {
+    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+}  # fmt: skip
 QUANTITY = re.compile(r"\d+(?:\.\d+)?(?:m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 
 
@@ -40,10 +44,11 @@ class KubernetesOptions:
     """Version of Ray in the image. With `token`, KubeRay needs 2.52 or newer."""
     cpu: str = "8"
     """CPUs of each pod."""
-    memory: str = "64Gi"
-    """Memory of each pod, including its /dev/shm."""
-    shm: str = "16Gi"
-    """Size of each pod's /dev/shm, which Ray's object store and NCCL use; the default of 64 MiB is too small."""
+    memory: str | None = None
+    """Memory of each pod, including its /dev/shm; by default what the recipe needs, and at least 64Gi."""
+    shm: str | None = None
+    """Size of each pod's /dev/shm, which refits, Ray's object store and NCCL use; by default what the recipe needs, and
+    at least 16Gi."""
     gpu_resource: str = "nvidia.com/gpu"
     """The resource name of a GPU."""
     env: tuple[str, ...] = ()
@@ -75,7 +80,7 @@ class KubernetesOptions:
                     f"at most {LONGEST_NAME} characters"
                 )
         for name in ("cpu", "memory", "shm"):
-            if not QUANTITY.fullmatch(getattr(self, name)):
+            if (value := getattr(self, name)) is not None and not QUANTITY.fullmatch(value):
                 raise Refusal(
                     f"{name}={getattr(self, name)!r} is not a Kubernetes quantity; write it as 8, 500m or 64Gi"
                 )
@@ -93,13 +98,30 @@ def render_kubernetes(job: ClusterJob, options: KubernetesOptions) -> str:
     """Return the manifest, for `kubectl apply -f`.
 
     Raises:
-        Refusal: the recipe or its run directory is not in the shared directory.
+        Refusal: the recipe or its run directory is not in the shared directory, or a given size of memory is less than
+            the recipe needs.
     """
+    options = replace(
+        options,
+        memory=_at_least("memory", options.memory, job.memory_bytes, default_gib=64),
+        shm=_at_least("shm", options.shm, job.shm_bytes, default_gib=16),
+    )
     run = RunDirectory(Path(_inside(job.run_dir, options, what="run_dir")))
     recipe = job.recipe if job.shipped else _inside(job.recipe, options, what="the recipe")
     script = render("drive.sh.j2", job=job, options=options, run=run, arguments=(recipe, *job.arguments[1:]))
     variables, secrets = _variables(options)
     return render("kubernetes.yaml.j2", job=job, options=options, script=script, variables=variables, secrets=secrets)
+
+
+def _at_least(name: str, given: str | None, needed: int | None, *, default_gib: int) -> str:
+    """The size of `memory` or `shm` as a Kubernetes quantity, which is enough for the recipe."""
+    gib = -(-(needed or 0) // 2**30)
+    if given is None:
+        return f"{max(gib, default_gib)}Gi"
+    number, unit = re.fullmatch(r"([\d.]+)(\D*)", given).groups()  # type: ignore[union-attr]  # checked by the options
+    if float(number) * UNITS.get(unit, 1.0) < (needed or 0):
+        raise Refusal(f"{name}={given} is less than the {gib}Gi that the recipe needs on each node; leave {name} out")
+    return given
 
 
 def _variables(options: KubernetesOptions) -> tuple[list[tuple[str, str]], list[dict[str, str]]]:

@@ -75,6 +75,13 @@ def write_stacks(pid: int) -> None:
             os.kill(pid, signal.SIGUSR1)
 
 
+def end_process(pid: int) -> None:
+    """Kill an `ActorHost` of this node, also one that is stopped and would not end by itself."""
+    with contextlib.suppress(OSError):  # it has ended since
+        if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
 def _redirect_output(log: Path) -> None:
     """Append standard output and error, also of C libraries, to a file; if it cannot be opened, Ray's files get it."""
     with contextlib.suppress(OSError):  # a node that does not see the run directory

@@ -4,7 +4,9 @@ This process, the driver, loads no weights and needs no GPU. It has the data, th
 training loops.
 """
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,6 +21,7 @@ from rl_launcher.build.engines import engine_spec
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
 from rl_launcher.build.models import NamedModel, check_teacher, load_model
 from rl_launcher.build.parts import Parts, RunEngine
+from rl_launcher.errors import is_refusal
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
 from rl_launcher.ray.dispatch import RayEngine
@@ -80,7 +83,8 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         profile_folder=str(RunDirectory(run_dir.absolute()).profile),
     )
     events = EventQueue()
-    runtime = RayRuntime.start(recipe.cluster, placement, run_dir=run_dir)
+    with _refused_by_ray():
+        runtime = RayRuntime.start(recipe.cluster, placement, run_dir=run_dir)
     started: "StartedEngines | None" = None
     try:
         policy = start_trainers(runtime, placement, spec)
@@ -114,7 +118,8 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
             error.add_note(f"and not closed cleanly: {second}")
         if isinstance(error, RemoteError) and not isinstance(error, ValueError):
             raise ClusterError(str(error)) from error  # nothing was trained, so it is a refusal
-        raise
+        with _refused_by_ray():
+            raise
     return Parts(
         policy=started.policy,
         selection=inputs.selection,
@@ -133,6 +138,26 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         figures=started.engine.metrics,
         reached=(lambda _, __: None) if recipe.logger.profiler is None else policy.reached,
     )
+
+
+@contextmanager
+def _refused_by_ray() -> Iterator[None]:
+    """Raise what Ray raises in a form of its own (bare exceptions, RPC errors) as a `ClusterError`.
+
+    Nothing is trained yet, so it is a refusal; an error that was not raised within Ray's code passes.
+    """
+    try:
+        yield
+    except Exception as error:
+        frames = [*traceback.walk_tb(error.__traceback__)]
+        by_ray = bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).partition(".")[0] == "ray"
+        if is_refusal(error) or not (by_ray or type(error).__module__.partition(".")[0] == "ray"):
+            raise
+        said = " ".join(str(error).split())
+        raise ClusterError(
+            f"Ray failed while the run was being started: {type(error).__name__}: {said[:600]}. Start it again; if it "
+            f"stays so, raise cluster.start_timeout_s, or look into Ray's own logs"
+        ) from error
 
 
 class StartedEngines(NamedTuple):
@@ -186,6 +211,7 @@ def start_engines(
         max_restarts=recipe.policy.generation.max_restarts,
         start_timeout_s=recipe.cluster.start_timeout_s,
         call_timeout_s=recipe.cluster.call_timeout_s,
+        hang_timeout_s=recipe.cluster.hang_timeout_s,
         on_event=on_event,
         on_change=runtime.write_processes,
     )

@@ -49,8 +49,8 @@ LOOPBACK_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """For a cluster of this machine alone. The name hides what it does on any system: Ray's processes then listen on
 loopback, and on no address that others reach."""
 
-START_ATTEMPTS = 3
-"""Of a cluster on this machine. Ray gives its node 30 seconds to start, which cannot be configured."""
+SERVICES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}
+"""Ray's own processes of a node, by Ray's name."""
 
 FOLDER_PREFIX, OWNER = "rl-ray-", "owner"
 
@@ -95,6 +95,8 @@ class RayRuntime:
         self._gpu_holders: list[Any] = []
         self._writing, self._closing = threading.Lock(), threading.Lock()
         self._folder: _TemporaryFolder | None = None
+        self._services: tuple[ProcessInfo, ...] = ()
+        """Ray's raylet and GCS, where they were started here."""
         self._closed = False
 
     @classmethod
@@ -166,7 +168,7 @@ class RayRuntime:
             if self._closed:  # otherwise Ray would start a cluster of its own for it
                 raise ClusterError(f"{name}: the run has ended, and starts no process any more")
             handle = ray.remote(ActorHost).options(**options).remote({**self.config.env_vars, **visible}, log)
-            actor = Actor(handle, who=who, name=name, ip=node.ip, strategy=strategy)
+            actor = Actor(handle, who=who, name=name, ip=node.ip, strategy=strategy, dead_service=self.dead_service)
             self._starting.add(actor)
             return actor, Pending(actor, "its start", handle.about.remote(), key="cluster.start_timeout_s")
 
@@ -181,10 +183,10 @@ class RayRuntime:
         return tuple(self._actors.values())
 
     def write_processes(self) -> None:
-        """Write the processes that are alive, and this one, the driver, into `processes.json`."""
+        """Write to `processes.json` the processes that are alive: this one, the driver, Ray's own of this node, all."""
         driver = ProcessInfo(role="driver", index=0, node=socket.gethostname(), pid=os.getpid())
         with self._writing:  # engines are replaced by threads
-            alive = (driver, *(actor.who for actor in self._actors.values() if actor.alive))
+            alive = (driver, *self._services, *(actor.who for actor in self._actors.values() if actor.alive))
             entries = [{"role": who.role, "index": who.index, "node": who.node, "pid": who.pid} for who in alive]
             write_text(self.run_dir / "processes.json", json.dumps(entries, indent=2))
 
@@ -260,13 +262,28 @@ class RayRuntime:
         # Ray would print, amid the run's own output and whatever `log_to_driver` says, that a process has died; the run
         # reports that itself. There is no public switch; this one is what Ray's debugger uses.
         ray._private.worker._worker_logs_enabled = False  # noqa: SLF001
+        node, here = getattr(ray._private.worker, "_global_node", None), socket.gethostname()  # noqa: SLF001
+        self._services = tuple(
+            ProcessInfo(role=kind, index=index, node=here, pid=each.process.pid)
+            for kind in SERVICES
+            for index, each in enumerate(getattr(node, "all_processes", {}).get(kind, ()))
+        )
+        self.write_processes()
+
+    def dead_service(self) -> str:
+        """Which of Ray's own processes of this node has died, for the message of what died with it; empty if none."""
+        return " and ".join(
+            f"{SERVICES[each.role]} (pid {each.pid})" for each in self._services if not is_running(each.pid)
+        )
 
     def _start_local(self, ray: Any, quiet: dict[str, Any], *, until: float) -> None:
         here, needed = os.cpu_count() or 1, self._bundle()["CPU"]
         on_cpu = self.placement.device == "cpu"
         if on_cpu and needed > here:
             self.oversubscribed = f"processes share CPUs: this run needs {needed:g}, and this node has {here}"
-        for attempt in range(1, START_ATTEMPTS + 1):
+        attempt = 0
+        while True:  # Ray gives its node 30 seconds to start, which cannot be configured; a busy machine needs more
+            attempt += 1
             self._folder = _TemporaryFolder()
             try:
                 ray.init(
@@ -281,8 +298,11 @@ class RayRuntime:
                 ray.shutdown()
                 self._folder.remove()
                 slow = "timed out" in str(error)  # "The current node timed out during startup"
-                if not slow or attempt == START_ATTEMPTS or time.monotonic() > until:
-                    raise RuntimeError(f"{error} (attempt {attempt} of {START_ATTEMPTS})") from error
+                if not slow:
+                    raise
+                if time.monotonic() > until:
+                    limit = f"cluster.start_timeout_s={self.config.start_timeout_s:g}"
+                    raise RuntimeError(f"{error} (attempt {attempt}; no other begins after {limit} seconds)") from error
             else:
                 return
 
@@ -343,6 +363,13 @@ class RayRuntime:
             f"seconds the Ray cluster has: {'; '.join(there) or 'no node'}. Other runs may hold part of it "
             f"(ray status); lower these, or add nodes"
         )
+
+
+def is_running(pid: int | None) -> bool:
+    """Whether a process of this machine exists and is no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    return not Path("/proc/self/stat").exists()  # without /proc nothing is known, and nothing is blamed
 
 
 class _TemporaryFolder:

@@ -164,11 +164,13 @@ class _Dispatch:
     def _generate(self, engine: RunningEngine, chunk: tuple[int, ...]) -> bool:
         """Have `engine` generate a chunk; False if it died, and its unfinished prompts wait again."""
         try:
-            reply: GenerateReply = engine.process().call(
-                "generate",
-                [self.prompts[place] for place in chunk],
-                [self.samplings[place] for place in chunk],
-                timeout_s=self.engines.call_timeout_s,
+            reply: GenerateReply = self.engines.await_reply(
+                engine,
+                engine.process().submit(
+                    "generate",
+                    [self.prompts[place] for place in chunk],
+                    [self.samplings[place] for place in chunk],
+                ),
             )
             why: Any = reply.died
         except RemoteDiedError as error:

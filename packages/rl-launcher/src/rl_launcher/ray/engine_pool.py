@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rl_generation import TrainingEngineSpec
 from rl_generation.child_process import ChildProcess
@@ -24,8 +24,8 @@ from rl_generation.requests import Limits
 from rl_launcher.errors import Refusal, RestartableError
 from rl_launcher.ray.cluster import LOOPBACK
 from rl_launcher.ray.engine_worker import EngineInfo, EngineWorker
-from rl_launcher.ray.remote_calls import Actor, Pending
-from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError
+from rl_launcher.ray.remote_calls import Actor, Pending, wait_any
+from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError, RemoteTimeoutError, died
 
 CLOSE_GRACE_S = 10.0
 """Seconds that `EnginePool.close` waits for a replacement that is just starting, to end it."""
@@ -84,6 +84,8 @@ class EnginePool:
     """Seconds that an engine may take to start."""
     call_timeout_s: float
     """Seconds that one call may take."""
+    hang_timeout_s: float = 600.0
+    """Seconds within which an engine that is frozen (stopped, or stuck in a C call) is found and replaced."""
     on_event: OnEvent = lambda _, __, ___: None
     on_change: Callable[[], None] = lambda: None
     """Called when processes were replaced."""
@@ -222,11 +224,11 @@ class EnginePool:
                     f"log, allow more, or resume the run from its last checkpoint"
                 )
             self.changed.notify_all()
-        died = f"{engine} died: {_first_line(why)}"
+        said = f"{engine} died: {_first_line(why)}"
         if not within_limit:
-            self.on_event("engine_died", died, "the run ends")
+            self.on_event("engine_died", said, "the run ends")
             return
-        self.on_event("engine_restarted", died, f"restarted, {self.restarts} of {self.max_restarts}; {owed}")
+        self.on_event("engine_restarted", said, f"restarted, {self.restarts} of {self.max_restarts}; {owed}")
         thread = threading.Thread(
             target=self._replace, args=(engine, replacement), name=f"restarting {engine}", daemon=True
         )
@@ -236,6 +238,32 @@ class EnginePool:
                 thread.start()
         if not begins:
             _end_leftovers(engine)
+
+    def await_reply(self, engine: RunningEngine, pending: Pending) -> Any:
+        """What a call of `engine` returns; while it takes, the engine is asked whether it is alive.
+
+        Raises:
+            RemoteDiedError: it died, or it is frozen and was therefore killed.
+            RemoteError: as `Pending.result`.
+        """
+        until, look_s = time.monotonic() + self.call_timeout_s, self.hang_timeout_s / 2
+        while not wait_any([pending], timeout_s=min(look_s, until - time.monotonic()))[0]:
+            if time.monotonic() >= until:
+                raise pending.timed_out(self.call_timeout_s)
+            if (why := self.frozen(engine, patience_s=look_s)) is not None:
+                engine.process().kill_on_its_node()
+                raise died(why, who=engine.process().who, call=pending.call)
+        return pending.result(timeout_s=60.0)
+
+    def frozen(self, engine: RunningEngine, *, patience_s: float) -> str | None:
+        """Why an engine at work will never answer, or None if it answers that it lives."""
+        try:
+            why: str | None = engine.process().call("alive", timeout_s=patience_s)
+        except RemoteTimeoutError:
+            return f"it is frozen: for {patience_s:g} seconds it has not even answered whether it is alive"
+        except RemoteDiedError as error:
+            return error.how
+        return why
 
     def await_call(self, engine: RunningEngine, pending: Pending) -> None:
         """Wait for a call of `engine`; if it died, replace it. Other errors are raised."""
@@ -262,7 +290,7 @@ class EnginePool:
 
     def _replace(self, old: RunningEngine, new: RunningEngine) -> None:
         try:
-            old.process().kill()
+            old.process().kill_on_its_node()
             errors: list[BaseException] = []
             with self.startup_slot():
                 self._make(new, old.info().processes, errors)

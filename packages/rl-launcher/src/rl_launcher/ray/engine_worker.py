@@ -208,6 +208,8 @@ class EngineWorker:
         for process in self._processes:
             if not process.alive():
                 return f"its process {process.pid} is gone"
+            if process.stopped():
+                return f"its process {process.pid} is stopped, and would never answer"
         return None
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.remote_calls import Actor, Pending, gather
 from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply
 from rl_launcher.ray.training_worker import POLICY, TrainerSpec, TrainingWorker
-from rl_launcher.ray.worker_failures import RemoteError
+from rl_launcher.ray.worker_failures import RemoteError, RemoteTimeoutError
 
 
 class RayPolicy:
@@ -101,14 +101,16 @@ class RayPolicy:
                 pendings.append(submit(actor))
                 pendings[-1].call, pendings[-1].key = method.name, f"cluster.{method.limit}"
             limit_s = getattr(self._runtime.config, method.limit)
-            replies: list[Reply] = gather(pendings, timeout_s=limit_s, grace_s=method.grace_s)
+            replies: list[Reply] = gather(
+                pendings, timeout_s=limit_s, grace_s=method.grace_s, hang_s=self._runtime.config.hang_timeout_s
+            )
         except BaseException as error:
             # A call that failed or was interrupted may have changed the version on the ranks all the same.
             self._interrupted = pendings
             if isinstance(error, RemoteError) and not error.all_returned:
                 self._ended = error  # the others wait for the rank that is lost
                 for actor in self._actors:
-                    actor.kill()
+                    actor.kill_on_its_node() if isinstance(error, RemoteTimeoutError) else actor.kill()
             raise
         return replies
 

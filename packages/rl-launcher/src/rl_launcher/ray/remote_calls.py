@@ -1,14 +1,14 @@
 """Calls of a run's processes: made, awaited with a deadline, and named when they fail."""
 
 import contextlib
-import re
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_launcher.ray.actor_host import write_stacks
-from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks
+from rl_launcher.ray.actor_host import end_process, write_stacks
+from rl_launcher.ray.stack_dump import collect_stacks, describe_stacks, find_awaited
 from rl_launcher.ray.worker_failures import (
     Failure,
     ProcessInfo,
@@ -18,6 +18,8 @@ from rl_launcher.ray.worker_failures import (
     RemoteTimeoutError,
     died,
     first_cause,
+    hung,
+    without_cpp_frames,
 )
 
 GRACE_S = 10.0
@@ -28,8 +30,6 @@ STACKS_S = 30.0
 
 LOG_LINES = 20
 """Lines of its process's log that an error shows."""
-
-_CPP_FRAME = re.compile(r"\bframe #\d+: ")
 
 
 class Pending:
@@ -69,6 +69,8 @@ class Pending:
                 "its process ended without a message: it was killed (kill -9, or by the kernel when memory ran out), "
                 f"or it crashed. Ray says: {reason}"
             )
+            if service := self.actor.dead_service():
+                how = f"{service} died, and all processes of the run on that node with it"
             raise died(how, who=self.actor.who, call=self.call, log_tail=self.actor.log_tail()) from None
         if isinstance(value, Failure):
             raise RemoteFailedError.of(value, who=self.actor.who, call=self.call)
@@ -89,8 +91,19 @@ class Actor:
     scheduling strategy that puts a task on the same node.
     """
 
-    def __init__(self, handle: Any, *, who: ProcessInfo, name: str, ip: str, strategy: Any) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        who: ProcessInfo,
+        name: str,
+        ip: str,
+        strategy: Any,
+        dead_service: Callable[[], str] = str,
+    ) -> None:
         self.handle, self.who, self.name, self.ip, self._strategy = handle, who, name, ip, strategy
+        self.dead_service = dead_service
+        """Which of Ray's own processes has died, and with it this one; empty if none has."""
         self.alive = True
         """False once it was seen dead, or was killed."""
 
@@ -132,12 +145,24 @@ class Actor:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process at once."""
+        """Kill the process at once, also if it is stopped (SIGSTOP), in which state it does not obey Ray."""
         import ray
 
         self.alive = False
         with contextlib.suppress(Exception):  # Ray may be gone, and the process with it
             ray.kill(self.handle, no_restart=True)
+        if self.who.pid is not None and self.who.node.startswith(socket.gethostname()):
+            end_process(self.who.pid)
+
+    def kill_on_its_node(self) -> None:
+        """Kill the process by a task beside it: for one that hangs, on whatever node."""
+        import ray
+
+        self.kill()
+        if self.who.pid is not None:
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._strategy}
+            with contextlib.suppress(Exception):  # Ray may be gone, and the process with it
+                ray.remote(end_process).options(**options).remote(self.who.pid)
 
     def log_tail(self) -> str:
         """The last lines that it printed; empty if there are none, or its log cannot be read from this node."""
@@ -151,7 +176,7 @@ class Actor:
 
 def last_lines(log: str) -> str:
     """The last lines of a log, without the C++ frames that torch prints after its own errors."""
-    return "\n".join([line for line in log.splitlines() if not _CPP_FRAME.search(line)][-LOG_LINES:])
+    return "\n".join(without_cpp_frames(log).splitlines()[-LOG_LINES:])
 
 
 def wait_any(pendings: Sequence[Pending], *, timeout_s: float) -> tuple[list[Pending], list[Pending]]:
@@ -169,7 +194,12 @@ def wait_any(pendings: Sequence[Pending], *, timeout_s: float) -> tuple[list[Pen
 
 
 def gather(
-    pendings: Sequence[Pending], *, timeout_s: float, grace_s: float = GRACE_S, stacks_s: float = STACKS_S
+    pendings: Sequence[Pending],
+    *,
+    timeout_s: float,
+    grace_s: float = GRACE_S,
+    stacks_s: float = STACKS_S,
+    hang_s: float = float("inf"),
 ) -> list[Any]:
     """What calls that belong together return, in order.
 
@@ -178,6 +208,8 @@ def gather(
         timeout_s: for all of them.
         grace_s: for the others, once one has failed.
         stacks_s: to collect the stacks of those that have not answered; 0 does not collect them.
+        hang_s: after so long without an answer the stacks are collected, and again after so long: a call that hangs
+            fails then, and not only after `timeout_s`.
 
     Raises:
         RemoteError: the first that failed, and not those that failed because of it. Its `all_returned` says
@@ -186,8 +218,16 @@ def gather(
     values: dict[int, Any] = {}
     errors: list[RemoteError] = []
     waiting, until = list(pendings), time.monotonic() + timeout_s
+    look_at = time.monotonic() + hang_s
     while waiting:
-        ended, waiting = wait_any(waiting, timeout_s=until - time.monotonic())
+        ended, waiting = wait_any(waiting, timeout_s=min(until, look_at) - time.monotonic())
+        if not ended and not errors and look_at <= time.monotonic() < until:
+            if (hanging := _hanging(waiting, hang_s=hang_s, stacks_s=stacks_s)) is not None:
+                raise hanging
+            look_at = time.monotonic() + hang_s
+            continue
+        if ended:
+            look_at = time.monotonic() + hang_s
         for pending in ended:
             try:
                 values[id(pending)] = pending.result(timeout_s=60.0)
@@ -203,5 +243,18 @@ def gather(
     if waiting:
         late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]
         stacks = collect_stacks(late, timeout_s=stacks_s) if stacks_s else []
-        raise waiting[0].timed_out(timeout_s, stacks=describe_stacks([who for who, _ in late], stacks))
+        awaited = find_awaited(stacks)
+        named = waiting[awaited[0] if awaited else 0]
+        raise named.timed_out(timeout_s, stacks=describe_stacks([who for who, _ in late], stacks))
     return [values[id(pending)] for pending in pendings]
+
+
+def _hanging(waiting: Sequence[Pending], *, hang_s: float, stacks_s: float) -> RemoteError | None:
+    """The error of the process that the others wait for; None while all of them may be computing."""
+    late = [(pending.actor.who, pending.actor.write_stacks) for pending in waiting]
+    stacks = collect_stacks(late, timeout_s=stacks_s)
+    if not (awaited := find_awaited(stacks)):
+        return None
+    named = waiting[awaited[0]]
+    told = describe_stacks([who for who, _ in late], stacks)
+    return hung(who=named.actor.who, call=named.call, timeout_s=hang_s, key="cluster.hang_timeout_s", stacks=told)

@@ -20,7 +20,7 @@ from rl_generation.submitting import check_single, failed_request
 from rl_launcher.ray.engine_pool import EngineDiedError, EnginePool, RunningEngine
 from rl_launcher.ray.engine_worker import Begun, Collected
 from rl_launcher.ray.remote_calls import Pending
-from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteFailedError
+from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteFailedError, RemoteTimeoutError
 
 ANSWER_S = 30.0
 """How much longer than its wait a call of `collect` may take."""
@@ -130,6 +130,8 @@ class RequestDispatch:
     def _collect(self, engine: RunningEngine) -> None:
         """Complete what `engine` has done, until it has nothing left, dies or does not answer."""
         limit_s = self._engines.call_timeout_s
+        look_s = min(limit_s, self._engines.hang_timeout_s / 2)
+        answered_s = time.monotonic()
         while True:
             with self._engines.changed:
                 mine = self._numbers_of(engine)
@@ -138,11 +140,15 @@ class RequestDispatch:
                     self._engines.changed.notify_all()
                     return
             why: Any = None
-            asked_s = time.monotonic()
             try:
-                reply: Collected = engine.process().call("collect", limit_s, timeout_s=limit_s + ANSWER_S)
+                reply: Collected = engine.process().call("collect", look_s, timeout_s=look_s + ANSWER_S)
             except RemoteDiedError as error:
                 why, reply = error, Collected(rollouts={}, failures={}, died=error.how)
+            except RemoteTimeoutError:
+                why, reply = (
+                    f"it is frozen: it has not answered for {look_s + ANSWER_S:g} seconds",
+                    Collected(rollouts={}, failures={}),
+                )
             except BaseException as error:  # noqa: BLE001 - raised again where the answers are taken
                 self._fail(mine, error)
                 continue
@@ -150,9 +156,13 @@ class RequestDispatch:
                 self._complete(number, rollout)
             for number, failure in reply.failures.items():
                 self._complete(number, RemoteFailedError.of(failure, who=engine.process().who, call="submit"))
-            if reply.died is not None:
+            if reply.rollouts or reply.failures:
+                answered_s = time.monotonic()
+            elif reply.died is None:
+                why = self._engines.frozen(engine, patience_s=look_s)
+            if reply.died is not None or why is not None:
                 self._send_again(engine, why or reply.died)
-            elif not reply.rollouts and not reply.failures and time.monotonic() - asked_s >= limit_s:
+            elif time.monotonic() - answered_s >= limit_s:
                 self._fail(mine, Pending(engine.process(), "submit", None).timed_out(limit_s))
 
     def _numbers_of(self, engine: RunningEngine) -> list[int]:

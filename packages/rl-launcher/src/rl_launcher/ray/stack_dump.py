@@ -59,6 +59,29 @@ def innermost_calls(text: str) -> str:
     return "\n".join([line.strip() for line in lines if line.startswith("  File ")][:MAX_CALLS])
 
 
+_COLLECTIVE = re.compile(
+    r"torch/distributed/|process_group|_functional_collectives|megatron/core/.*(reduce|gather|p2p)"
+)
+
+
+def find_awaited(stacks: Sequence[str]) -> list[int]:
+    """Which processes the others wait for: those that stand still, or else those that are in no collective.
+
+    Args:
+        stacks: the innermost calls of each process that has not answered, as `collect_stacks` returns them.
+
+    Returns:
+        Their places. All of them if every process waits in a collective; empty if none does, so that they may all be
+        computing.
+    """
+    if stopped := [place for place, stack in enumerate(stacks) if not stack]:
+        return stopped
+    inside = [bool(_COLLECTIVE.search(stack)) for stack in stacks]
+    if not any(inside):
+        return []
+    return [place for place, waits in enumerate(inside) if not waits] or [*range(len(stacks))]
+
+
 def describe_stacks(late: Sequence[ProcessInfo], stacks: Sequence[str]) -> str:
     """Where each process of `late` hangs, those at the same place together; empty if there is no stack."""
     if not any(stacks):

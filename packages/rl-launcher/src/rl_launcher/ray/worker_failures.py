@@ -8,6 +8,7 @@ The death of a trainer rank (`TrainerDiedError`) can be repaired by a restart fr
 
 import contextlib
 import pickle
+import re
 import time
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from rl_launcher.errors import RestartableError
 
 FRAMES = 3
 """Innermost frames of a traceback that a message shows."""
+
+CPP_FRAME = re.compile(r"\bframe #\d+: ")
+"""A line of a C++ stack as torch prints it."""
 
 # When one rank raises, rl_backends and rl_refit raise these on the others; when one dies, their connections break.
 _NOTICED_TYPES = frozenset({"RankError", "PeerError", "AbortedError", "DistBackendError", "DistNetworkError"})
@@ -82,7 +86,8 @@ class Failure:
             type_name=name,
             message=message,
             traceback="".join(traceback.format_exception(error)).rstrip(),
-            where="".join(traceback.format_exception(error, limit=-FRAMES, chain=False)).rstrip(),
+            # Without its last part, which is the message again.
+            where="".join(traceback.format_tb(error.__traceback__, limit=-FRAMES)).rstrip(),
             at=time.time(),
             noticed=name in _NOTICED_TYPES or any(phrase in message.lower() for phrase in _NOTICED_PHRASES),
             pickled=pickled,
@@ -120,7 +125,7 @@ class RemoteFailedError(RemoteError):
     """It raised; also an instance of the class that was raised there, so that `except` clauses for that class match."""
 
     def __init__(self, failure: Failure, *, who: ProcessInfo, call: str) -> None:
-        failed = f"{who} failed in {call}: {failure.type_name}: {failure.message}"
+        failed = f"{who} failed in {call}: {failure.type_name}: {without_cpp_frames(failure.message)}"
         super().__init__(f"{failed}\nIts traceback ends:\n{_indented(failure.where)}", who=who, at=failure.at)
         self.type_name, self.remote_traceback, self.call = failure.type_name, failure.traceback, call
         self.noticed = failure.noticed
@@ -163,6 +168,28 @@ class RemoteTimeoutError(RemoteError):
             log_tail=log_tail,
         )
         self.call, self.timeout_s = call, timeout_s
+
+
+class TrainerHungError(RemoteTimeoutError, RestartableError):
+    """A rank of the trainer hangs, and all others wait for it."""
+
+    condition = "trainer_hung"
+
+
+def hung(*, who: ProcessInfo, call: str, timeout_s: float, key: str, stacks: str) -> RemoteTimeoutError:
+    """The error of a process that hangs, by its role."""
+    kind = TrainerHungError if who.role == "trainer" else RemoteTimeoutError
+    return kind(who=who, call=call, timeout_s=timeout_s, key=key, stacks=stacks)
+
+
+def without_cpp_frames(text: str) -> str:
+    """A text without the C++ frames that torch writes into its errors, and the line that introduces them."""
+    lines = text.splitlines()
+    return "\n".join(
+        line.partition(" (most recent call first)")[0]
+        for line in lines
+        if not CPP_FRAME.search(line) and not line.startswith("Exception raised from")
+    )
 
 
 def died(how: str, *, who: ProcessInfo, call: str, log_tail: str = "") -> RemoteDiedError:

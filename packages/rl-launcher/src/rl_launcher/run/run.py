@@ -50,6 +50,7 @@ from rl_launcher.errors import (
 )
 from rl_launcher.recipe_files import Resolved, load_recipe
 from rl_launcher.recipe_files.dataclass_schema import to_plain
+from rl_launcher.run import driver_process
 from rl_launcher.run.conditions import name_of, reaction_to
 from rl_launcher.run.evaluate import Evaluator, turn_limits
 from rl_launcher.run.gc_freeze import long_lived
@@ -117,6 +118,7 @@ def run(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> dict[st
     directory = RunDirectory.create(recipe.run_dir)
     # Discarded within the claim: a folder that another process has claimed, or filled meanwhile, is not ours to remove.
     with Interruption() as interruption, claimed(directory, new=True), _discarded_if_refused(directory):
+        driver_process.note("claimed")
         job = Run(recipe, directory, interruption=interruption, objects=objects, started=started)
         job.on_built = partial(_describe, resolved, directory)
         return job.execute()
@@ -148,6 +150,18 @@ def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, objects: Objec
         job.resumption = replace(found, message=message)
         if changes:
             job.on_built = partial(write_text, directory.recipe, resolved.to_yaml(hide=redact))
+        return job.execute()
+
+
+def restart(recipe: Recipe, *, restarts: int) -> dict[str, Any]:
+    """Continue a run whose driver died, in a new one; as `resume`, but by itself, as restart number `restarts`."""
+    started = time.perf_counter()
+    directory = RunDirectory.open(recipe.run_dir)
+    with claimed(directory), Interruption() as interruption:
+        found = find_resumption(directory)
+        found.progress.restarts = restarts
+        job = Run(recipe, directory, interruption=interruption, started=started)
+        job.resumption = replace(found, name="restarted")
         return job.execute()
 
 
@@ -294,6 +308,7 @@ class Run:
                 message += NOT_EXACT_TURNS
             where: Any = {"stage": progress.stage, "step": progress.step or None}
             self.events.report(self.resumption.name, message, reaction=discarded, **where)
+        driver_process.note("training", progress.restarts)
         self.interruption.wait_for_steps()
         evaluator, headline = Evaluator(parts, recipe), recipe.headline
         progress.restore(parts)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # schedulers send the second before they kill
@@ -19,7 +19,12 @@ class Interruption:
     parts are built, a signal ends the run immediately.
     """
 
+    passed_on: ClassVar[signal.Signals | None] = None
+    """The signal by which a parent passes on those that it gets. Where a signal is sent to all processes of a job, it
+    comes directly, too, and counts once."""
+
     def __init__(self) -> None:
+        self._num_direct = self._num_passed_on = self._num_counted = 0
         self._patient = False
         self._heard = False
         self._holding = False
@@ -58,7 +63,8 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses to set a handler
-            self._previous = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            own = () if self.passed_on is None else (self.passed_on,)
+            self._previous = {number: signal.signal(number, self._hear) for number in (*SIGNALS, *own)}
         return self
 
     def __exit__(
@@ -67,9 +73,15 @@ class Interruption:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        if self._holding:
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if number == self.passed_on:
+            self._num_passed_on += 1
+        else:
+            self._num_direct += 1
+        num_signals = max(self._num_direct, self._num_passed_on)
+        if self._holding or num_signals == self._num_counted:
             return
+        self._num_counted = num_signals
         waits, self._heard = self._patient and not self._heard, True
         if not waits:
             self.at_once = True

@@ -90,6 +90,11 @@ class ClusterConfig:
     call_timeout_s: float = 3600.0
     """Seconds that one call of a rank or an engine may take. After that the run stops, naming those that hang."""
 
+    hang_timeout_s: float = 600.0
+    """Seconds without an answer after which the stacks of the trainer's ranks are read. If a rank stands still, or some
+    wait in a collective for another, it is named, all ranks are ended, and the run restarts from its last checkpoint
+    (`max_restarts`). A call of which the ranks are still computing goes on, up to `call_timeout_s`."""
+
     dashboard: bool = False
     """Serve Ray's dashboard on the loopback interface. Only for a cluster that the run starts itself."""
 
@@ -97,8 +102,8 @@ class ClusterConfig:
         check_fields(
             self,
             at_least={"num_nodes": 1, "gpus_per_node": 1, "cpus_per_rank": 1, "max_restarts": 0},
-            above={"start_timeout_s": 0, "call_timeout_s": 0},
-            infinite={"start_timeout_s", "call_timeout_s"},
+            above={"start_timeout_s": 0, "call_timeout_s": 0, "hang_timeout_s": 0},
+            infinite={"start_timeout_s", "call_timeout_s", "hang_timeout_s"},
         )
         if self.runtime == "in_process" and self.address is not None:
             raise ValueError(

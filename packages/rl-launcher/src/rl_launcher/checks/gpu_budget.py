@@ -1,0 +1,354 @@
+"""Does a recipe fit on GPUs that are not here, and how long does a step take? Arithmetic for `explain --gpu`.
+
+Memory is counted per GPU and phase, and per node for the host. Times follow from FLOPs and bytes with the stated
+efficiencies; they are a roofline, to compare recipes and to see what a step is spent on, not a promise.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_backends import ModelError, select_backend
+from rl_backends.least_memory import least_memory
+from rl_backends.loading import open_model
+from rl_backends.lora import AdapterSize
+from rl_backends.metrics.flops import ModelFlops, peak_flops_per_s
+from rl_generation import EngineMemory, EngineOptionError, estimate_memory
+from rl_generation import ModelError as EngineModelError
+from rl_launcher.build.models import copies_reference
+from rl_launcher.errors import Refusal
+from rl_launcher.ray.placement import Placement, plan_placement
+from rl_launcher.recipe_files.problems import nearest
+from rl_launcher.schema import Recipe
+from rl_launcher.user_code import is_import_string
+
+GIB = 2**30
+CONTEXT_BYTES = int(1.5 * GIB)
+"""Of CUDA, cuBLAS and NCCL, in each process on a GPU; torch's allocator does not count them."""
+PROCESS_HOST_BYTES = 3 * GIB
+"""Of host memory that a rank or an engine takes for Python, torch and their libraries."""
+MATMUL_EFFICIENCY = 0.45
+"""Of the peak, that training and prefill reach."""
+BANDWIDTH_EFFICIENCY = 0.6
+"""Of the memory's bandwidth, that a step of decoding reaches."""
+HOST_BYTES_PER_S = 20e9
+"""Between a GPU and its host's memory, over PCIe."""
+RESPONSE_SHARE = 0.5
+"""Mean length of a response, as a share of `max_new_tokens`."""
+PROMPT_TOKENS = 256
+"""Assumed length of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU by its data sheet."""
+
+    device_name: str
+    """As torch names it."""
+    memory_bytes: int
+    """That a process can allocate, its context included."""
+    bytes_per_s: float
+    """Of its memory."""
+
+
+GPUS = {
+    "a100-40gb": Gpu("NVIDIA A100-SXM4-40GB", int(39.4 * GIB), 1.555e12),
+    "a100-80gb": Gpu("NVIDIA A100-SXM4-80GB", int(79.2 * GIB), 2.039e12),
+    "h100-80gb": Gpu("NVIDIA H100 80GB HBM3", int(79.1 * GIB), 3.35e12),
+    "h200-141gb": Gpu("NVIDIA H200", int(139.8 * GIB), 4.8e12),
+    "b200-180gb": Gpu("NVIDIA B200", int(178.3 * GIB), 7.7e12),
+    "l4-24gb": Gpu("NVIDIA L4", int(22.0 * GIB), 0.3e12),
+    "l40s-48gb": Gpu("NVIDIA L40S", int(44.5 * GIB), 0.864e12),
+}
+"""Known GPUs by the names that `--gpu` takes."""
+
+
+def gpu_named(text: str) -> Gpu:
+    """The GPU of a name, or one of so many bytes, of whose speed nothing is known.
+
+    Raises:
+        Refusal: neither a known name nor a number of bytes.
+    """
+    if text.isdigit() and int(text) > 0:
+        return Gpu("", int(text), 0.0)
+    if (known := GPUS.get(text.lower())) is not None:
+        return known
+    like = nearest(text.lower(), list(GPUS))
+    hint = f"; did you mean {like[0]}?" if like else ""
+    raise Refusal(f"--gpu={text} is no GPU known here{hint} Known are {', '.join(GPUS)}; or give its memory in bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a recipe takes of given GPUs."""
+
+    text: str
+    figures: Mapping[str, Any]
+    refusal: str | None
+    """Why it does not fit, with the smallest change that does, or None."""
+
+
+def budget(
+    recipe: Recipe,
+    skeleton: nn.Module,
+    placement: Placement,
+    *,
+    gpu: Gpu,
+    rank_peak_bytes: int | None,
+    engine: EngineMemory,
+    adapters: AdapterSize | None = None,
+) -> Budget:
+    """Compare a recipe with a GPU.
+
+    Args:
+        recipe: of the run.
+        skeleton: the policy on the meta device.
+        placement: of ranks and engines.
+        gpu: each of the run's GPUs.
+        rank_peak_bytes: of a rank's GPU memory in one step; None if it is not known.
+        engine: the memory of one rank of an engine.
+        adapters: what is trained instead of the weights.
+    """
+    if placement.device != "cuda":
+        raise Refusal(
+            "--gpu is for a recipe that trains on GPUs, and this one trains on the CPU: add "
+            "policy.dtensor_cfg.device=cuda, or leave --gpu out"
+        )
+    parameters, ranks = sum(each.numel() for each in skeleton.parameters()), len(placement.ranks)
+    config = select_backend(recipe.policy).config
+    least = least_memory(
+        config,
+        parameters=parameters,
+        optimizers={stage.optimizer.name for stage in recipe.stages.values()},
+        ranks=ranks,
+        adapters=adapters,
+    )
+    peak = least.trainer_bytes // ranks if rank_peak_bytes is None else rank_peak_bytes
+    phases = _phases(recipe, placement, gpu=gpu, peak=peak, weights=least.weight_bytes // ranks, engine=engine)
+    room = gpu.memory_bytes
+    lines = [f"{'GPU' if gpu.device_name == '' else gpu.device_name} with {_gib(room)}, memory of each GPU by phase:"]
+    lines += [
+        f"  {name:<11}{_gib(taken):>10}  {'fits' if taken <= room else 'DOES NOT FIT'}: {what}"
+        for name, (taken, what) in phases.items()
+    ]
+    host, shm = host_needs(recipe, placement, parameters=parameters, trainer_bytes=least.trainer_bytes, engine=engine)
+    lines.append(f"host memory of a node: {_gib(host)}, of which /dev/shm {_gib(shm)} (refits are staged there)")
+    refusal = None
+    if lacking := [name for name, (taken, _) in phases.items() if taken > room]:
+        change = _smallest_change(
+            recipe,
+            placement,
+            gpu=gpu,
+            lacking=lacking[0],
+            peak=peak,
+            state=least.trainer_bytes // ranks,
+            weights=least.weight_bytes // ranks,
+            engine=engine,
+        )
+        taken = phases[lacking[0]][0]
+        refusal = f"while {lacking[0]}, a GPU needs {_gib(taken)} and has {_gib(room)}; the smallest change: {change}"
+        lines.append(refusal)
+    times, throughput = _times(recipe, skeleton, placement, gpu=gpu, parameters=parameters, engine=engine)
+    lines += throughput
+    return Budget(
+        text="\n".join(lines),
+        figures={
+            "gpu_bytes": room,
+            "phase_bytes": {name: taken for name, (taken, _) in phases.items()},
+            "host_bytes_per_node": host,
+            "shm_bytes_per_node": shm,
+            "step_s": times,
+        },
+        refusal=refusal,
+    )
+
+
+def host_needs(
+    recipe: Recipe, placement: Placement, *, parameters: int, trainer_bytes: int, engine: EngineMemory
+) -> tuple[int, int]:
+    """Bytes of host memory that the fullest node needs, and those of /dev/shm among them.
+
+    vLLM's sink stages the new weights of each engine in shared memory, in the dtype of the engine; colocated trainers
+    and sleeping engines wait in host memory while the other works.
+    """
+    first = [placement.engines[number].node for number in range(len(placement.engines))]
+    engines = max((first.count(node) for node in set(first)), default=0)
+    on_node = [place.node for place in placement.ranks]
+    ranks = max((on_node.count(node) for node in set(on_node)), default=0)
+    staged = 0
+    if recipe.policy.generation.backend == "vllm":
+        item = engine.weight_bytes * engine.tensor_parallel_size / max(engine.parameters, 1)
+        staged = int(parameters * round(item)) * engines
+    waiting = 0
+    if placement.colocated and not placement.in_process and placement.device == "cuda":
+        waiting = trainer_bytes * ranks // len(placement.ranks)
+        waiting += engine.weight_bytes * engines * recipe.policy.generation.ranks_per_engine
+    shm = staged + GIB  # and what Ray's object store holds of a batch
+    processes = 1 if placement.in_process else ranks + engines * recipe.policy.generation.ranks_per_engine
+    return shm + waiting + processes * PROCESS_HOST_BYTES, shm
+
+
+def node_needs(recipe: Recipe) -> tuple[int, int] | None:
+    """Host memory and /dev/shm of a recipe's fullest node in bytes; None where the model cannot be read from here."""
+    policy = recipe.policy
+    if is_import_string(policy.model_name):
+        return None
+    try:
+        config = open_model(
+            policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code
+        ).config
+        cfg, trainer = policy.generation.vllm_cfg, select_backend(policy).config
+        engine = estimate_memory(
+            config,
+            dtype=trainer.precision if cfg.precision == "auto" else cfg.precision,
+            tensor_parallel_size=cfg.tensor_parallel_size,
+            max_model_len=cfg.max_model_len,
+        )
+    except (ModelError, EngineModelError, EngineOptionError):
+        return None
+    placement = plan_placement(recipe)
+    least = least_memory(
+        trainer,
+        parameters=engine.parameters,
+        optimizers={stage.optimizer.name for stage in recipe.stages.values()},
+        ranks=len(placement.ranks),
+    )
+    return host_needs(recipe, placement, parameters=engine.parameters, trainer_bytes=least.trainer_bytes, engine=engine)
+
+
+def _phases(
+    recipe: Recipe, placement: Placement, *, gpu: Gpu, peak: int, weights: int, engine: EngineMemory
+) -> dict[str, tuple[int, str]]:
+    """Bytes of a GPU in each phase, and what they are."""
+    cfg = recipe.policy.generation.vllm_cfg
+    one = engine.sequence_bytes(engine.max_model_len)
+    share = cfg.gpu_memory_utilization or 0.92
+    cache = cfg.kv_cache_memory_bytes or one
+    serving = engine.weight_bytes + cache
+    if recipe.policy.generation.backend == "vllm" and cfg.kv_cache_memory_bytes is None:
+        serving = max(serving, int(gpu.memory_bytes * share) if serving <= gpu.memory_bytes * share else serving)
+    told = f"weights {_gib(engine.weight_bytes)} and a cache that holds a response of full length ({_gib(one)})"
+    if placement.in_process:
+        both = peak + engine.weight_bytes + cache + CONTEXT_BYTES
+        return {"training": (both, f"a step's peak {_gib(peak)}, and the engine beside it: {told}")}
+    other = CONTEXT_BYTES if placement.colocated else 0
+    return {
+        "training": (peak + CONTEXT_BYTES + other, f"a step's peak {_gib(peak)}" + ", the engine asleep" * bool(other)),
+        "refitting": (
+            (weights if placement.colocated else 0) + engine.weight_bytes + CONTEXT_BYTES + other,
+            "weights of both" if placement.colocated else "the engine's weights",
+        ),
+        "generating": (max(serving, engine.weight_bytes + cache) + CONTEXT_BYTES * placement.colocated, told),
+    }
+
+
+def _smallest_change(
+    recipe: Recipe,
+    placement: Placement,
+    *,
+    gpu: Gpu,
+    lacking: str,
+    peak: int,
+    state: int,
+    weights: int,
+    engine: EngineMemory,
+) -> str:
+    """The change of a key that makes the phase `lacking` fit, by the same arithmetic; or what to do if none does."""
+    cluster, section = recipe.cluster, "policy.generation.vllm_cfg"
+    spare = CONTEXT_BYTES * (2 if placement.colocated and not placement.in_process else 1)
+    if lacking == "training":
+        activations, room = max(peak - state, 0), gpu.memory_bytes - spare
+        if placement.in_process:
+            room -= engine.weight_bytes
+        config, key = recipe.policy.dtensor_cfg, "policy.dtensor_cfg.micro_batch_size"
+        size = config.micro_batch_size
+        fitting = int(size * (room - state) / activations) if activations else 0
+        if fitting > 0 and not recipe.policy.megatron_cfg.enabled:
+            return f"{key}={fitting} (it is {size}): activations take {_gib(activations)}"
+        if activations < room and not placement.in_process:
+            nodes = math.ceil(cluster.num_nodes * state / (room - activations))
+            return f"cluster.num_nodes={nodes} (it is {cluster.num_nodes}): weights and optimizer take {_gib(state)}"
+        return "LoRA (policy.dtensor_cfg.lora_cfg.rank=16), policy.dtensor_cfg.cpu_offload=true, or larger GPUs"
+    share = recipe.policy.generation.vllm_cfg.gpu_memory_utilization or 0.92
+    held = weights if placement.colocated else 0  # the policy's, beside the engine's during a refit
+    least = max(engine.weight_bytes + engine.sequence_bytes(engine.max_model_len), engine.weight_bytes + held)
+    if least + spare <= gpu.memory_bytes:
+        fitting = math.floor(100 * (gpu.memory_bytes - spare) / gpu.memory_bytes) / 100
+        return f"{section}.gpu_memory_utilization={fitting:g} (it is {share:g})"
+    size = engine.tensor_parallel_size
+    while size < cluster.gpus_per_node:
+        size *= 2
+        smaller = engine.tensor_parallel_size / size
+        serving = (engine.weight_bytes + engine.sequence_bytes(engine.max_model_len)) * smaller
+        if max(serving, engine.weight_bytes * smaller + held) + spare <= gpu.memory_bytes:
+            return f"{section}.tensor_parallel_size={size} (it is {engine.tensor_parallel_size})"
+    return f"a shorter {section}.max_model_len, or larger GPUs"
+
+
+def _times(
+    recipe: Recipe, skeleton: nn.Module, placement: Placement, *, gpu: Gpu, parameters: int, engine: EngineMemory
+) -> tuple[dict[str, float] | None, list[str]]:
+    """Seconds of each phase of one batch of the recipe, and the lines that say so."""
+    precision: Any = select_backend(recipe.policy).config.precision
+    flops_per_s = peak_flops_per_s(gpu.device_name, precision)
+    try:
+        flops = ModelFlops.of(skeleton)
+    except ModelError as error:
+        return None, [f"time of a step: unknown, {error}"]
+    stage, name = next(((each, name) for name, each in recipe.stages.items() if name == recipe.headline), (None, ""))
+    if stage is None or flops_per_s is None or not gpu.bytes_per_s:
+        return None, ["time of a step: unknown without a stage, and the name of a GPU"]
+    samples = hasattr(stage, "num_generations_per_prompt") and recipe.form is None
+    generation, ranks, engines = recipe.policy.generation, len(placement.ranks), len(placement.engines)
+    rows, response = int(getattr(stage, "batch_size", 1)), int(generation.max_new_tokens * RESPONSE_SHARE)
+    if samples:
+        rows = int(stage.num_prompts * stage.num_generations_per_prompt)  # type: ignore[attr-defined]
+    elif name in {"dpo", "orpo", "reward_model"}:
+        rows *= 2
+    lengths = torch.full((1,), PROMPT_TOKENS + response)
+    asked = torch.full((1,), response)
+    trained = rows * float(flops.of_rows(lengths, asked).sum())
+    compute = flops_per_s * MATMUL_EFFICIENCY * ranks
+    extra = int(copies_reference(recipe))
+    objective = getattr(stage, "objective", None)
+    extra += int(getattr(getattr(objective, "ratio", None), "proximal", "") == "recomputed")
+    times: dict[str, float] = {"train": trained / compute}
+    if extra:
+        times["logp"] = extra * trained / 3 / compute
+    if samples:
+        times = {"generate": _decoding_s(recipe, gpu=gpu, engine=engine, rows=rows, response=response), **times}
+        sent = parameters * (2 if precision == "bfloat16" else 4) * engines / max(placement.num_nodes, 1)
+        times["refit"] = sent / HOST_BYTES_PER_S / max(1, min(engines, placement.slots_per_node))
+    total = sum(times.values())
+    tokens = rows * (PROMPT_TOKENS + response)
+    parts = ", ".join(f"{each} {seconds:.3g} s" for each, seconds in times.items())
+    mfu = trained / (total * flops_per_s * placement.num_nodes * placement.slots_per_node)
+    what = " (prompts x generations)" if samples else ""
+    told = f"a batch of {rows:,} rows{what}, {tokens:,} tokens: about {total:.3g} s ({parts}), "
+    told += f"{tokens / total:,.0f} tokens/s, MFU {mfu:.1%} of the whole step"
+    assumed = f"  assumed: prompts of {PROMPT_TOKENS} tokens, responses of {response} (half of max_new_tokens), "
+    assumed += f"{MATMUL_EFFICIENCY:.0%} of the peak in matrix products, {BANDWIDTH_EFFICIENCY:.0%} of the memory's "
+    assumed += f"bandwidth in decoding, {HOST_BYTES_PER_S / 1e9:g} GB/s over PCIe; collectives overlap with computation"
+    lines = [told, assumed]
+    return {**times, "total": total, "tokens_per_s": tokens / total, "mfu": mfu}, lines
+
+
+def _decoding_s(recipe: Recipe, *, gpu: Gpu, engine: EngineMemory, rows: int, response: int) -> float:
+    """Seconds of sampling: each step of decoding reads the weights once, and the cache of every response."""
+    cfg, cluster = recipe.policy.generation.vllm_cfg, recipe.cluster
+    engines = max(1, cluster.num_nodes * cluster.gpus_per_node // recipe.policy.generation.ranks_per_engine)
+    share = (cfg.gpu_memory_utilization or 0.92) * gpu.memory_bytes
+    cache = cfg.kv_cache_memory_bytes or max(share - engine.weight_bytes, engine.sequence_bytes(engine.max_model_len))
+    held = max(1, int(cache // max(engine.sequence_bytes(PROMPT_TOKENS + response), 1)))
+    at_once = max(1, min(cfg.max_num_seqs or 256, held, math.ceil(rows / engines)))
+    read = engine.weight_bytes + at_once * engine.kv_bytes_per_token * (PROMPT_TOKENS + response / 2)
+    rounds = math.ceil(math.ceil(rows / engines) / at_once)
+    return float(rounds * response * read / (gpu.bytes_per_s * BANDWIDTH_EFFICIENCY))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

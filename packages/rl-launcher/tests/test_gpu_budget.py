@@ -1,0 +1,82 @@
+"""`explain --gpu`: what fits on GPUs that are not here; the figures follow from the stated arithmetic."""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_generation import estimate_memory
+from rl_launcher.checks.gpu_budget import CONTEXT_BYTES, GIB, Gpu, budget, gpu_named
+from rl_launcher.errors import Refusal
+from rl_launcher.ray.placement import plan_placement
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.recipe_files.shipped import find_recipe
+from rl_launcher.schema import Recipe
+
+H100 = gpu_named("h100-80gb")
+CONFIG = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
+
+
+@pytest.fixture(scope="module")
+def eight_billion():
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(CONFIG)
+
+
+@pytest.fixture
+def asked(eight_billion):
+    """The budget of the shipped recipe of 8 GPUs, with some keys changed."""
+
+    def ask(*overrides, gpu=H100, peak=40 * GIB):
+        recipe = load_recipe(find_recipe("grpo-8gpu-colocated"), schema=Recipe, overrides=overrides).value
+        cfg = recipe.policy.generation.vllm_cfg
+        engine = estimate_memory(
+            CONFIG, dtype="bfloat16", max_model_len=4096, tensor_parallel_size=cfg.tensor_parallel_size
+        )
+        placement = plan_placement(recipe)
+        return recipe, budget(recipe, eight_billion, placement, gpu=gpu, rank_peak_bytes=peak, engine=engine)
+
+    return ask
+
+
+def test_what_fits_is_told_by_phase_with_host_memory_and_times(asked):
+    recipe, found = asked()
+    assert found.refusal is None
+    assert found.figures["phase_bytes"]["training"] == 40 * GIB + 2 * CONTEXT_BYTES
+    weights = 2 * sum(each.numel() for each in [torch.empty(8_190_735_360, device="meta")])
+    assert found.figures["shm_bytes_per_node"] >= 8 * weights, "each of 8 engines stages its new weights"
+    rows = recipe.grpo.num_prompts * recipe.grpo.num_generations_per_prompt
+    assert f"a batch of {rows:,} rows" in found.text, "the recipe's batch, and not what fills the ranks once"
+    times = found.figures["step_s"]
+    assert times["total"] == pytest.approx(times["generate"] + times["train"] + times.get("logp", 0) + times["refit"])
+    assert 0 < times["mfu"] < 0.45
+
+
+def test_what_does_not_fit_is_refused_with_a_change_that_does(asked):
+    _, found = asked(peak=200 * GIB)
+    assert "while training, a GPU needs 203.0 GiB and has 79.1 GiB" in found.refusal
+    assert "micro_batch_size=" in found.refusal or "cluster.num_nodes=" in found.refusal
+    _, found = asked(gpu=Gpu("", 12 * GIB, 0.0), peak=GIB)
+    assert "tensor_parallel_size=" in found.refusal
+    size = found.refusal.partition("tensor_parallel_size=")[2].split()[0]
+    _, larger = asked(
+        f"policy.generation.vllm_cfg.tensor_parallel_size={size}",
+        "policy.generation.vllm_cfg.gpu_memory_utilization=0.5",
+        gpu=Gpu("", 12 * GIB, 0.0),
+        peak=GIB,
+    )
+    assert larger.refusal is None
+
+
+def test_names_and_bytes_name_a_gpu_and_others_are_refused():
+    assert gpu_named("H100-80GB") is H100
+    assert gpu_named("42").memory_bytes == 42
+    with pytest.raises(Refusal, match=r"did you mean h100-80gb\?"):
+        gpu_named("h100-80g")
