@@ -41,7 +41,7 @@ from rl_refit.errors import AbortedError, DeadlineError, PeerError, PoisonedErro
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.rendezvous import Rendezvous, host_store
-from rl_refit.stores import FileStore, PrefixStore, Store
+from rl_refit.stores import FileStore, PrefixStore, Store, clone
 from rl_refit.transaction.bounded_store import BoundedStore, Line
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transaction.messages import error_from_message, error_to_message
@@ -274,7 +274,7 @@ class Driver:
         assert self._meeting is not None
         meeting, given = self._meeting, self._given
         return Rendezvous(
-            meeting.connect().clone(),
+            clone(meeting.connect()),
             num_sources=meeting.num_sources,
             num_sinks=meeting.num_sinks,
             source_rank=0 if given is None else given.source_rank,
@@ -605,7 +605,7 @@ class _Seat:
 
     def _say(self, what: str, payload: object) -> int:
         if self._store is None:  # a connection of its own: the others are their threads'
-            self._store = PrefixStore(self._meeting.name, self._meeting.connect().clone())
+            self._store = PrefixStore(self._meeting.name, clone(self._meeting.connect()))
         number = next(self._numbers)
         self._store.set(f"worker {self._sink_rank}", json.dumps([number, what, payload]))
         return number

@@ -94,10 +94,10 @@ class Refit:
         self._given_source, self._given_transport = source, transport
         if isinstance(sink, EngineSink):
             check_engine(source, transport, rendezvous)
-            options = transport.options  # type: ignore[union-attr]  (it is a SlotStream)
-            self._engine = sink.drive(rendezvous, config=asdict(self._config), transport=options)
+            stream: Any = transport  # a SlotStream, as was checked
+            self._engine = sink.drive(rendezvous, config=asdict(self._config), transport=stream.options)
             self._closed, self._busy = False, threading.Lock()
-            weakref.finalize(self, self._engine.let_go).atexit = False  # type: ignore[misc]
+            weakref.finalize(self, self._engine.let_go).atexit = False
             return
         check_sides(Sides(source, sink), transport, rendezvous)
         self._sides = Sides(source, sink)
@@ -188,7 +188,7 @@ class Refit:
             self._inner = Refit(
                 self._given_source, transport=self._given_transport, rendezvous=meeting, **asdict(self._config)
             )
-            weakref.finalize(self, self._inner.close).atexit = False  # type: ignore[misc]
+            weakref.finalize(self, self._inner.close).atexit = False
         return self._inner
 
     def _drive(self, run: Callable[[], _T], *, ends: bool) -> _T:

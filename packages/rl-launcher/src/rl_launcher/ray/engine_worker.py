@@ -178,7 +178,8 @@ class EngineWorker:
 
     def version(self) -> int | None:
         """The committed version, or None before the first commit."""
-        committed: int | None = self._made.sink.version  # type: ignore[attr-defined]
+        sink: Any = self._made.sink  # what `make_engine` makes has it, beyond the protocol
+        committed: int | None = sink.version
         return committed
 
     def sleep(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, final
 
-from rl_refit.stores import PrefixStore, Store
+from rl_refit.stores import PrefixStore, Store, clone
 
 __all__ = ["BoundedStore", "Line"]
 
@@ -61,8 +61,7 @@ class BoundedStore(Store):
 
     def clone(self) -> Store:
         """Torch's own store with a connection of its own, for another thread; its calls are not bounded."""
-        clone: Store = self._store.clone()
-        return clone
+        return clone(self._store)
 
     def close(self) -> None:
         """End the thread, once it has asked what is asked already."""
