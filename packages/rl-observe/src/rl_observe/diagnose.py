@@ -926,15 +926,15 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
         )
     losses = series("loss")
     if steps and steps[-1].data.get("given_rows") and len(losses) >= 6:
-        first, last = (float(np.mean([value for _, value in part])) for part in (losses[:3], losses[-3:]))
-        if last > (limit := 2 * abs(first) + 0.5):
+        before, after = (float(np.mean([value for _, value in part])) for part in (losses[:3], losses[-3:]))
+        if after > (limit := 2 * abs(before) + 0.5):
             yield Finding(
                 cause="learning_rate",
                 score=0.74,
                 stage="policy",
                 step=next(at for at, value in losses if value > limit),
                 row=0,
-                evidence=f"the loss of given rows rose from {first:.3g} to {last:.3g}; gradient norms go from "
+                evidence=f"the loss of given rows rose from {before:.3g} to {after:.3g}; gradient norms go from "
                 f"{min(norms, default=0):.3g} to {max(norms, default=0):.3g}",
             )
     entropy = series("entropy")

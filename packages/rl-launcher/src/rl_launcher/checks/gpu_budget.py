@@ -277,8 +277,8 @@ def _smallest_change(
     held = weights if placement.colocated else 0  # the policy's, beside the engine's during a refit
     least = max(engine.weight_bytes + engine.sequence_bytes(engine.max_model_len), engine.weight_bytes + held)
     if least + spare <= gpu.memory_bytes:
-        fitting = math.floor(100 * (gpu.memory_bytes - spare) / gpu.memory_bytes) / 100
-        return f"{section}.gpu_memory_utilization={fitting:g} (it is {share:g})"
+        smaller_share = math.floor(100 * (gpu.memory_bytes - spare) / gpu.memory_bytes) / 100
+        return f"{section}.gpu_memory_utilization={smaller_share:g} (it is {share:g})"
     size = engine.tensor_parallel_size
     while size < cluster.gpus_per_node:
         size *= 2
@@ -306,7 +306,7 @@ def _times(
     generation, ranks, engines = recipe.policy.generation, len(placement.ranks), len(placement.engines)
     rows, response = int(getattr(stage, "batch_size", 1)), int(generation.max_new_tokens * RESPONSE_SHARE)
     if samples:
-        rows = int(stage.num_prompts * stage.num_generations_per_prompt)  # type: ignore[attr-defined]
+        rows = int(stage.num_prompts * stage.num_generations_per_prompt)
     elif name in {"dpo", "orpo", "reward_model"}:
         rows *= 2
     lengths = torch.full((1,), PROMPT_TOKENS + response)

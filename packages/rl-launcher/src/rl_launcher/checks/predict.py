@@ -151,7 +151,7 @@ def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, EngineMemory]:
     cfg = generation.vllm_cfg
     model_config: Any = skeleton.config
     trainer = select_backend(recipe.policy).config
-    dtype = trainer.precision if generation.backend == "vllm" else "float32"
+    dtype: str = trainer.precision if generation.backend == "vllm" else "float32"
     dtype = dtype if cfg.precision == "auto" else cfg.precision
     cache_bytes = cfg.kv_cache_memory_bytes
     try:

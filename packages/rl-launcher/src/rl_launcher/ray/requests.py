@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from rl_generation import Rollout, Sampling
 from rl_generation.requests import make_requests
@@ -139,7 +138,7 @@ class RequestDispatch:
                     self._collecting.discard(id(engine))
                     self._engines.changed.notify_all()
                     return
-            why: Any = None
+            why: BaseException | str | None = None
             try:
                 reply: Collected = engine.process().call("collect", look_s, timeout_s=look_s + ANSWER_S)
             except RemoteDiedError as error:
@@ -160,8 +159,8 @@ class RequestDispatch:
                 answered_s = time.monotonic()
             elif reply.died is None:
                 why = self._engines.frozen(engine, patience_s=look_s)
-            if reply.died is not None or why is not None:
-                self._send_again(engine, why or reply.died)
+            if (ended := reply.died if why is None else why) is not None:
+                self._send_again(engine, ended)
             elif time.monotonic() - answered_s >= limit_s:
                 self._fail(mine, Pending(engine.process(), "submit", None).timed_out(limit_s))
 

@@ -231,7 +231,7 @@ class _Stages(_OfWeights):
             made = list(self.parts.engine.generate_seeded(prompts, sampling, seeds=seeds))
         else:
             made = list(self.parts.engine.generate(prompts, sampling))
-        found = np.full(step.filled.shape, np.nan, dtype=np.float32)
+        found: Any = np.full(step.filled.shape, np.nan, dtype=np.float32)
         for row, (start, rollout) in enumerate(zip(starts.tolist(), made, strict=True)):
             length = min(len(rollout.tokens), found.shape[1] - start)
             same = np.array(rollout.tokens[:length]) == tokens[row, start : start + length]
@@ -320,7 +320,7 @@ class _Stages(_OfWeights):
     def _examples(self, step: RecordedStep) -> tuple[grpo.Examples, Tensor]:
         rollouts, objective = self._rollouts(step), self.config.objective
         rows = kept_rows(rollouts, objective).nonzero()[:, 0]
-        frozen = {name: _Recorded(step, name, rows) for name in ("logp_proximal", "logp_ref")}
+        frozen: dict[str, Any] = {name: _Recorded(step, name, rows) for name in ("logp_proximal", "logp_ref")}
         if step.stage == "ppo":
             critic: Any = _Recorded(step, "value", rows)
             ready = ppo.prepare(

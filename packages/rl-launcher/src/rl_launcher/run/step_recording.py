@@ -281,7 +281,7 @@ class StepRecording:
                 figures[name] = given
         if "score" in step.columns:
             figures["score"] = step.columns["score"]
-        columns = {
+        columns: dict[str, Any] = {
             name: torch.where(mask, step.columns[name].float(), float("nan"))
             for name in FROM_LOSS
             if name in step.columns

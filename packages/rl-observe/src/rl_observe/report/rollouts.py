@@ -38,7 +38,8 @@ def browsable(run: RunDirectory) -> dict[str, Any] | None:
     steps, remarks = _all_steps(run)
     if not steps:
         return None
-    kept, rollouts = [], 0
+    kept: list[RecordedStep] = []
+    rollouts = 0
     for step in reversed(steps):
         rollouts += len(step)
         if kept and rollouts > MAX_ROLLOUTS:
