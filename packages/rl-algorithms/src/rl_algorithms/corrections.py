@@ -54,7 +54,7 @@ __all__ = [
 class CorrectionConfig:
     """What makes up for a sampler that is not the proximal policy; see above."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     weight: PieceName = "none"
     """Weigh each token's loss by exp(logp_proximal - logp_old): of the `token`, of the whole answer (`sequence`),

@@ -43,7 +43,7 @@ SamplingT = TypeVar("SamplingT")
 class Figures:
     """Which figures are made of the answers."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     pass_at: tuple[int, ...] = (1,)
     """The k of pass@k: does one of k answers pass? None may be beyond the samples of a prompt."""
@@ -236,7 +236,7 @@ def _rows_by_prompt(rollouts: Rollouts) -> list[list[int]]:
 class ValidationSet:
     """A further set of prompts that the policy is measured on."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     source: str
     """As `data.source`; no function."""
@@ -270,7 +270,7 @@ class ValidationSet:
 class EvaluationConfig:
     """How the policy is measured on held-out prompts."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     every: int = 0
     """Optimizer steps between evaluations during training; 0 evaluates before and after training only."""

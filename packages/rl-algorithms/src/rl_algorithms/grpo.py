@@ -47,7 +47,7 @@ SamplingT = TypeVar("SamplingT")
 class GRPOConfig:
     """What a GRPO run may choose."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_num_steps: int
     """Optimizer steps to take at most, a multiple of `steps_per_generation`. A batch without a signal counts as its

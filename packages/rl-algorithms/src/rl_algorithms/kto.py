@@ -36,7 +36,7 @@ __all__ = ["Examples", "KTOConfig", "explain", "kto", "prepare", "step", "train"
 class KTOConfig:
     """What a KTO run may choose. Weigh so that desirable_weight * good rows is 1 to 4/3 of undesirable_weight * bad."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_num_steps: int
     """Optimizer steps to take."""

@@ -26,7 +26,7 @@ __all__ = [
     "SelectionConfig",
 ]
 
-STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+STRICT: dict[str, object] = {"extra": "forbid"}
 
 
 def _named(key: str, kind: str, named: PieceName) -> Piece:

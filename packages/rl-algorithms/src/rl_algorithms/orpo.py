@@ -38,7 +38,7 @@ CERTAIN = -1e-6
 class ORPOConfig:
     """What an ORPO run may choose."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_num_steps: int
     """Optimizer steps to take."""

@@ -36,7 +36,7 @@ SamplingT = TypeVar("SamplingT")
 class PPOConfig:
     """What a PPO run may choose."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_num_steps: int
     """Optimizer steps of either model to take at most, a multiple of `steps_per_generation`."""

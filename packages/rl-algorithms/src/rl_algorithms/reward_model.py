@@ -33,7 +33,7 @@ __all__ = ["RewardModelConfig", "bradley_terry", "evaluate", "explain", "step", 
 class RewardModelConfig:
     """What the training of a reward model may choose."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_num_steps: int
     """Optimizer steps to take."""

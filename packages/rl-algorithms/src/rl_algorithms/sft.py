@@ -39,7 +39,7 @@ RELATIVE = Counts(tokens=1, sequences=1)
 class SFTConfig:
     """What an SFT run may choose."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_num_steps: int
     """Optimizer steps to take."""

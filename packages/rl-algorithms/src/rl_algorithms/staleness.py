@@ -22,7 +22,7 @@ COUNTS_AND_SECONDS = ("num_collectors", "groups_per_call", "timeout_s", "stop_ti
 class AsyncConfig:
     """How sampling goes on while the policy trains."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_staleness: int
     """Optimizer steps by which the policy may be ahead of the weights that sampled a token it trains on.

@@ -32,7 +32,7 @@ __all__ = ["ValueConfig", "ValueExamples", "describe_values", "estimate", "expla
 class ValueConfig:
     """What is made of values, and how they are learnt."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     gamma: float = 1.0
     """Discount of a token. Below 1, what is rewarded late hardly reaches the first tokens of a long answer."""

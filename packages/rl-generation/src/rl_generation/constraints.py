@@ -144,12 +144,12 @@ def _grammar(request: Request, limits: Limits, *, end_token: int) -> Any:
             "json_schema and regex need llguidance: pip install 'rl-generation[server]', or llguidance alone"
         ) from None
     sampling = request.sampling
-    name, given = ("json_schema", sampling.json_schema) if sampling.json_schema else ("regex", sampling.regex)
+    name = "json_schema" if sampling.json_schema is not None else "regex"
     try:
-        if name == "regex":
-            grammar = LLMatcher.grammar_from_regex(given)
+        if sampling.json_schema is not None:
+            grammar = LLMatcher.grammar_from_json_schema(json.loads(sampling.json_schema))
         else:
-            grammar = LLMatcher.grammar_from_json_schema(json.loads(str(given)))
+            grammar = LLMatcher.grammar_from_regex(str(sampling.regex))
         matcher = LLMatcher(_llguidance_tokenizer(limits.tokenizer, limits.vocab_size, end_token), grammar)
         fault = matcher.get_error() if matcher.is_error() else ""
     except ValueError as error:

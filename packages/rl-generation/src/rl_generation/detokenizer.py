@@ -109,7 +109,11 @@ class Detokenizer:
 
 @final
 class StopStrings:
-    """Finds the first of `stop` in the text of one response, after the token with which the text holds it."""
+    """Finds the first of `stop` in the text of one response, after the token with which the text holds it.
+
+    Replacement characters at the end of the text are not searched: the next token may make a character of them. Nor is
+    what the same token wrote before them, as in vLLM.
+    """
 
     def __init__(self, stop: Sequence[str], tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int]) -> None:
         self._stop = tuple(stop)
@@ -120,7 +124,8 @@ class StopStrings:
     def push(self, token: int) -> str | None:
         """Take the next token; return the stop string that it completed, the earliest one in the text, or None."""
         certain = self._tail + self._text.push(token)
-        text = certain + self._text.pending
+        pending = self._text.pending
+        text = certain if pending.endswith(INCOMPLETE) else certain + pending
         self._tail = certain[-self._reach :] if self._reach else ""
         ends = {stop: text.find(stop) + len(stop) for stop in self._stop if stop in text}
         return min(ends, key=ends.__getitem__, default=None)

@@ -53,7 +53,7 @@ class EngineSpec:
         EngineOptionError: The engine is unknown, or an option belongs to another one.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     model: str
     """A folder that `save_pretrained` wrote, or a hub id."""

@@ -28,7 +28,7 @@ class Sampling:
     by top-p, in this order, which is vLLM's.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_new_tokens: int
     """Tokens after which an answer is cut off, its stop token included; more costs time and cache memory."""

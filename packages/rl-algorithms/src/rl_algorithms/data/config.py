@@ -21,7 +21,7 @@ __all__ = ["DataConfig", "read_configured"]
 class DataConfig:
     """The data set, of which a part is held out for evaluation."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     source: str
     """A .jsonl, .json, .csv, .parquet or .arrow file, a pattern of them (`shards/*.jsonl.gz`), a folder saved by

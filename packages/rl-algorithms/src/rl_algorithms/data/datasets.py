@@ -128,7 +128,7 @@ class LabelledData(Dataset):
 class MixedSource:
     """A further set to learn from, and how often."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     source: str
     """As `data.source`; no function."""

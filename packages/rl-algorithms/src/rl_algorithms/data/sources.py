@@ -38,7 +38,7 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class Source:
     """Data to read, where a path alone does not say which."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     path: str
     """A file (`.jsonl`, `.json`, `.csv`, `.tsv`, each also with `.gz`, `.parquet`, `.arrow`), a pattern of such files

@@ -18,7 +18,7 @@ PROBES = ("0123456789", " 10 + 20 = 30")
 class DistillConfig:
     """What a distillation run may choose. The defaults are on-policy distillation by reverse KL."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_num_steps: int
     """Optimizer steps to take, a multiple of `steps_per_generation`."""

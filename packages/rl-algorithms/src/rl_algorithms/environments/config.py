@@ -17,7 +17,7 @@ __all__ = ["EnvironmentConfig"]
 class EnvironmentConfig:
     """What gives a response its reward."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     reward: str | None = None
     """`package.module:function` or `file.py:function`. It is called with keyword lists, `prompts`, `completions` and

@@ -53,7 +53,7 @@ class SandboxError(ValueError):
 class Limits:
     """What a program may use. Resource isolation, not a security boundary."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     wall_s: float = 10.0
     """Seconds until the program and all that it started are killed; also, rounded up, of each process's processor."""

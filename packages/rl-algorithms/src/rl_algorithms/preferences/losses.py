@@ -101,7 +101,7 @@ OF_EACH_ANSWER = frozenset({"bco", "nca", "sppo", "apo_zero", "apo_down"})
 class PairLossConfig:
     """Which loss of a pair, and its numbers. Refuses those that the loss would not look at."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     loss: PairLoss = "sigmoid"
     """What is made of a pair's margin: `sigmoid` is DPO; `sigmoid_norm`, `ipo` and `simpo` look at means per token, so

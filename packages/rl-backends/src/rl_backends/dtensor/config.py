@@ -16,7 +16,7 @@ __all__ = ["DTensorConfig"]
 class DTensorConfig:
     """Ranks = pipeline x replicate x shard x expert x context x tensor; `shard` is what the sizes below leave."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     enabled: bool = True
     """Train with this backend, unless `megatron_cfg.enabled` takes precedence; see `select_backend`."""

@@ -12,7 +12,7 @@ __all__ = ["KernelsConfig"]
 class KernelsConfig:
     """A choice that cannot run is refused by name, with the reason and the remedy; nothing else runs in its place."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     attention: Literal["auto", "sdpa", "flex", "varlen", "flash"] = "auto"
     """`auto`: for packed rows `varlen` on a GPU in bfloat16 where it computes what the model asks for, else `flex` on a

@@ -18,7 +18,7 @@ class LoraConfig:
     There is no dropout: the backend never runs in training mode, since dropout would make two functions of one model.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
     __aliases__: ClassVar[dict[str, str]] = {"dim": "rank"}  # NeMo-RL's
 
     rank: int = 16

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
 from rl_backends.lora.config import LoraConfig
 
-STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+STRICT: dict[str, object] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ __all__ = ["MuonConfig", "OptimizerConfig"]
 class MuonConfig:
     """What Muon does to the matrices of layers; arXiv:2502.16982, and Keller Jordan's note that it builds on."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     momentum: float = 0.95
     """Decay of the running mean of the gradient. Higher averages over more steps."""
@@ -47,7 +47,7 @@ class OptimizerConfig:
     Weight decay leaves out norms, biases and everything else of one dim, which it would pull towards 0 for no reason.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     lr: float
     """Peak learning rate."""

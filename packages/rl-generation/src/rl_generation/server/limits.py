@@ -11,7 +11,7 @@ __all__ = ["ServerLimits"]
 class ServerLimits:
     """Bounds beyond which a request is refused before it costs anything; each refusal names its bound."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_body_bytes: int = 8 << 20
     """Size of a request's body; the default holds about a million token ids. Larger ones get status 413."""

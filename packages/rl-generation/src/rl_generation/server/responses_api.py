@@ -19,6 +19,19 @@ __all__ = ["ResponsesRequest"]
 INCLUDED_LOGP = "message.output_text.logprobs"
 """What `include` may ask for."""
 
+OF_CHATS: Mapping[str, str] = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "logprobs": "include",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "n": "several requests",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+}
+"""Fields that chats alone have, with what stands for them here; taken over, they would contradict it."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +56,10 @@ class ResponsesRequest:
         body = given.everything()
         take = body.pop
         take("model", None)  # checked for every route alike
+        for name, instead in OF_CHATS.items():
+            if name in body:
+                message = f"{name} is a field of /v1/chat/completions; here send {instead}"
+                raise HttpError(400, message, param=name, code="unknown_field")
         for name in ("previous_response_id", "conversation", "prompt"):
             if take(name, None) is not None:
                 message = f"{name} needs a server that stores responses: send the conversation whole, as input"
@@ -231,9 +248,11 @@ def _response_format(text: Any) -> dict[str, Any]:
         message = f"text takes a format, and no verbosity; got {shortened(text)}"
         raise HttpError(400, message, param="text", code="unsupported_field")
     how = text.get("format") or {"type": "text"}
-    if isinstance(how, dict) and how.get("type") == "json_schema":
+    if not isinstance(how, dict):
+        raise HttpError(400, f"text.format must be an object; got {shortened(how)}", param="text", code="invalid_type")
+    if how.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {key: value for key, value in how.items() if key != "type"}}
-    return dict(how)
+    return how
 
 
 def _output(text: str | None, calls: Any, logp: list[Any], *, message_id: str | None = None) -> list[dict[str, Any]]:

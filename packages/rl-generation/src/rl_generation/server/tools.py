@@ -114,17 +114,17 @@ def read_tools(
             message = f"tools[{index}] must be of type 'function', with a function that has a name"
             raise HttpError(400, message, param=f"tools[{index}]", code="invalid_type")
         functions[str(tool["function"]["name"])] = tool["function"]
-    named = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
-    if choice not in (None, "none", "auto", "required") and not (
-        isinstance(choice, dict) and choice.get("type") == "function" and named in functions
-    ):
+    named: str | None = None
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
+        named = next((name for name in functions if name == choice["function"].get("name")), None)
+    if choice not in (None, "none", "auto", "required") and named is None:
         message = (
             f"tool_choice must be 'none', 'auto', 'required', or name one of the functions "
             f"{sorted(functions)}; got {json.dumps(choice)[:100]}"
         )
         raise HttpError(400, message, param="tool_choice", code="invalid_value")
     if choice == "none" or not functions:
-        if not functions and (choice == "required" or named):
+        if not functions and choice == "required":
             raise HttpError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
         return None, None
     if named is not None:

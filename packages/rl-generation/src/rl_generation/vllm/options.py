@@ -37,7 +37,7 @@ class VllmOptions:
         EngineOptionError: A value is impossible, or `vllm_kwargs` repeats a field.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     model: str
     """Folder of a checkpoint, or its id on the Hugging Face hub."""

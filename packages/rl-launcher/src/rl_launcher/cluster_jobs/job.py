@@ -99,7 +99,7 @@ class RayPorts:
     `torch.distributed`, NCCL and the engines use further free ports.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     gcs: int = 6379
     """The head's port, through which every node joins."""

@@ -28,7 +28,7 @@ QUANTITY = re.compile(r"\d+(?:\.\d+)?(?:m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 class KubernetesOptions:
     """Options of the Kubernetes job, besides the nodes and GPUs, which come from the recipe."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     image: str
     """The container image, with Python, Ray, rl-launcher and what the recipe needs."""

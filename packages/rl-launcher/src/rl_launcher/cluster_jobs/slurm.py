@@ -22,7 +22,7 @@ TIME = re.compile(r"(?:\d+-\d{1,2}(?::\d{1,2}){0,2}|\d+(?::\d{1,2}){0,2})")
 class SlurmOptions:
     """Options of the SLURM job, besides the nodes and GPUs, which come from the recipe."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     time: str
     """Time limit, in the format of sbatch: `04:00:00`, `1-12:00:00`. The run saves `grace_s` seconds before it."""

@@ -32,7 +32,7 @@ from rl_launcher.recipe_files.problems import KeyPath, Problem, dotted
 Annotation = Any  # what stands after the colon of a field: a class, a union, `list[int]`, …
 MISSING = dataclasses.MISSING
 DEFAULTS_KEY = "defaults"
-STRICT: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+STRICT: dict[str, object] = {"extra": "forbid"}
 """`__pydantic_config__` of every section."""
 
 
@@ -40,7 +40,7 @@ def check_schema(schema: type) -> None:
     """Refuse a schema in which a typo would pass unnoticed.
 
     Raises:
-        TypeError: a section lacks `__pydantic_config__` with `extra: forbid` and docstrings, or has a key `defaults`,
+        TypeError: a section lacks `__pydantic_config__` with `extra: forbid`, or has a key `defaults`,
             or keeps sections in a list or a union with anything but null.
     """
     if not is_section(schema):

@@ -7,6 +7,7 @@ a union appear as extra entries; a `Failure` has the key, and a `Problem` the fi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -47,7 +48,7 @@ _YAML_1_1_BOOLEANS = {"yes", "no", "on", "off", "y", "n", "true", "false"}
 
 def validate(recipe: Node, schema: type[T]) -> tuple[T | None, list[Problem]]:
     """Return the configured `schema` and no problem, or None and every problem in the order of the recipe."""
-    adapter: TypeAdapter[T] = TypeAdapter(schema)
+    adapter: TypeAdapter[T] = _adapter(schema)
     attempt = _try(adapter, recipe, schema)
     value, failed = attempt
     if not failed:
@@ -65,6 +66,11 @@ def validate(recipe: Node, schema: type[T]) -> tuple[T | None, list[Problem]]:
         if is_new and not names & set(re.findall(r"[A-Za-z_]\w*", rule.message)):
             failed.append(rule)
     return None, sorted((_problem(failure, recipe, schema) for failure in failed), key=reading_order)
+
+
+@functools.cache
+def _adapter(schema: type) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)  # which takes a second for all sections of a recipe
 
 
 # -- pydantic's errors, placed in the schema --------------------------------------------------------

@@ -24,7 +24,7 @@ Attention = Literal["flash", "model"]
 class MemoryOptions:
     """One training step whose memory is asked for."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     tp: int = 1
     """Ranks that a layer is split over."""
