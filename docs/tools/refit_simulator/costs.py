@@ -16,7 +16,7 @@ __all__ = ["CALIBRATED", "Costs"]
 class Costs:
     """What software costs."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     nic_share: float = 0.88
     """Share of a card's bandwidth that large messages reach. Published: TensorHub, arXiv 2604.09107."""

@@ -15,7 +15,7 @@ __all__ = ["HARDWARE", "Hardware"]
 class Hardware:
     """One GPU, its share of the network, and how many make a node."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     name: str
     """What `--hardware` calls it."""
