@@ -114,3 +114,18 @@ def test_a_stop_string_of_bytes_ends_a_response_with_its_last_byte():
     tokens = ids("llama-2", "▁the", *(f"<0x{byte:02X}>" for byte in SMILE))
     finder = StopStrings(["e🙂"], TOKENIZERS["llama-2"], ())
     assert [finder.push(token) for token in tokens] == [None, None, None, None, "e🙂"]
+
+
+@pytest.mark.parametrize("name", ["byte-level", "gemma"])
+def test_a_stop_string_is_not_found_in_a_character_that_is_not_complete(name):
+    tokenizer = TOKENIZERS[name]
+    if name == "gemma":
+        first, second, word = ids(name, "<0xC3>", "<0xA9>", "s")
+    else:
+        first, second = tokenizer.encode("é", add_special_tokens=False)
+        (word,) = tokenizer.encode("s", add_special_tokens=False)
+    stop = ["\N{REPLACEMENT CHARACTER}"]
+    finder = StopStrings(stop, tokenizer, ())
+    assert [finder.push(token) for token in (first, second, word)] == [None, None, None]
+    finder = StopStrings(stop, tokenizer, ())
+    assert [finder.push(token) for token in (first, first, word)] == [None, None, *stop]
