@@ -91,6 +91,14 @@ def test_answers_are_those_of_the_engine(generate, model):
         assert answer["versions"] == [[0, 0, len(rollout.tokens)]]
 
 
+def test_biases_and_the_likeliest_tokens_reach_the_answers(generate):
+    flags = ["--seed", "5", "--logit-bias", "7=100", "--logit-bias", "8=90", "--top-logp", "2", "--ignore-eos"]
+    _, (answer,), _ = generate([{"prompt": "x"}], *flags)
+    assert set(answer["token_ids"]) == {7}
+    for (likeliest, logp), (second, _) in answer["top_logp"]:
+        assert (likeliest, logp, second) == (7, pytest.approx(0, abs=1e-3), 8)
+
+
 def test_text_and_messages_are_encoded_by_the_model_s_tokenizer(generate, model):
     _, tokenizer = load_transformers_engine(str(model), device="cpu")
     text = tokenizer.encode("hi")

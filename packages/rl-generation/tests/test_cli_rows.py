@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import json
 
@@ -9,7 +10,7 @@ from rl_generation.commands.chunked_output import open_output
 from rl_generation.commands.console import CommandError
 from rl_generation.commands.prompt_rows import check_limits, read_rows
 from rl_generation.commands.run_record import RunRecord, read_record, record_path, write_record
-from rl_generation.commands.sampling_flags import CHECKS, FLAGS
+from rl_generation.commands.sampling_flags import CHECKS, FLAGS, add_sampling_arguments, sampling_of
 from rl_generation.requests import Limits, Sampling
 
 BASE = Sampling(max_new_tokens=4, seed=3)
@@ -23,6 +24,16 @@ def rows_of(tmp_path, *lines, **options):
 
 def test_every_field_of_sampling_has_a_flag_and_a_json_type():
     assert set(FLAGS) == set(CHECKS) == {field.name for field in dataclasses.fields(Sampling)}
+
+
+@pytest.mark.parametrize("text", ["5", "5=x", "x=1", "5=-inf", "5=nan"])
+def test_a_bias_is_a_token_and_a_finite_number(text, capsys):
+    parser = argparse.ArgumentParser()
+    add_sampling_arguments(parser, max_new_tokens=4)
+    assert sampling_of(parser.parse_args(["--logit-bias", "5=-100"])).logit_bias == ((5, -100.0),)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--logit-bias", text])
+    assert "must be a token id and a finite number" in capsys.readouterr().err
 
 
 def test_rows_of_each_kind_are_read_with_their_ids_and_lines(tmp_path):
@@ -56,8 +67,18 @@ def test_overrides_of_a_row_reach_every_field(tmp_path):
         "bad_words": ["x"],
         "ignore_eos": True,
         "seed": 11,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 2,
+        "logit_bias": {"5": -100, "6": 0.5},
+        "regex": "a+",
+        "top_logp": 3,
     }
     (row,) = rows_of(tmp_path, {"prompt": "a", "sampling": wanted})
+    assert row.sampling.logit_bias == ((5, -100), (6, 0.5))
+    del wanted["logit_bias"]
+    (other,) = rows_of(tmp_path, {"prompt": "a", "sampling": {"min_new_tokens": 3, "json_schema": "{}"}})
+    assert (other.sampling.min_new_tokens, other.sampling.json_schema) == (3, "{}")
     for name, value in wanted.items():
         assert getattr(row.sampling, name) == (tuple(value) if isinstance(value, list) else value)
 
@@ -82,6 +103,9 @@ def test_overrides_of_a_row_reach_every_field(tmp_path):
         ({"prompt": "a", "sampling": {"n": True}}, "sampling.n must be an integer; got True"),
         ({"prompt": "a", "sampling": {"n": 0}}, "n=0"),
         ({"prompt": "a", "sampling": {"stop": "x"}}, "sampling.stop must be a list of strings"),
+        ({"prompt": "a", "sampling": {"logit_bias": {"x": 1}}}, "must be an object of numbers by token id"),
+        ({"prompt": "a", "sampling": {"logit_bias": {"5": 1, "05": 2}}}, "logit_bias must name a token once"),
+        ({"prompt": "a", "sampling": {"json_schema": {}}}, "sampling.json_schema must be text"),
         ('{"prompt": "a", "sampling": {"temperature": NaN}}', "holds NaN"),
         ('{"prompt": "a", "prompt": "b"}', "has the field 'prompt' twice"),
     ],

@@ -32,7 +32,7 @@ def test_a_bad_prompt_is_refused_by_index_and_value(prompts, words):
     [
         ({"stop_token_ids": (3, 99)}, "stop_token_ids must hold ids .*got 99"),
         ({"stop_token_ids": (40,)}, "stop_token_ids must hold ids .*got 40"),
-        ({"stop": ("END",)}, r"prompt 1 asks for stop=\('END',\), which are text, and the engine has no tokenizer"),
+        ({"stop": ("END",)}, r"prompt 1 asks for stop=\('END',\), which is text, and the engine has no tokenizer"),
         ({"bad_words": ("no",)}, r"prompt 1 asks for bad_words=\('no',\).*no tokenizer: make it with tokenizer="),
     ],
 )

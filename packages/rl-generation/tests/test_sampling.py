@@ -38,6 +38,20 @@ from rl_generation.requests import MAX_SEED, Sampling
         ("seed", -1),
         ("seed", MAX_SEED),
         ("seed", 1.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", ((3, math.inf),)),
+        ("logit_bias", ((3, math.nan),)),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((3, "1"),)),
+        ("logit_bias", (3,)),
+        ("logit_bias", ((3, 1.0), (3, 2.0))),
+        ("min_new_tokens", 9),
+        ("json_schema", ""),
+        ("regex", 3),
+        ("top_logp", -1),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_and_value(field, value):
@@ -52,6 +66,16 @@ def test_lists_become_tuples_so_that_a_sampling_stays_what_it_was():
     stops.append(4)
     assert sampling == Sampling(max_new_tokens=1, stop_token_ids=(2, 3), stop=("END",), bad_words=("no",))
     assert hash(sampling) is not None
+    biased = Sampling(max_new_tokens=1, logit_bias=[[3, 1.0]])
+    assert biased == Sampling(max_new_tokens=1, logit_bias={3: 1.0})
+    assert hash(biased) is not None
+
+
+def test_what_would_contradict_each_other_is_refused():
+    with pytest.raises(ValueError, match="min_new_tokens must be 0 beside stop strings"):
+        Sampling(max_new_tokens=4, min_new_tokens=2, stop=("a",))
+    with pytest.raises(ValueError, match="one grammar"):
+        Sampling(max_new_tokens=4, json_schema="{}", regex="a")
 
 
 def test_only_temperature_zero_is_greedy():

@@ -18,6 +18,7 @@ from rl_generation.server.errors import HttpError, from_engine
 from rl_generation.server.fields import Fields
 from rl_generation.server.generation_request import read_chat, read_completion
 from rl_generation.server.limits import ServerLimits
+from rl_generation.server.responses_api import ResponsesRequest
 
 TOKENIZER = speaking.tokenizer()
 LIMITS = Limits(vocab_size=len(TOKENIZER), max_length=64, tokenizer=TOKENIZER)
@@ -207,6 +208,8 @@ def test_a_wrong_value_is_refused_with_the_rule(body, param, message):
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "has a name"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": {"type": "function", "function": "f"}}, "tool_choice", "name one of the functions"),
+        ({"tool_choice": {"type": "function", "function": {"name": ["f"]}}}, "tool_choice", "name one of the"),
         ({"chat_template_kwargs": {"politely": True}}, "messages", "does not know the variable"),
         ({"required_prefix_token_ids": [5, 6]}, "required_prefix_token_ids", "in the first turn"),
         ({"required_prefix_token_ids": "5"}, "required_prefix_token_ids", "a list of token ids"),
@@ -216,6 +219,21 @@ def test_a_wrong_value_is_refused_with_the_rule(body, param, message):
 def test_a_chat_that_cannot_be_written_is_refused(body, param, message):
     with pytest.raises(HttpError, match=message) as refusal:
         chat(body)
+    assert (refusal.value.status, refusal.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"text": {"format": "json"}}, "text", "text.format must be an object"),
+        ({"messages": [{"role": "user", "content": "b"}]}, "messages", "here send input"),
+        ({"n": 2}, "n", "here send several requests"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "here send text"),
+    ],
+)
+def test_a_response_that_cannot_be_asked_for_as_a_chat_is_refused(body, param, message):
+    with pytest.raises(HttpError, match=message) as refusal:
+        ResponsesRequest.of(fields({"input": "a"} | body))
     assert (refusal.value.status, refusal.value.param) == (400, param)
 
 

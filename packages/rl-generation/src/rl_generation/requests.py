@@ -95,7 +95,9 @@ class Sampling:
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         for name in ("stop_token_ids", "stop", "bad_words", "logit_bias"):
             if isinstance(getattr(self, name), list):  # else it could not be hashed, and be changed behind our back
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+                object.__setattr__(
+                    self, name, tuple(tuple(each) if isinstance(each, list) else each for each in getattr(self, name))
+                )
         # True is an int to Python, and no count.
         counts: list[tuple[str, object, int, str]] = [
             ("max_new_tokens", self.max_new_tokens, 1, ""),
@@ -152,14 +154,13 @@ class Sampling:
                 f"repetition_penalty must be in (0, 10] (1 is off); got repetition_penalty={self.repetition_penalty!r}"
             )
         pairs: object = self.logit_bias
-        if not isinstance(pairs, tuple) or not all(
-            isinstance(token, int) and not isinstance(token, bool) and token >= 0 and bias < math.inf
-            for token, bias in pairs
-        ):
+        if not isinstance(pairs, tuple) or not all(_is_bias(pair) for pair in pairs):
             raise ValueError(
                 f"logit_bias must be pairs of a token id, 0 or more, and a number below infinity; "
                 f"got logit_bias={self.logit_bias!r}"
             )
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"logit_bias must name a token once; got logit_bias={self.logit_bias!r}")
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("json_schema must be None beside a regex: a response follows one grammar")
         for name in ("json_schema", "regex"):
@@ -325,6 +326,13 @@ def make_requests(
                 )
         requests.append(Request(prompt=prompt, sampling=each, prompt_index=index))
     return requests
+
+
+def _is_bias(pair: Any) -> bool:
+    match pair:
+        case (int(token), int() | float() as bias) if isinstance(pair, tuple):
+            return not isinstance(token, bool) and token >= 0 and bias < math.inf
+    return False
 
 
 def check_token_ids(token_ids: Iterable[int], *, vocab_size: int, name: str) -> None:

@@ -20,6 +20,7 @@ OUTPUT_FIELDS = (
     "token_ids",
     "logp",
     "logp_of",
+    "top_logp",
     "finish_reason",
     "stop_reason",
     "version",
@@ -57,6 +58,8 @@ def answer_rows(
         make: Callable[..., dict[str, Any]] = _timed_out if isinstance(answer, TimedOutSample) else _made
         made = make(answer, tokenizer, prompt=prompts[index])
         line = {"index": index, "sample_index": answer.sample_index, "id": rows[index].id, **made}
+        if isinstance(answer, Rollout) and answer.top_logp:
+            line["top_logp"] = answer.top_logp
         if timing and isinstance(answer, Rollout) and answer.timing is not None:
             line |= {"first_token_s": answer.timing.first_token_s, "total_s": answer.timing.total_s}
         yield {**line, **rows[index].carried}

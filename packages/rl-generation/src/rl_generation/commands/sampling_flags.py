@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,18 @@ from rl_generation.commands.console import CommandError
 from rl_generation.requests import Sampling
 
 __all__ = ["add_sampling_arguments", "is_integer", "override", "sampling_of"]
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        pair = int(token), float(bias)
+    except ValueError:
+        pair = 0, math.nan
+    if not math.isfinite(pair[1]):  # -inf is no JSON, which the record of a run is
+        raise argparse.ArgumentTypeError(f"must be a token id and a finite number, such as 5=-100; got {text!r}")
+    return pair
+
 
 TEXT = {"action": "append", "metavar": "TEXT"}
 FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,6 +42,26 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"action": argparse.BooleanOptionalAction, "help": "generate past the model's own stop tokens"},
     ),
     "seed": ("--seed", {"type": int, "metavar": "N", "help": "makes the answers repeatable"}),
+    "presence_penalty": (
+        "--presence-penalty",
+        {"type": float, "metavar": "X", "help": "taken from the logit of each token of the answer"},
+    ),
+    "frequency_penalty": (
+        "--frequency-penalty",
+        {"type": float, "metavar": "X", "help": "taken from it as often as the answer has the token"},
+    ),
+    "repetition_penalty": (
+        "--repetition-penalty",
+        {"type": float, "metavar": "X", "help": "divides the positive logit of each token of prompt and answer"},
+    ),
+    "logit_bias": (
+        "--logit-bias",
+        {"type": _bias, "action": "append", "metavar": "ID=X", "help": "added to a token's logit; can be repeated"},
+    ),
+    "min_new_tokens": ("--min-new-tokens", {"type": int, "metavar": "N", "help": "no stop token before this many"}),
+    "json_schema": ("--json-schema", {"metavar": "JSON", "help": "schema that the answer follows"}),
+    "regex": ("--regex", {"metavar": "TEXT", "help": "regular expression that the whole answer matches"}),
+    "top_logp": ("--top-logp", {"type": int, "metavar": "N", "help": "save the logp of this many likeliest tokens"}),
 }
 """Of each field of Sampling: its flag, and what argparse is told."""
 
@@ -77,7 +110,14 @@ def override(base: Sampling, fields: Mapping[str, object]) -> Sampling:
 
 
 def _with_tuples(fields: Mapping[str, object]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    """The arguments of Sampling; the token ids of a JSON object are text."""
+    arguments: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            arguments[name] = tuple((int(token), bias) for token, bias in value.items())
+        else:
+            arguments[name] = tuple(value) if isinstance(value, list) else value
+    return arguments
 
 
 def is_integer(value: object) -> bool:
@@ -95,6 +135,7 @@ def _is_list(check: Callable[[object], bool]) -> Callable[[object], bool]:
 
 INTEGER = ("an integer", is_integer)
 NUMBER = ("a number", _is_number)
+STRING = ("text", lambda value: isinstance(value, str))
 STRINGS = ("a list of strings", _is_list(lambda value: isinstance(value, str)))
 CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "max_new_tokens": INTEGER,
@@ -108,4 +149,17 @@ CHECKS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bad_words": STRINGS,
     "ignore_eos": ("true or false", lambda value: isinstance(value, bool)),
     "seed": INTEGER,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "logit_bias": (
+        "an object of numbers by token id",
+        lambda value: (
+            isinstance(value, dict) and all(token.isdecimal() and _is_number(bias) for token, bias in value.items())
+        ),
+    ),
+    "min_new_tokens": INTEGER,
+    "json_schema": STRING,
+    "regex": STRING,
+    "top_logp": INTEGER,
 }
