@@ -31,7 +31,7 @@ def engine():
 @pytest.fixture
 def sink(engine):
     engine.log.clear()
-    engine.refuses = False
+    engine.refuses, engine.forgets = False, True
     return ToySink(engine)
 
 
@@ -96,6 +96,18 @@ def test_a_worker_that_fails_in_its_commit_poisons_the_engine_until_a_refit_succ
     refit_to(sink, 10)(version=2)
     sink.check()
     assert engine.holds(10)
+
+
+def test_an_engine_that_does_not_forget_what_was_cached_is_poisoned_and_takes_the_same_version_again(engine, sink):
+    engine.forgets = False
+    with pytest.raises(RefitError, match="the cache cannot be reset"):
+        refit_to(sink, 11)(version=2)
+    with pytest.raises(PoisonedError, match="the commit failed with OSError: the cache cannot be reset"):
+        sink.check()
+    engine.forgets = True
+    refit_to(sink, 11)(version=2)
+    sink.check()
+    assert engine.holds(11)
 
 
 def test_a_version_that_is_not_newer_is_refused_unless_it_is_repeated(engine, sink):

@@ -103,6 +103,8 @@ class EngineSink(ABC):
         self._drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
         self._version: int | None = None
         self._poison: str | None = None
+        self._failure: str | None = None
+        """How the last commit failed, as the driver saw it, which knows the worker; None if it did not."""
         self._notes: dict[str, Any] = {}
         self.pause_s = 0.0
         """Seconds for which the last commit paused the engine, without the wait for unfinished requests."""
@@ -190,13 +192,13 @@ class EngineSink(ABC):
             RefitError: The engine cannot be paused, and no worker touched anything; or the sink is poisoned.
         """
         self._engine.pause()
-        paused_at = time.monotonic()
+        paused_at, self._failure = time.monotonic(), None
         try:
             answers = self._engine.call("rl_refit_run", self._token, driver.name)
             raise_errors(answers, phase="commit")
             self._engine.renew(str(answers[0]["version"]))
         except BaseException as error:
-            self._poison = f"the commit failed with {type(error).__name__}: {error}"
+            self._poison = self._failure = f"the commit failed with {type(error).__name__}: {error}"
             try:
                 self._engine.drop_requests()
                 self._engine.resume()
@@ -210,7 +212,7 @@ class EngineSink(ABC):
         """What the workers say of themselves after a refit."""
         poisons = [each["poison"] for each in said if each["poison"]]
         if poisons:
-            self._poison = poisons[0]
+            self._poison = self._failure or poisons[0]
         elif all("report" in each for each in said):
             self._poison = None
         if not self.poisoned:
@@ -726,11 +728,20 @@ class InMainThread:
     def commit(self, version: int) -> None:
         """Commit as soon as the driver has paused the engine."""
 
+        committed = False
+
         def work() -> int:
+            nonlocal committed
             self._sink.commit(version)
+            committed = True
             return version
 
-        self._end.ask("commit", work)
+        try:
+            self._end.ask("commit", work)
+        except BaseException as error:
+            if committed:
+                self._sink.poison(f"this worker has committed, and its engine has failed: {error}")
+            raise
 
     # What follows is passed on; a protocol that is looked at while it runs wants to see it.
 

@@ -105,6 +105,7 @@ class ToyEngine:
     def __init__(self, ranks):
         context = multiprocessing.get_context("spawn")
         self.num_ranks, self.paused, self.log, self.refuses = ranks, False, [], False
+        self.forgets = True
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
@@ -129,6 +130,8 @@ class ToyEngine:
 
     def renew(self, version):
         self.log.append((f"renew {version}", self.paused))
+        if not self.forgets:
+            raise OSError("the cache cannot be reset")
 
     def drop_requests(self):
         self.log.append(("drop", self.paused))

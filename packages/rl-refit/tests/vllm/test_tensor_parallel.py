@@ -33,7 +33,8 @@ def llm(checkpoints, served):
 def sink(llm):
     sink = VllmSink(llm)
     Refit(source(OLD), sink)(version=0)
-    return sink
+    yield sink
+    sink.close()
 
 
 def source(seed):

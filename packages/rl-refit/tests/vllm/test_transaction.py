@@ -18,7 +18,7 @@ import psutil
 import tiny
 import torch
 
-from rl_refit.errors import CoverageError, DigestError, PoisonedError, RefitError
+from rl_refit.errors import CoverageError, PoisonedError, RefitError
 from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.source import StateDictSource
@@ -40,7 +40,8 @@ def sink(llm):
     """A sink that has committed version 0: the old weights."""
     sink = VllmSink(llm)
     Refit(source(OLD), sink)(version=0)
-    return sink
+    yield sink
+    sink.close()
 
 
 def source(seed):
@@ -80,7 +81,8 @@ def test_a_bit_that_flips_between_verify_and_commit_is_found_and_poisons(llm, si
         staged._bank["model.norm.weight"][0][1].view(torch.int32)[5] ^= 1
 
     staged.ready = flip
-    with pytest.raises(DigestError, match=r"not in the engine after the commit.*\n  model\.norm\.weight"):
+    told = r"sink 0: DigestError: 1 tensors are not in the engine after the commit.*\n  model\.norm\.weight"
+    with pytest.raises(RefitError, match=told):
         refit(version=1)
     with pytest.raises(PoisonedError, match="could not be confirmed after the commit"):
         sink.check()
