@@ -727,7 +727,6 @@ class InMainThread:
 
     def commit(self, version: int) -> None:
         """Commit as soon as the driver has paused the engine."""
-
         committed = False
 
         def work() -> int:

@@ -27,9 +27,16 @@ def dummy(request, checkpoints, served):
         yield request.param, llm
 
 
-def test_a_refitted_engine_says_what_one_says_that_loaded_the_checkpoint(dummy, served):
+@pytest.fixture
+def sink(dummy):
+    sink = VllmSink(dummy[1])
+    yield sink
+    sink.close()
+
+
+def test_a_refitted_engine_says_what_one_says_that_loaded_the_checkpoint(dummy, sink, served):
     architecture, llm = dummy
-    sink, before = VllmSink(llm), tiny.generate(llm)
+    before = tiny.generate(llm)
     for version, seed in enumerate((0, 1, 0)):
         report = Refit(tiny.source(tiny.policy(architecture, seed)), sink)(version=version)
         after = tiny.generate(llm)
@@ -39,9 +46,8 @@ def test_a_refitted_engine_says_what_one_says_that_loaded_the_checkpoint(dummy, 
         before = after
 
 
-def test_what_can_be_read_back_is_read_from_the_engine_and_the_rest_is_named(dummy):
+def test_what_can_be_read_back_is_read_from_the_engine_and_the_rest_is_named(dummy, sink):
     architecture, llm = dummy
-    sink = VllmSink(llm)
     report = Refit(tiny.source(tiny.policy(architecture, 1)), sink)(version=0)
     (worker,) = llm.collective_rpc(lambda worker: worker._rl_refit_sink)
     before = worker.digest()
@@ -55,9 +61,8 @@ def test_what_can_be_read_back_is_read_from_the_engine_and_the_rest_is_named(dum
     assert worker.digest().differing(before) == ("model.norm.weight",)
 
 
-def test_ties_and_padding_and_what_the_engine_computes_are_explained(dummy):
-    architecture, llm = dummy
-    sink = VllmSink(llm)
+def test_ties_and_padding_and_what_the_engine_computes_are_explained(dummy, sink):
+    architecture, _ = dummy
     manifest = Refit(tiny.source(tiny.policy(architecture, 0)), sink).plan.sink
     text = sink.explain()
     assert "  padded: model.embed_tokens.weight" in text  # 260 rows in blocks of 64
@@ -70,10 +75,11 @@ def test_ties_and_padding_and_what_the_engine_computes_are_explained(dummy):
     }
 
 
-def test_without_its_workaround_an_engine_of_tied_embeddings_or_experts_is_silently_wrong(dummy, served, monkeypatch):
+def test_without_its_workaround_an_engine_of_tied_embeddings_or_experts_is_silently_wrong(
+    dummy, sink, served, monkeypatch
+):
     """Fails once vLLM needs none: then take the release out of `SEEN_IN`, and the workaround with the last of them."""
     architecture, llm = dummy
-    sink = VllmSink(llm)
     Refit(tiny.source(tiny.policy(architecture, 0)), sink)(version=0)
     monkeypatch.setattr(cpu_workarounds, "needed", lambda: False)
     Refit(tiny.source(tiny.policy(architecture, 1)), sink)(version=1)
