@@ -79,6 +79,7 @@ def test_every_step_reaches_the_synchronous_engine_and_its_rollouts_say_which(po
         sink.poison("a peer fell behind")
         with pytest.raises(PoisonedError, match="a peer fell behind"):
             engine.generate(PROMPTS, SAMPLING)
+        refit.close()
 
 
 def test_a_refit_in_flight_keeps_the_answers_that_are_under_way(policy, options):
