@@ -93,7 +93,7 @@ def test_one_step_uses_the_whole_learning_rate():
 
 def test_the_examples_in_the_docstrings_hold():
     assert doctest.testmod(schedules).failed == 0
-    assert doctest.testmod(schedules).attempted == 4
+    assert doctest.testmod(schedules).attempted == 6
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,16 @@ MOMENTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(write_recipe, tmp_path_factory):
+    """The directory and the summary of the same run, left alone."""
+    recipe = write_recipe(tmp_path_factory.mktemp("whole"))
+    return recipe.parent / "run", run(load_recipe(recipe, schema=Recipe))
+
+
 @pytest.mark.parametrize(("place", "count", "resumed_from"), [(place, *at) for place, at in MOMENTS.items()])
-def test_a_killed_run_goes_on_bit_for_bit(recipe, tmp_path, curve, place, count, resumed_from):
-    expected = run(load_recipe(recipe, schema=Recipe, overrides=[f"run_dir={tmp_path}/whole"]))
+def test_a_killed_run_goes_on_bit_for_bit(whole, recipe, tmp_path, curve, place, count, resumed_from):
+    whole_run, expected = whole
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), place, str(count), str(recipe), CHECKPOINTS]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -82,10 +89,10 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe, tmp_path, curve, place, count,
     assert bool(torn) == (
         place in {"the progress of a checkpoint", "the marker of a checkpoint", "the name of a checkpoint"}
     )
-    assert curve(directory.path) == curve(tmp_path / "whole")
+    assert curve(directory.path) == curve(whole_run)
     for name in ("steps", "tokens", "held_out_sampled_before", "held_out_sampled_after", "held_out_greedy_after"):
         assert summary[name] == expected[name]
-    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "run")]
+    weights = [load_file(path / "model" / "model.safetensors") for path in (whole_run, directory.path)]
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
     assert not unfinished_of(directory)
     assert json.loads(directory.summary.read_text())["interrupted"] is False

@@ -23,9 +23,8 @@ PPO = (
 CHAIN = ["grpo=null", "sft.max_num_steps=3", "evaluation={every: 4, samples: 2}", PPO]
 
 
-@pytest.fixture
-def folder(recipe, tmp_path):
-    """The folder of the recipe, with pairs of which the longer response is the better one, and the same one by one."""
+def with_pairs(tmp_path):
+    """Write pairs of which the longer response is the better one, and the same one by one; return the folder."""
     draw = random.Random(0)
     pairs, labelled = [], []
     for number in range(48):
@@ -35,6 +34,20 @@ def folder(recipe, tmp_path):
     for name, rows in (("pairs", pairs), ("labelled", labelled)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
+
+
+@pytest.fixture
+def folder(recipe):
+    """The folder of the recipe, with pairs."""
+    return with_pairs(recipe.parent)
+
+
+@pytest.fixture(scope="module")
+def whole_chain(write_recipe, tmp_path_factory):
+    """The run of a chain that nobody stopped."""
+    folder = with_pairs(write_recipe(tmp_path_factory.mktemp("whole")).parent)
+    run_recipe(folder, *of_chain(folder))
+    return folder / "run"
 
 
 def of_chain(folder, steps=10):
@@ -92,17 +105,18 @@ def test_beside_a_reward_model_env_measures_and_does_not_teach(folder):
 
 
 @pytest.mark.parametrize("steps", [2, 8, 13, 14])
-def test_a_chain_that_is_stopped_anywhere_resumes_bit_for_bit(folder, curve, stop_after, monkeypatch, steps):
+def test_a_chain_that_is_stopped_anywhere_resumes_bit_for_bit(
+    whole_chain, folder, curve, stop_after, monkeypatch, steps
+):
     overrides = of_chain(folder)
-    run_recipe(folder, *overrides, f"run_dir={folder}/whole")
     with monkeypatch.context() as stopped:
         stop_after(stopped, steps)
         with pytest.raises(RunStoppedError):
             run_recipe(folder, *overrides)
     resume(folder / "run")
-    assert curve(folder / "run") == curve(folder / "whole")
+    assert curve(folder / "run") == curve(whole_chain)
     for name in ("model", "reward_model"):
-        files = [each / name / "model.safetensors" for each in (folder / "run", folder / "whole")]
+        files = [each / name / "model.safetensors" for each in (folder / "run", whole_chain)]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 

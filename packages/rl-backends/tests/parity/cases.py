@@ -253,6 +253,19 @@ def usual():
     return [*chosen, *(each for each in apart() if not each.slow)]
 
 
+def quick():
+    """All on one rank and all refusals; on several, each mesh once, models and layouts taking turns; most apart."""
+    chosen = [each for each in table() if each.refusal is not None or each.ranks == 1]
+    for number, mesh in enumerate(each for each in MESHES if MESHES[each][0] > 1):
+        exact = [each for each in table() if (each.mesh, each.refusal) == (mesh, None)]
+        models = list(dict.fromkeys(each.model for each in exact))
+        of_one = [each for each in exact if each.model == models[number % len(models)]]
+        chosen.append(of_one[number // 2 % len(of_one)])
+    compiled = [each for each in apart() if each.config.get("compile") and each.mesh not in {"1", "FSDP2"}]
+    others = [each for each in apart() if not each.slow and each not in compiled]
+    return [*chosen, *(each for each in small() if each not in chosen), *others]
+
+
 SMALL = {  # for each release of transformers but the newest: what such a release could break
     ("Llama", "1", "packed"),
     ("Gemma-3", "1", "packed"),

@@ -1,8 +1,8 @@
 """Claims about exactness: however a model and a batch are cut, the steps are those of one plain process, or refused.
 
-The last cell of the package's matrix runs the table, on several ranks one layout of three; older releases of
-transformers a small selection, one for each thing that a release could break. `EVERY_TEST=1` in the environment runs
-all of it, and `PARITY=whole` all of it and nothing else that is left out.
+The last cell of the package's matrix runs what needs one rank, and on several ranks each mesh once; `PARITY=usual` in
+the environment, as in the nightly run, each mesh with each model, and `PARITY=whole` or `EVERY_TEST=1` the whole table.
+Older releases of transformers run a small selection, one for each thing that a release could break.
 `python -m parity`, in the folder above, runs the whole of it on any release and writes the table.
 """
 
@@ -27,7 +27,8 @@ NEWEST = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["tool"]["matrix
 if os.environ.get("EVERY_TEST") == "1" or os.environ.get("PARITY") == "whole":
     CELLS = cases.whole()
 else:
-    CELLS = cases.usual() if transformers.__version__.startswith(f"{NEWEST}.") else cases.small()
+    newest = cases.usual if os.environ.get("PARITY") == "usual" else cases.quick
+    CELLS = newest() if transformers.__version__.startswith(f"{NEWEST}.") else cases.small()
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,13 @@ def test_the_usual_cells_have_every_two_of_a_model_a_mesh_and_a_layout_that_the_
     assert pairs(each for each in cases.usual() if each in several) == pairs(several)
     alone = {each.name for each in cases.table() if each.ranks == 1 or each.refusal is not None}
     assert alone <= {each.name for each in cases.usual()}
+
+
+def test_the_quick_cells_have_every_mesh_every_model_and_every_refusal():
+    quick, several = cases.quick(), [each for each in cases.table() if each.ranks > 1 and each.refusal is None]
+    assert {each.mesh for each in several} <= {each.mesh for each in quick}
+    assert {each.model for each in several} <= {each.model for each in quick if each.ranks > 1}
+    assert all(each in quick for each in cases.table() if each.refusal is not None)
 
 
 @pytest.mark.parametrize(("config", "words"), cases.REFUSED_CONFIGURATIONS, ids=str)

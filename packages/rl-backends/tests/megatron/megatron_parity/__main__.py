@@ -1,4 +1,4 @@
-"""`python -m megatron_parity [--write FILE] [--only WORDS] [--usual]`: run and print the table; 1 if one is wrong."""
+"""`python -m megatron_parity [--write FILE] [--only WORDS] [--cells NAME]`: print the table; 1 if a cell is wrong."""
 
 import argparse
 import json
@@ -16,12 +16,15 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m megatron_parity")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the section into this file, as Markdown")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="cells whose names have all these words")
-    parser.add_argument("--usual", action="store_true", help="what the tests run")
+    parser.add_argument(
+        "--cells", choices=["quick", "usual", "whole"], default="whole", help="quick: what the tests run"
+    )
     parser.add_argument("--outcomes", type=Path, metavar="FILE", help="write what the cells came to into it, as JSON")
     parser.add_argument("--launches", type=int, default=20, help="how often to start anew after a rank has failed")
     arguments = parser.parse_args()
-    cells = cases.usual() if arguments.usual else cases.whole()
-    cells = [cell for cell in cells if all(word in f"{cell.name}," for word in arguments.only)]
+    cells = [
+        cell for cell in getattr(cases, arguments.cells)() if all(word in f"{cell.name}," for word in arguments.only)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         outcomes = launch.run(
             cells,

@@ -1,9 +1,9 @@
 """Claims about exactness: however Megatron lays a model over ranks, the steps are those of one plain process.
 
-`EVERY_TEST=1` or `PARITY=whole` in the environment runs the whole table, and otherwise each model once on each layout
-over ranks. `python -m megatron_parity`, in the folder above, runs the whole of it and writes the table; the tests run
-it too, because in their own process the shapes of every call are checked, at twice the cost of all that it does. They
-are checked under each layout by test_backend_ranks.py.
+The tests run each layout over ranks with one model; `PARITY=usual` in the environment, as in the nightly run, with each
+model, and `PARITY=whole` or `EVERY_TEST=1` the whole table. `python -m megatron_parity`, in the folder above, runs the
+whole of it and writes the table; the tests run it too, because in their own process the shapes of every call are
+checked, at twice the cost of all that it does. They are checked under each layout by test_backend_ranks.py.
 """
 
 import json
@@ -19,15 +19,15 @@ from megatron_parity import cases, judge, launch
 from megatron_parity.document import document
 from megatron_parity.problems import Problem
 
-WHOLE = os.environ.get("EVERY_TEST") == "1" or os.environ.get("PARITY") == "whole"
-CELLS = cases.whole() if WHOLE else cases.usual()
+CHOSEN = "whole" if os.environ.get("EVERY_TEST") == "1" else os.environ.get("PARITY", "quick")
+CELLS = getattr(cases, CHOSEN)()
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Of all cells, each layout over ranks in one launch."""
     file = tmp_path_factory.mktemp("megatron_parity") / "outcomes.json"
-    options = ["--outcomes", str(file), "--launches", "3", *([] if WHOLE else ["--usual"])]
+    options = ["--outcomes", str(file), "--launches", "3", "--cells", CHOSEN]
     command = [sys.executable, "-W", "ignore", "-m", "megatron_parity", *options]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=2400, check=False
