@@ -16,6 +16,7 @@ import ast
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,7 +155,8 @@ class Installer:
         if not words:
             return
         if self.uv:
-            self._run(self.uv, "pip", "install", "--quiet", "--python", str(self.python), *words)
+            also = configured_too(words, {**os.environ, **self.variables})
+            self._run(self.uv, "pip", "install", "--quiet", "--python", str(self.python), *also, *words)
         else:  # Python compiles a module at its first import; a session imports a tenth of what pip would compile
             self._run(str(self.python), "-m", "pip", "install", "--quiet", "--no-compile", *words)
 
@@ -233,6 +235,18 @@ def uv_variables(configuration: str) -> tuple[dict[str, str], list[str]]:
     if {"UV_INDEX", "UV_FIND_LINKS"} & found.keys():
         found["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return found, sorted(option for option in NOT_HANDED_OVER if options.get(option))
+
+
+def configured_too(words: Sequence[str], variables: Mapping[str, str | None]) -> list[str]:
+    """Return what uv's variables say of the options in `words`: uv's options replace them, where pip's add to them."""
+    return [
+        word
+        for option, variable in (("--find-links", "UV_FIND_LINKS"), ("--constraint", "UV_CONSTRAINT"))
+        if option in words
+        for value in re.split(r"[ ,]+", variables.get(variable) or "")
+        if value
+        for word in (option, value)
+    ]
 
 
 def damage_of(environment: Path) -> str | None:

@@ -11,7 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from environments import SUPPORTED, check_python, damage_of, find_uv, pins, torch_requirement, uv_variables, version_of
+from environments import (
+    SUPPORTED,
+    check_python,
+    configured_too,
+    damage_of,
+    find_uv,
+    pins,
+    torch_requirement,
+    uv_variables,
+    version_of,
+)
 from repository import Repository
 
 
@@ -119,6 +129,16 @@ def test_what_pip_is_configured_with_is_handed_to_uv_and_the_rest_is_named():
     }
     assert ignored == ["no-binary"]
     assert uv_variables("") == ({}, [])
+
+
+def test_an_option_of_uv_leaves_what_is_configured_in_force():
+    variables = {"UV_FIND_LINKS": "/wheels,/more", "UV_CONSTRAINT": "/etc/constraints.txt"}
+    assert configured_too(["torch", "--find-links", "stubs"], variables) == [
+        *("--find-links", "/wheels", "--find-links", "/more")
+    ]
+    assert configured_too(["--constraint", "mine.txt"], variables) == ["--constraint", "/etc/constraints.txt"]
+    assert configured_too(["--constraint", "mine.txt", "--find-links", "x"], {}) == []
+    assert configured_too(["torch"], variables) == []
 
 
 def test_an_installer_that_is_not_known_is_refused(monkeypatch):
