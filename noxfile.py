@@ -6,13 +6,15 @@ nox -t rl-refit              everything that concerns one package
 nox -s dev                   `.venv` with every package editable, in which `pytest packages/rl-refit` needs no nox
 nox -s quickstart            from a fresh clone to a learning curve
 
-`dev` and `quickstart` run on the Python that nox runs on, 3.11 to 3.13. The others need the matrix's Python, 3.11.
+`dev` and `quickstart` run on the Python that nox runs on, 3.11 to 3.13. The others need the matrix's Pythons,
+above all 3.11; uv and pyenv are asked for those that are not on the PATH.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +27,7 @@ if sys.version_info < (3, 11):  # noqa: UP036  (nox itself runs on older ones)
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "scripts"))
 
-from environments import install  # noqa: E402  (found by the line above)
+from environments import find_uv, install, use_every_pyenv  # noqa: E402  (found by the line above)
 from repository import Package, Repository, admitted, floor, group  # noqa: E402
 
 REPO = Repository.read(HERE)
@@ -36,7 +38,8 @@ HEAVY = {"ray": "ray", "vllm": "vllm", "megatron-core": "megatron"}  # never loa
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # no test waits for the network
 
-nox.options.default_venv_backend = "virtualenv"  # uv is not installed everywhere, and does not read pip's configuration
+use_every_pyenv()
+nox.options.default_venv_backend = "uv" if find_uv() else "virtualenv"  # environments.py fills them
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 nox.options.tags = ["quick"]
@@ -65,7 +68,7 @@ def layers(session: nox.Session) -> None:
 @nox.session(python=PYTHON, tags=["quick"])
 def scripts(session: nox.Session) -> None:
     """Test the scripts that these sessions and CI call."""
-    install(session, REPO, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox"])
+    install(session, REPO, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox", "uv"])
     session.run("pytest", "scripts/tests", *session.posargs)
 
 
@@ -182,7 +185,8 @@ def define_sessions(package: Package) -> None:
 
 def cell_id(cell: dict[str, str]) -> str:
     """Return the name of a cell in the session's name: `3.11-torch2.13`."""
-    return "-".join([cell["python"], *(f"{name}{minor}" for name, minor in cell.items() if name != "python")])
+    plain = ("python", "resolution")
+    return "-".join(value if name in plain else f"{name}{value}" for name, value in cell.items())
 
 
 for _package in REPO.packages.values():
@@ -242,7 +246,10 @@ def bench(session: nox.Session) -> None:
     install(session, REPO, names, groups=["test", "bench"])
     figures = {}
     for path in (path for name in names for path in sorted((REPO.packages[name].root / "benchmarks").glob("[!_]*.py"))):
-        printed = str(session.run("python", str(path), silent=True))
+        printed = session.run("python", str(path), silent=True)
+        if printed is None:  # --install-only
+            continue
+        printed = str(printed)
         session.log(f"{path.relative_to(HERE)}\n{printed}")
         figures[f"{path.parent.parent.name}/{path.stem}"] = json.loads(printed.strip().splitlines()[-1])
     print(json.dumps(figures))
@@ -257,8 +264,9 @@ def api(session: nox.Session) -> None:
         if not (releases := REPO.releases(name)):
             session.log(f"{name} has no release yet: nothing to compare")
             continue
-        command = ["griffe", "check", package.import_name, "-s", f"packages/{name}/src", "-a", f"{name}/v{releases[0]}"]
-        if breaks := str(session.run(*command, silent=True, success_codes=[0, 1])).strip():
+        against = REPO.commit_of(name, releases[0])
+        command = ["griffe", "check", package.import_name, "-s", f"packages/{name}/src", "-a", against]
+        if breaks := str(session.run(*command, silent=True, success_codes=[0, 1]) or "").strip():
             session.warn(f"{name} breaks {releases[0]}:\n{breaks}")
             silent_breaks += [] if package.fragments("changed", "removed") else [name]
     if silent_breaks:
@@ -267,9 +275,57 @@ def api(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON, default=False)
 def release(session: nox.Session) -> None:
-    """Release one package: `nox -s release -- rl-refit minor`. Commits and tags; pushes nothing."""
+    """Release one package: `nox -s release -- rl-refit minor`. Checks, commits and tags; pushes nothing.
+
+    Its tests, its wheel, its floors, the released packages above it and the public names are checked first.
+    """
     install(session, REPO, [], requirements=group(TOOLS, "release"))
+    session.run("python", "scripts/release.py", *session.posargs, "--dry-run")
+    listed = session.run(sys.executable, "-m", "nox", "--list", "--json", "-t", "quick", external=True, silent=True)
+    if listed is None:  # --install-only
+        return
+    name = session.posargs[0]
+    tests = [each["session"] for each in json.loads(str(listed)) if name in each["tags"]]
+    checks = [*tests, f"floor-{name}", f"regression-{name}", "api"]
+    for check in checks:  # one by one, so that the first failure is the last thing on the screen
+        session.run(sys.executable, "-m", "nox", "-s", check, external=True)
     session.run("python", "scripts/release.py", *session.posargs)
+
+
+@nox.session(default=False)  # without a Python: on the one that nox runs on
+def build(session: nox.Session) -> None:
+    """Build what is uploaded of one package, in `dist/`: `nox -s build -- rl-refit [0.1.0]`. Uploads nothing."""
+    if not session.posargs or session.posargs[0] not in REPO.packages:
+        session.error(f"name one package after --: {', '.join(REPO.packages)}")
+    package = REPO.packages[session.posargs[0]]
+    if session.posargs[1:] not in ([], [str(package.version)]):
+        session.error(f"{package.name} is {package.version} in this tree, not {session.posargs[1]}: check out its tag")
+    install(session, REPO, [], requirements=group(TOOLS, "publish"))
+    for old in (HERE / "dist").glob(f"{package.import_name}-*"):
+        old.unlink()
+    session.run("python", "-m", "build", "--outdir", "dist", str(package.root))
+    built = sorted(str(path) for path in (HERE / "dist").glob(f"{package.import_name}-{package.version}*"))
+    session.run("twine", "check", "--strict", *built)
+
+
+@nox.session(venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the tests and benchmarks that need a GPU, in nine minutes, with what `python` has; on a CPU a dry run.
+
+    Installs nothing and needs no network: the packages are read from this checkout. `-- --parts logp refit` chooses.
+    """
+    code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+    probe = subprocess.run(["python", "-c", code], check=False, capture_output=True)
+    if b"No module named" in probe.stderr:
+        session.error("`python` has no torch: activate an environment that has it, such as .venv of `nox -s dev`")
+    session.run("python", "scripts/gpu_day.py", *(["--dry-run"] if probe.returncode else []), *session.posargs)
+
+
+@nox.session(python=PYTHON, default=False)
+def audit(session: nox.Session) -> None:
+    """Look the newest third parties of all packages up in the database of known vulnerabilities. Needs the network."""
+    install(session, REPO, [*REPO.packages], requirements=group(TOOLS, "audit"), cell={})
+    session.run("pip-audit", "--local", "--skip-editable", "--progress-spinner", "off", *session.posargs)
 
 
 @nox.session(default=False)  # without a Python: on the one that nox runs on

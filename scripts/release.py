@@ -1,6 +1,7 @@
 """Release one package: check it, raise its version, write its changelog, commit and tag.
 
-    python scripts/release.py rl-refit minor
+    python scripts/release.py rl-refit minor            what `nox -s release` does after its checks have passed
+    python scripts/release.py rl-refit minor --dry-run  only say whether it would be refused, and why
 
 The first release has the version that the tree already names, whichever part is given. Nothing is pushed. The tag is
 `<package>/v<version>`, and one release is one commit. Below 1.0 a minor release may break users, with a `changed` or
@@ -35,19 +36,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="nox -s release --", description=__doc__.splitlines()[0])
     parser.add_argument("package", choices=sorted(repository.packages))
     parser.add_argument("part", choices=["patch", "minor", "major"], help="of the version, to be raised")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing: refuse, or name the version")
     arguments = parser.parse_args()
     package = repository.packages[arguments.package]
     version = raised(package.version, arguments.part) if repository.releases(package.name) else package.version
     if reasons := [*refusals(repository, package, version=version, part=arguments.part)]:
         print(f"{package.name} {version} cannot be released:", *reasons, sep="\n  ", file=sys.stderr)
         sys.exit(2)
+    if arguments.dry_run:
+        print(f"{package.name} {version} may be released")
+        return
     write_version(package, version)
     write_changelog(repository, package, version=version)
     tag = f"{package.name}/v{version}"
     repository.git("add", f"packages/{package.name}")
     repository.git("commit", "--quiet", "--message", f"release {package.name} v{version}")
     repository.git("tag", "--annotate", tag, "--message", f"{package.name} {version}")
-    print(f"{tag} is tagged; to publish it: git push --follow-tags")
+    print(f"{tag} is tagged; to publish it: git push --follow-tags (.github/workflows/publish.yml does the rest)")
 
 
 def raised(version: Version, part: str) -> Version:
@@ -90,6 +95,8 @@ def write_changelog(repository: Repository, package: Package, *, version: Versio
     config = ["--config", str(repository.root / "pyproject.toml"), "--dir", ".", "--name", package.name]
     command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", str(version), *config]
     subprocess.run(command, cwd=package.root, check=True, stdout=subprocess.DEVNULL)
+    (package.root / "changelog.d").mkdir(exist_ok=True)  # git keeps no empty folder, and the next fragment needs it
+    (package.root / "changelog.d" / ".gitkeep").touch()
 
 
 if __name__ == "__main__":

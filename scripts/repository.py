@@ -1,4 +1,4 @@
-"""The packages of this repository, read from `packages/*/pyproject.toml` and git tags.
+"""The packages of this repository, read from `packages/*/pyproject.toml`, their changelogs and git.
 
 `Package` is one of them; `Repository` knows which depends on which, and what has been released.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import tarfile
 import tomllib
@@ -21,6 +22,10 @@ from packaging.version import Version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+RELEASE = re.compile(r"^## \[(\d[^\]]*)\]", flags=re.MULTILINE)
+"""The title of a release in a changelog, as towncrier writes it (`title_format` in the root `pyproject.toml`)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,14 @@ class Package:
     @property
     def cells(self) -> list[dict[str, str]]:
         """The cells of the matrix, oldest first; the last one is the quick one."""
-        return list(self.pyproject["tool"]["matrix"]["cells"])
+        cells = self.pyproject["tool"]["matrix"]["cells"]
+        return [{name: value for name, value in cell.items() if name != "never_run"} for cell in cells]
+
+    @property
+    def never_run(self) -> list[dict[str, str]]:
+        """The cells marked `never_run = true`: no machine of the project could run them so far."""
+        marks = [cell.get("never_run", False) for cell in self.pyproject["tool"]["matrix"]["cells"]]
+        return [cell for cell, marked in zip(self.cells, marks, strict=True) if marked]
 
 
 @dataclass(frozen=True)
@@ -120,14 +132,37 @@ class Repository:
         return {name: minor for name, minor in merged.items() if name in self.third_parties(*names)}
 
     def releases(self, name: str) -> list[Version]:
-        """Return the versions of `name` that have a tag `<name>/v<version>`, newest first."""
+        """Return the versions of `name` that were released, newest first.
+
+        A release has a section in the changelog and a tag `<name>/v<version>`. Either is enough: a clone without tags
+        still holds everything against what was released.
+        """
         tags = self.git("tag", "--list", f"{name}/v*").split()
-        return sorted((Version(tag.removeprefix(f"{name}/v")) for tag in tags), reverse=True)
+        changelog = self.root / "packages" / name / "CHANGELOG.md"
+        sections = RELEASE.findall(changelog.read_text()) if changelog.is_file() else []
+        versions = {Version(found) for found in [*(tag.removeprefix(f"{name}/v") for tag in tags), *sections]}
+        return sorted(versions, reverse=True)
+
+    def commit_of(self, name: str, version: Version) -> str:
+        """Return what git knows a release by: its tag, or the commit that wrote its section of the changelog.
+
+        Raises ValueError if there is neither, as in a clone that lacks the older commits.
+        """
+        tag = f"{name}/v{version}"
+        if self.git("tag", "--list", tag).strip():
+            return tag
+        title, changelog = f"## [{version}]", f"packages/{name}/CHANGELOG.md"
+        if self.git("rev-parse", "--is-shallow-repository").strip() == "true":
+            raise ValueError(f"this clone is shallow and has no tag {tag}: git fetch --unshallow --tags")
+        commits = self.git("log", "--reverse", "--format=%H", f"-S{title}", "--", changelog).split()
+        if not commits:
+            raise ValueError(f"there is no tag {tag}, and no commit that adds {title!r} to {changelog}")
+        return commits[0]
 
     def checkout(self, name: str, version: Version, target: Path) -> Package:
-        """Unpack the tagged `name` under `target`, and read it there."""
+        """Unpack the released `name` under `target`, and read it there."""
         tree = target.resolve() / f"{name}-{version}"
-        archive = self._git("archive", "--format=tar", f"{name}/v{version}", f"packages/{name}")
+        archive = self._git("archive", "--format=tar", self.commit_of(name, version), f"packages/{name}")
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(tree, filter="data")
         return Package.read(tree / "packages" / name)

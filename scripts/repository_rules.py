@@ -55,6 +55,7 @@ def main() -> None:
         *(complaint for path in code_files(repository) for complaint in check_code(path, path.read_text())),
         *(complaint for path in text_files(repository) for complaint in check_text(path, path.read_text())),
         *check_fragments(repository),
+        *check_licences(repository),
     ]
     for complaint in complaints:
         print(complaint.replace(f"{repository.root}/", ""))
@@ -116,13 +117,21 @@ def check_fragments(repository: Repository) -> Iterator[str]:
         for path in {*package.fragments()} - {*package.fragments(*KINDS)}:
             yield f"{path}:1: the kind of a fragment must be one of {', '.join(KINDS)}, as in +bucket-bytes.added.md"
         for released in repository.releases(name)[:1]:
-            changed = repository.git("diff", "--name-only", f"{name}/v{released}", "--", f"packages/{name}/src").split()
-            log = repository.git(
-                "diff", "--name-only", f"{name}/v{released}", "--", f"packages/{name}/CHANGELOG.md"
-            ).split()
+            since = repository.commit_of(name, released)
+            changed = repository.git("diff", "--name-only", since, "--", f"packages/{name}/src").split()
+            log = repository.git("diff", "--name-only", since, "--", f"packages/{name}/CHANGELOG.md").split()
             if changed and not log and not package.fragments():
                 example = f"packages/{name}/changelog.d/+what-changed.added.md"
                 yield f"{changed[0]}:1: {name} changed since {released}: describe the change for its users in {example}"
+
+
+def check_licences(repository: Repository) -> Iterator[str]:
+    """Find packages whose licence text is not that of the repository: each ships its own copy."""
+    text = (repository.root / "LICENSE").read_bytes()
+    for name, package in repository.packages.items():
+        copy = package.root / "LICENSE"
+        if not copy.is_file() or copy.read_bytes() != text:
+            yield f"{copy}:1: {name} must ship the licence text: cp LICENSE packages/{name}/LICENSE"
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python try_wheel.py rl_refit README.md --absent rl-launcher ray --lazy ray vllm megatron
 
-It fails if a distribution of `--absent` is installed, if importing the package loads a module of `--lazy`, or if the
-first ```python block of the README does not run as it is written. It uses only the standard library, since nothing else
+It fails if a distribution of `--absent` is installed, if importing the package loads a module of `--lazy`, if the
+wheel lacks its licence text, its URLs or a README whose links work anywhere, or if the first ```python block of the
+README does not run as it is written. It uses only the standard library, since nothing else
 may be installed.
 """
 
@@ -17,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+FENCE = re.compile(r"^(```|~~~).*?^\1\s*?$", flags=re.MULTILINE | re.DOTALL)
+
 
 def main() -> None:
     """Run the three checks; exit with the first complaint."""
@@ -29,6 +32,7 @@ def main() -> None:
     complaints = [
         *unwanted_distributions(arguments.absent),
         *loaded_modules(arguments.package, arguments.lazy),
+        *metadata_faults(arguments.package, arguments.readme),
         *readme_failure(arguments.readme),
     ]
     if complaints:
@@ -54,6 +58,25 @@ def loaded_modules(package: str, lazy: list[str]) -> list[str]:
         return [f"`import {package}` fails:\n{run.stderr}"]
     loaded = set(run.stdout.split())
     return [f"`import {package}` loads {name}: import it where it is used" for name in lazy if name in loaded]
+
+
+def metadata_faults(package: str, readme: Path) -> list[str]:
+    """Return what a reader on a package index would miss: the licence, a way to the source, links that lead there."""
+    found = importlib.metadata.distribution(package)
+    licences = [path for path in found.files or [] if "licenses/" in str(path)]
+    faults = []
+    if not any("Apache License" in path.read_text() for path in licences):
+        faults.append(f"the wheel of {package} has no licence text")
+    urls = [url.partition(",")[0] for url in found.metadata.get_all("Project-URL") or []]
+    absent = [name for name in ("Source", "Changelog", "Issues") if name not in urls]
+    faults += [f"the wheel of {package} names no {name} among its URLs" for name in absent]
+    faults += [] if found.metadata.get("Author") else [f"the wheel of {package} names no author"]
+    text = str(found.metadata.get_payload())
+    blocks = [[match[0] for match in FENCE.finditer(page)] for page in (text, readme.read_text(encoding="utf-8"))]
+    faults += [] if blocks[0] == blocks[1] else [f"the README in the wheel of {package} has other code than {readme}"]
+    prose = re.sub(r"`[^`\n]+`", "", FENCE.sub("", text))
+    relative = [link for link in re.findall(r"\]\(([^)\s]+)", prose) if not re.match(r"[a-z]+:|#", link)]
+    return faults + [f"the README in the wheel of {package} links to {link}, which is not there" for link in relative]
 
 
 def readme_failure(readme: Path) -> list[str]:

@@ -11,7 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from environments import SUPPORTED, check_python, pins, torch_requirement, version_of
+from environments import (
+    SUPPORTED,
+    check_python,
+    configured_too,
+    damage_of,
+    find_uv,
+    pins,
+    torch_requirement,
+    uv_variables,
+    version_of,
+)
 from repository import Repository
 
 
@@ -98,3 +108,112 @@ def test_the_noxfile_loads_without_a_python_of_the_matrix_on_the_path(tmp_path):
     assert listed.returncode == 0, listed.stderr
     pythons = {each["session"]: each["python"] for each in json.loads(listed.stdout)}
     assert pythons == {"dev": None, "quickstart": None, "lint": "3.11"}
+
+
+CONFIGURED = """\
+:env:.find-links='/wheels /more'
+global.constraint='/etc/constraints.txt'
+global.extra-index-url='file:///a/simple\\nfile:///b/simple'
+global.find-links='/overridden'
+install.no-binary='torch'
+"""
+
+
+def test_what_pip_is_configured_with_is_handed_to_uv_and_the_rest_is_named():
+    variables, ignored = uv_variables(CONFIGURED)
+    assert variables == {
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_CONSTRAINT": "/etc/constraints.txt",
+        "UV_INDEX": "file:///a/simple file:///b/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",  # the highest version of all indexes, as pip has it
+    }
+    assert ignored == ["no-binary"]
+    assert uv_variables("") == ({}, [])
+
+
+def test_an_option_of_uv_leaves_what_is_configured_in_force():
+    variables = {"UV_FIND_LINKS": "/wheels,/more", "UV_CONSTRAINT": "/etc/constraints.txt"}
+    assert configured_too(["torch", "--find-links", "stubs"], variables) == [
+        *("--find-links", "/wheels", "--find-links", "/more")
+    ]
+    assert configured_too(["--constraint", "mine.txt"], variables) == ["--constraint", "/etc/constraints.txt"]
+    assert configured_too(["--constraint", "mine.txt", "--find-links", "x"], {}) == []
+    assert configured_too(["torch"], variables) == []
+
+
+def test_an_installer_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setenv("RL_STACK_INSTALLER", "conda")
+    with pytest.raises(SystemExit, match=r"^RL_STACK_INSTALLER=conda is not known: set it to uv or pip, or unset it"):
+        find_uv()
+    monkeypatch.setenv("RL_STACK_INSTALLER", "pip")
+    assert find_uv() is None
+
+
+NOXFILE = """
+import sys
+from pathlib import Path
+import nox
+sys.path.insert(0, {scripts!r})
+from environments import find_uv, install
+from repository import Repository
+REPO = Repository.read(Path.cwd())
+nox.options.default_venv_backend = "uv" if find_uv() else "virtualenv"
+nox.options.reuse_venv = "yes"
+
+@nox.session
+def toy(session):
+    install(session, REPO, ["ground"])
+    session.run("python", "-c", "import ground; print('ground', 'stands')")
+"""
+
+
+@pytest.mark.parametrize("installer", ["uv"])
+def test_an_environment_heals_and_install_only_installs(root, monkeypatch, installer):
+    monkeypatch.setenv("RL_STACK_INSTALLER", installer)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    pyproject = root / "packages/ground/pyproject.toml"
+    text = pyproject.read_text().replace("['torch>=2.9']", "[]").replace("3.11", RUNNING)
+    # No build requirement, so that no index is asked: a backend in the tree that writes an editable wheel.
+    pyproject.write_text(f'[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n\n{text}')
+    (pyproject.parent / "backend.py").write_text(BACKEND)
+    for other in ("wall", "roof"):
+        shutil.rmtree(root / "packages" / other)
+    (root / "noxfile.py").write_text(NOXFILE.format(scripts=str(Path(__file__).resolve().parents[1])))
+
+    def run(*options):
+        command = [sys.executable, "-m", "nox", "-s", "toy", *options]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("NOX")}
+        done = subprocess.run(command, cwd=root, env=kept, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    assert "ground stands" not in run("--install-only")
+    environment = root / ".nox/toy"
+    assert damage_of(environment) is None
+    assert "nothing to install" in (printed := run())
+    assert "ground stands" in printed
+    (record,) = environment.glob("lib/python*/site-packages/ground-*.dist-info/RECORD")
+    (record.parent / "METADATA").unlink()
+    assert "METADATA of ground-0.1.0 is gone" in (printed := run())
+    assert "ground stands" in printed
+    (environment / "made-from.txt").unlink()  # as an interrupted installation leaves it
+    assert "ground stands" in run()
+
+
+BACKEND = """
+import zipfile
+from pathlib import Path
+
+def build_editable(directory, config_settings=None, metadata_directory=None):
+    info, name = "ground-0.1.0.dist-info", "ground-0.1.0-py3-none-any.whl"
+    files = {
+        "ground.pth": str(Path("src").resolve()) + "\\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\\nName: ground\\nVersion: 0.1.0\\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\\nGenerator: toy\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(Path(directory) / name, "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    return name
+"""

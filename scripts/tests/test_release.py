@@ -13,8 +13,8 @@ SCRIPT = str(Path(__file__).resolve().parent.parent / "release.py")
 
 @pytest.fixture
 def release(root):
-    def run(package: str, part: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, SCRIPT, package, part]
+    def run(package: str, part: str, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, SCRIPT, package, part, *options]
         return subprocess.run(command, check=False, cwd=root, capture_output=True, text=True)
 
     return run
@@ -38,6 +38,15 @@ def test_the_first_release_is_the_version_in_the_tree_and_later_ones_raise_it(ro
     assert changelog.startswith("# Changelog of ground\n")
     assert changelog.index("## [0.1.1]") < changelog.index("- Do more.") < changelog.index("## [0.1.0]")
     assert git("log", "-1", "--format=%s").strip() == "release ground v0.1.1"
+    assert (root / "packages/ground/changelog.d/.gitkeep").is_file()  # the folder is there for the next fragment
+
+
+def test_a_dry_run_refuses_or_names_the_version_and_changes_nothing(root, git, release):
+    before = git("rev-parse", "HEAD")
+    tried = release("ground", "minor", "--dry-run")
+    assert (tried.returncode, tried.stdout) == (0, "ground 0.1.0 may be released\n")
+    assert release("wall", "minor", "--dry-run").returncode == 2
+    assert (git("rev-parse", "HEAD"), git("tag")) == (before, "")
 
 
 @pytest.mark.parametrize(

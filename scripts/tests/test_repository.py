@@ -50,3 +50,29 @@ def test_the_floor_of_a_bound_is_its_lowest_version():
     assert floor(SpecifierSet(">=0.2.1,<0.3")) == Version("0.2.1")
     with pytest.raises(ValueError, match="has no '>='"):
         floor(SpecifierSet("<0.3"))
+
+
+def test_a_release_is_known_by_its_changelog_where_tags_are_lost(root, git, tmp_path):
+    changelog = root / "packages/wall/CHANGELOG.md"
+    changelog.write_text("# Changelog of wall\n\n## [0.1.0] - 2026-01-01\n\n- Stand.\n")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "release wall v0.1.0")
+    (root / "packages/wall/src/wall/__init__.py").write_text("changed = True\n")
+    changelog.write_text(f"{changelog.read_text()}\nMore words.\n")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "Go on")
+    repository = Repository.read(root)
+    assert git("tag") == ""
+    assert repository.releases("wall") == [Version("0.1.0")]
+    assert repository.commit_of("wall", Version("0.1.0")) == git("rev-parse", "HEAD~1").strip()
+    released = repository.checkout("wall", Version("0.1.0"), tmp_path / "shelf")
+    assert "changed" not in (released.root / "src/wall/__init__.py").read_text()
+    with pytest.raises(ValueError, match=r"there is no tag wall/v9\.0\.0, and no commit that adds"):
+        repository.commit_of("wall", Version("9.0.0"))
+
+
+def test_a_cell_that_never_ran_is_marked_and_no_pin(root):
+    pyproject = root / "packages/wall/pyproject.toml"
+    pyproject.write_text(pyproject.read_text() + "never_run = true\n")
+    wall = Repository.read(root).packages["wall"]
+    assert wall.never_run == [wall.cells[-1]] == [{"python": "3.11", "torch": "2.13"}]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_generation.cache_layers import CacheLayer
+from rl_generation.embedded.inspection import cache_argument
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.memory import EngineMemory, default_cpu_cache_bytes, estimate_memory
 
@@ -67,7 +68,7 @@ def test_a_token_takes_what_the_cache_of_transformers_holds_of_it(name):
     tokens = 12  # within the window of Gemma 3
     cache = transformers.DynamicCache(config=config)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    model(torch.ones(1, tokens, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    model(torch.ones(1, tokens, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
     held = sum(each.keys.nbytes + each.values.nbytes for each in cache.layers)
     assert estimate_memory(config, dtype="float32").kv_bytes_per_token * tokens == held
 

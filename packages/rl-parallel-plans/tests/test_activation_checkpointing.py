@@ -1,6 +1,7 @@
 """Recomputing activations: the same gradients, less memory, no other name, and no collective twice."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_parallel_plans as plans
-from rl_parallel_plans.sharding.activation_checkpointing import apply_activation_checkpointing
+from rl_parallel_plans.sharding.activation_checkpointing import HOOKS, apply_activation_checkpointing
 from rl_parallel_plans.structure import fsdp_layers, stacked_layers
 from rl_parallel_plans.styles.forward import wrap_forward
 
@@ -96,6 +97,26 @@ def test_selective_keeps_what_is_expensive_and_full_only_what_enters_a_layer():
     assert products + 4 * 6 <= products_full <= products + 4 * 7
 
 
+@pytest.mark.skipif(not HOOKS, reason="before torch 2.15 selective checkpointing keeps tensors past the caller's hooks")
+def test_what_selective_keeps_goes_through_the_callers_hooks_and_gradients_stay():
+    ids = token_ids(2, 9)
+    plain, model = tiny("llama"), apply_activation_checkpointing(tiny("llama"), "selective")
+    plain(input_ids=ids).logits.square().mean().backward()
+    packed = []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids).logits.square().mean()
+    loss.backward()
+    width = plain.config.intermediate_size
+    assert sum(shape[-1] == width for shape in packed) >= 2 * plain.config.num_hidden_layers  # gate and up projections
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_names_stay_and_plans_still_match(mode):
     model = tiny("qwen3")
@@ -127,9 +148,10 @@ def test_empty_cache_is_not_filled_twice_and_a_full_one_is_refused():
     assert_same({name: p.grad for name, p in model.named_parameters()}, truth)
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     assert cache.get_seq_length() == 9  # nothing is recorded there, and the cache works
-    with pytest.raises(plans.PlanError, match="past_key_values holds tokens while a gradient is recorded"):
-        model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(plans.PlanError, match="holds tokens while a gradient is recorded"):
+        model(input_ids=ids, **{name: cache})
 
 
 def test_what_would_recompute_twice_is_refused():

@@ -187,7 +187,7 @@ def test_forward_refuses_what_a_rank_cannot_know(ranks):
             "mask": "an attention_mask knows only this rank's tokens",
             "labels": "labels would be shifted inside this rank's tokens",
             "images": "pixel_values: context parallelism takes tokens",
-            "cache": "past_key_values holds 8 cached tokens",
+            "cache": "holds 8 cached tokens",
             "by position": "3 arguments were passed by position",
             "twice": "LlamaForCausalLM is context parallel over 'cp' already",
             "length": "a sequence of 7 tokens cannot be cut into 2·cp = 4 equal chunks",

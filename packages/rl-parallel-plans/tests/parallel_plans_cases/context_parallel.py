@@ -1,6 +1,7 @@
 """What one rank does in each test of context parallelism; each also computes the truth of one process."""
 
 import copy
+import inspect
 from functools import partial
 
 import torch
@@ -271,6 +272,7 @@ def forward_refusals():
     shard, positions = shard_sequence(ids, mesh), sequence_positions(8, mesh)
     late = shard_sequence(torch.tensor([[3, 4, 5, 6, 7, 0, 1, 2]]), mesh)
     cache = tiny("llama")(input_ids=ids, use_cache=True).past_key_values
+    named = {"cache" if "cache" in inspect.signature(tiny("llama").forward).parameters else "past_key_values": cache}
     calls = {
         "no positions": {},
         "positions of the whole": {"position_ids": torch.arange(8)[None]},
@@ -280,7 +282,7 @@ def forward_refusals():
         "mask": {"position_ids": positions, "attention_mask": torch.ones_like(shard)},
         "labels": {"position_ids": positions, "labels": shard},
         "images": {"position_ids": positions, "pixel_values": torch.ones(1)},
-        "cache": {"position_ids": positions, "past_key_values": cache},
+        "cache": {"position_ids": positions, **named},
     }
     messages = {name: refused(model, input_ids=shard, **kwargs) for name, kwargs in calls.items()}
     messages["by position"] = refused(model.model, shard, None, positions)

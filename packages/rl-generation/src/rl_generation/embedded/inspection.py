@@ -9,9 +9,9 @@ from rl_generation.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Support", "inspect_model"]
+__all__ = ["Support", "cache_argument", "inspect_model"]
 
-FORWARD_NEEDS = ("input_ids", "position_ids", "past_key_values", "use_cache")
+FORWARD_NEEDS = ("input_ids", "position_ids", "use_cache")
 
 
 @final
@@ -60,10 +60,15 @@ def inspect_model(model: "PreTrainedModel") -> Support:
         num_layers=getattr(text, "num_hidden_layers", 0),
         max_positions=max_positions,
         logits_to_keep=logits_to_keep,
-        missing=tuple(needed for needed in FORWARD_NEEDS if needed not in parameters),
+        missing=tuple(needed for needed in (*FORWARD_NEEDS, cache_argument(model)) if needed not in parameters),
         attention=str(getattr(text, "_attn_implementation", None)),
         quirks=tuple(_quirks(model, max_positions=max_positions, logits_to_keep=logits_to_keep)),
     )
+
+
+def cache_argument(model: "PreTrainedModel") -> str:
+    """Return what forward calls its key/value cache: `cache` since transformers 5.24, and `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _vocab_size(model: "PreTrainedModel") -> int:

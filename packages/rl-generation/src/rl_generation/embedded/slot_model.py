@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rl_generation.embedded.inspection import cache_argument
 from rl_generation.errors import ModelError
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ class SlotModel:
         self.model = model
         self.cache = SlotCache()
         self.logits_to_keep = logits_to_keep
+        self._cache_argument = cache_argument(model)
         self._pad_token_id = pad_token_id
         _copy_configs(model)
         self._configs = list({id(config): config for config in _configs(model)}.values())
@@ -336,8 +338,8 @@ class SlotModel:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions.expand(len(tokens), -1),
-                past_key_values=self.cache,
                 use_cache=True,
+                **{self._cache_argument: self.cache},
                 **({"logits_to_keep": logits_to_keep} if self.logits_to_keep else {}),
             )
         finally:

@@ -184,11 +184,11 @@ def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             "an attention_mask knows only this rank's tokens: pass none, pad rows on the right (no token sees those "
             "after it) and leave the padding out of the loss; for packed rows, position_ids that restart are enough"
         )
-    cache = kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
-        raise PlanError(
-            f"past_key_values holds {cache.get_seq_length()} cached tokens: context parallelism takes whole sequences"
-        )
+    for name in ("cache", "past_key_values"):  # since transformers 5.24, and before
+        if (cache := kwargs.get(name)) is not None and cache.get_seq_length():
+            raise PlanError(
+                f"{name} holds {cache.get_seq_length()} cached tokens: context parallelism takes whole sequences"
+            )
 
 
 def _rows_of_positions(

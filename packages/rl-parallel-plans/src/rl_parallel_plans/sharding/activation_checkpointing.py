@@ -11,6 +11,7 @@ What is kept of one layer, B·S tokens, from its input `hidden`:
                  activations, rotary embeddings and other cheap elementwise work, and communicates nothing again.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, update_wrapper
@@ -51,9 +52,16 @@ SAVED = frozenset(
     }
 )
 """Operators whose results "selective" keeps. Not batched products: eager attention makes [heads, S, S] of them."""
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments of a layer that hold what earlier tokens left, and that a second forward would write to once more."""
 MARK = "_rl_activation_checkpointing"
+# What selective checkpointing keeps goes through the caller's hooks on saved tensors (`save_on_cpu`), as everything
+# else that backward needs does. Since torch 2.15, which asks for a choice; older releases keep it past the hooks.
+HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": True}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
 
 
 def apply_activation_checkpointing(model: nn.Module, mode: ActivationCheckpointing) -> nn.Module:
@@ -98,7 +106,7 @@ def without_recomputation(layer: nn.Module) -> Iterator[None]:
 
 def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
     forward = layer.forward
-    options = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    options = {"context_fn": _selective_contexts, **HOOKS} if mode == "selective" else {}
     # Layers that only read what others have put into a cache say so, and are given it.
     caches = () if getattr(layer, "_can_checkpoint_with_cache", False) else CACHES
     layer.forward = update_wrapper(partial(_checkpointed, forward, options, caches), forward)
