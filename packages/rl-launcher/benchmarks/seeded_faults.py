@@ -79,6 +79,18 @@ def reward(completions, answer):
 # -- Faults: each takes the parts of a run and changes them --------------------------------------------------------
 
 
+class AskedInBatches:
+    """The engine of a run, asked through `generate` alone: faults are put into that, and no request may pass it by."""
+
+    def __init__(self, engine):
+        self._of_run, self.generate = engine, engine.generate
+
+    def __getattr__(self, name):
+        if name in {"submit", "generate_seeded"}:
+            raise AttributeError(name)
+        return getattr(self._of_run, name)
+
+
 def through_engine(change):
     """Change what the engine is asked and what it answers: `change(generate, prompts, sampling, batch)`."""
 
@@ -398,7 +410,7 @@ def one_run(name, folder, *, on_ray=False):
         def with_fault(*arguments, **options):
             parts = build(*arguments, **options)
             if name in FAULTS:
-                parts.engine.submit = None  # faults of the engine are put into `generate`, so no request may pass it by
+                parts = dataclasses.replace(parts, engine=AskedInBatches(parts.engine))
             if (patch := fault(parts)) is not None:
                 stack.enter_context(patch)
             return parts

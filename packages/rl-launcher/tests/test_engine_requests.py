@@ -57,6 +57,8 @@ class ActorHere:
         if not self.death.done():
             self.death.set_result(None)
 
+    kill_on_its_node = kill  # it is this node
+
     def close(self):
         self.kill()
 
