@@ -261,6 +261,9 @@ def quick():
         models = list(dict.fromkeys(each.model for each in exact))
         of_one = [each for each in exact if each.model == models[number % len(models)]]
         chosen.append(of_one[number // 2 % len(of_one)])
+    exact = [each for each in table() if each.ranks > 1 and each.refusal is None]
+    absent = [model for model in MODELS if not any(each.model == model and each in exact for each in chosen)]
+    chosen += [next(each for each in exact if each.model == model) for model in absent]
     compiled = [each for each in apart() if each.config.get("compile") and each.mesh not in {"1", "FSDP2"}]
     others = [each for each in apart() if not each.slow and each not in compiled]
     return [*chosen, *(each for each in small() if each not in chosen), *others]
