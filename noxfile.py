@@ -175,7 +175,7 @@ def define_sessions(package: Package) -> None:
     floors.__doc__ = f"Test {name} with the oldest siblings that it admits."
     regression.__doc__ = f"Run the tests of released packages with {name} from this tree."
 
-    quick = [cell for cell in package.cells if cell is package.cells[-1] or "vllm" in cell]
+    quick = [cell for cell in package.cells if cell == package.cells[-1] or "vllm" in cell]
     cells = [nox.param(c["python"], c, id=cell_id(c), tags=["quick"] if c in quick else []) for c in package.cells]
     nox.session(name=f"tests-{name}", tags=[name])(nox.parametrize(["python", "cell"], cells)(tests))
     nox.session(name=f"wheel-{name}", tags=[name, "quick"], python=python)(wheel)
