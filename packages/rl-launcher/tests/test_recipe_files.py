@@ -10,7 +10,7 @@ import pytest
 from rl_launcher.recipe_files import Problem, RecipeError, load_recipe
 from rl_launcher.schema import Recipe as RealRecipe
 
-CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+CONFIG: dict[str, object] = {"extra": "forbid"}
 GOOD = "grpo: {max_num_steps: 3}\n"
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rl_launcher.recipe_files import RecipeError, load_recipe
 
-CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+CONFIG: dict[str, object] = {"extra": "forbid"}
 
 
 class Color(Enum):

@@ -9,7 +9,7 @@ import pytest
 
 from rl_launcher.recipe_files import Problem, RecipeError, load_recipe
 
-CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+CONFIG: dict[str, object] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

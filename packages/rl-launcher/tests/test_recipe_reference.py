@@ -9,7 +9,7 @@ import pytest
 
 from rl_launcher.recipe_files import json_schema, reference
 
-CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+CONFIG: dict[str, object] = {"extra": "forbid"}
 
 
 class Color(Enum):

@@ -15,7 +15,7 @@ from rl_launcher.recipe_files.load import Resolved, escape
 from rl_launcher.recipe_files.nodes import merge, node_of
 from rl_launcher.recipe_files.yaml_source import RecipeDumper, dump
 
-CONFIG: dict[str, object] = {"extra": "forbid", "use_attribute_docstrings": True}
+CONFIG: dict[str, object] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
