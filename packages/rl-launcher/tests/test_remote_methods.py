@@ -101,7 +101,8 @@ def ranks(monkeypatch):
     """A `RayPolicy` over two ranks in this process, and the calls that their backends got."""
     calls, puts = [], []
     runtime = SimpleNamespace(
-        config=SimpleNamespace(call_timeout_s=60, start_timeout_s=60), put=lambda value: puts.append(value) or value
+        config=SimpleNamespace(call_timeout_s=60, start_timeout_s=60, hang_timeout_s=60),
+        put=lambda value: puts.append(value) or value,
     )
     monkeypatch.setattr("rl_launcher.ray.policy.gather", lambda pendings, **_: [each.value for each in pendings])
     return RayPolicy(runtime, [ActorDouble(calls, 0), ActorDouble(calls, 1)]), calls, puts
