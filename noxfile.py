@@ -68,7 +68,7 @@ def layers(session: nox.Session) -> None:
 @nox.session(python=PYTHON, tags=["quick"])
 def scripts(session: nox.Session) -> None:
     """Test the scripts that these sessions and CI call."""
-    install(session, REPO, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox", "uv"])
+    install(session, REPO, [], requirements=[*group(TOOLS, "test"), *group(TOOLS, "release"), "nox", "uv", "pip"])
     session.run("pytest", "scripts/tests", *session.posargs)
 
 

@@ -23,7 +23,7 @@ begins_here(20)
 
 
 COLLECTIVE = 'File "/lib/torch/distributed/distributed_c10d.py", line 2958 in all_reduce'
-ELSEWHERE = 'File "/work/reward.py", line 3 in load'
+ELSEWHERE = 'File "/srv/reward.py", line 3 in load'
 
 
 def who(index, log=""):
