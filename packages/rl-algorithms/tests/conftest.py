@@ -1,14 +1,14 @@
 """A world small enough to know in closed form: a policy that is a table of logits, an engine that samples from it."""
 
+import os
+
 from jaxtyping import install_import_hook
 
-install_import_hook(
-    "rl_algorithms", "beartype.beartype"
-)  # shapes are checked in tests and only there; before the first import
+if os.environ.get("CHECK_SHAPES") == "1":  # as in the nightly run: it takes half as long again
+    install_import_hook("rl_algorithms", "beartype.beartype")  # before the first import
 
 import dataclasses
 import importlib.util
-import os
 
 import hypothesis
 import pytest

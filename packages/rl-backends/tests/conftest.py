@@ -1,14 +1,14 @@
 """Tiny models from configurations, ragged examples, and a plain loop to compare with."""
 
+import os
+
 from jaxtyping import install_import_hook
 
-install_import_hook(
-    "rl_backends", "beartype.beartype"
-)  # shapes are checked in tests and only there; before the first import
+if os.environ.get("CHECK_SHAPES") == "1":  # as in the nightly run: it takes half as long again
+    install_import_hook("rl_backends", "beartype.beartype")  # before the first import
 
 import copy
 import dataclasses
-import os
 import sys
 import tomllib
 from importlib.metadata import version
