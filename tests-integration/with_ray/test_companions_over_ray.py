@@ -23,6 +23,7 @@ cpu_threads: 1
 policy: {{model_name: {folder}/model, generation: {{max_new_tokens: 6}}}}
 data: {{source: {folder}/prompts.jsonl}}
 evaluation: {{every: 2, samples: 0}}
+logger: {{recorded_steps: {{last: 16}}}}
 sft: {{max_num_steps: 2, batch_size: 8, optimizer: {{lr: 1.0e-3}}}}
 reward_model:
   data: {{source: {folder}/rows.jsonl}}
