@@ -217,9 +217,9 @@ def other_experts(parts):
 
 def tokenised_again(generate, prompts, sampling, _):
     """Where a conversation goes on, the engine reads its newest observation with a token more."""
-    shortest = min(map(len, prompts))
-    later = [[*prompt[:-1], 5, prompt[-1]] if len(prompt) > shortest or shortest > 6 else prompt for prompt in prompts]
-    return generate(later, sampling)
+    # The last token begins a response: of a conversation that goes on, there are several.
+    read = [[*prompt[:-1], 5, prompt[-1]] if prompt.count(prompt[-1]) > 1 else prompt for prompt in prompts]
+    return generate(read, sampling)
 
 
 def no_refit(parts):
@@ -299,7 +299,8 @@ FEW_ROWS = "data.source={folder}/few.jsonl"
 GUESSING = [
     "env.reward=null", "env.environment=rl_algorithms.environments.games:GuessNumber", "grpo.max_turns=3",
     "env.options={opening: '3+0=', higher: h, lower: l, unreadable: n, max_guesses: 3}",
-    "policy.generation.max_new_tokens=2",
+    # A guess ends with its first digit: what ends at the limit of tokens is answered by nobody.
+    "policy.generation.max_new_tokens=4", "policy.generation.stop_token_ids=[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]",
 ]  # fmt: skip
 ANOTHER = ["sft=null", "grpo=null"]
 PAIRS = ["env=null", "data.source={folder}/pairs.jsonl"]
