@@ -130,6 +130,7 @@ def test_a_rank_that_stands_still_is_named_and_the_run_goes_on(launch, run_pause
     assert curve(run.rows()) == curve(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_is_replaced_as_a_dead_one_is(launch, run_pause, folder, uninterrupted):
     run_pause.pause(folder / "frozen", step=6)
     run = launch("run", recipe(folder, "frozen"), "cluster.hang_timeout_s=20", run_dir="frozen")
@@ -143,7 +144,7 @@ def test_a_frozen_engine_is_replaced_as_a_dead_one_is(launch, run_pause, folder,
     ]
 
 
-@pytest.mark.parametrize("after_s", [1, 6, 14, 25])
+@pytest.mark.parametrize("after_s", [6, *(pytest.param(after, marks=pytest.mark.slow) for after in (1, 14, 25))])
 def test_a_signal_to_the_process_group_while_it_starts_ends_it_and_leaves_nothing(launch, folder, after_s):
     name = f"group-{after_s}"
     run = launch("run", recipe(folder, name), run_dir=name)

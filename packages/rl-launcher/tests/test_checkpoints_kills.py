@@ -71,7 +71,13 @@ def whole(write_recipe, tmp_path_factory):
     return recipe.parent / "run", run(load_recipe(recipe, schema=Recipe))
 
 
-@pytest.mark.parametrize(("place", "count", "resumed_from"), [(place, *at) for place, at in MOMENTS.items()])
+@pytest.mark.parametrize(
+    ("place", "count", "resumed_from"),
+    [
+        pytest.param(place, *at, marks=[] if place in {"a step", "the marker of a checkpoint"} else pytest.mark.slow)
+        for place, at in MOMENTS.items()
+    ],
+)
 def test_a_killed_run_goes_on_bit_for_bit(whole, recipe, tmp_path, curve, place, count, resumed_from):
     whole_run, expected = whole
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), place, str(count), str(recipe), CHECKPOINTS]

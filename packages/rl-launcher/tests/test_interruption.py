@@ -93,7 +93,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "steps"), CASES.values(), ids=CASES)
+# The others end a stage, or stop within it, as these do.
+SLOW = {"in sft", "at the end of grpo", "in grpo with a reference", "in grpo alone with a reference", "in sft alone"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [pytest.param(*case, marks=pytest.mark.slow) if name in SLOW else case for name, case in CASES.items()],
+    ids=CASES,
+)
 def test_an_interrupted_and_resumed_run_is_the_uninterrupted_run_bit_for_bit(
     recipe, tmp_path, monkeypatch, overrides, steps, curve, stop_after
 ):

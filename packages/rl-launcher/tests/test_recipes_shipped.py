@@ -97,7 +97,12 @@ def test_a_shipped_recipe_is_valid_short_and_known_to_editors(name):
     assert again["run_dir"] == f"runs/{name}"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+EXPLAINED = {"quickstart", "sft", "dpo", "ppo", "grpo-8gpu-colocated", "grpo-megatron-8gpu", "distill", "evaluate"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in EXPLAINED else pytest.mark.slow) for name in RECIPES]
+)
 def test_a_shipped_recipe_is_explained_without_weights_and_without_a_gpu(name, mine):
     plain = load_recipe(RECIPES[name], schema=Recipe)
     resolved = load_recipe(RECIPES[name], schema=Recipe, overrides=of_ones_own(plain.value, mine))
@@ -120,7 +125,10 @@ def test_a_model_that_cannot_be_had_is_said_to_be_unknown_and_the_rest_is_explai
     assert "4 training ranks and 4 engines on 1 x 8 GPUs" in text
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in {"quickstart", "multi-turn"} else pytest.mark.slow) for name in SHORT],
+)
 def test_a_shipped_recipe_for_a_cpu_runs(name, tmp_path):
     short = [*SHORT[name], f"run_dir={tmp_path}/run", "evaluation.every=0", "evaluation.max_prompts=8"]
     summary = run(load_recipe(RECIPES[name], schema=Recipe, overrides=short))

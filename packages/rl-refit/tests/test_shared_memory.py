@@ -126,6 +126,7 @@ def test_no_file_has_a_name_once_all_are_connected(run, transport):
     assert [result["after_open"] for result in run(transport, separate(2, 1), sources=2)] == [[], [], []]
 
 
+@pytest.mark.slow
 def test_thousands_of_refits_cost_no_more_than_one(run):
     for transport in TRANSPORTS:
         for result in run(transport, separate(1, 1), refits=3000):
