@@ -70,8 +70,9 @@ def metadata_faults(package: str, readme: Path) -> list[str]:
     urls = [url.partition(",")[0] for url in found.metadata.get_all("Project-URL") or []]
     absent = [name for name in ("Source", "Changelog", "Issues") if name not in urls]
     faults += [f"the wheel of {package} names no {name} among its URLs" for name in absent]
-    faults += [] if found.metadata.get("Author") else [f"the wheel of {package} names no author"]
-    text = str(found.metadata.get_payload())
+    faults += [] if found.metadata.get_all("Author") else [f"the wheel of {package} names no author"]
+    text = found.metadata.json["description"]
+    assert isinstance(text, str)
     blocks = [[match[0] for match in FENCE.finditer(page)] for page in (text, readme.read_text(encoding="utf-8"))]
     faults += [] if blocks[0] == blocks[1] else [f"the README in the wheel of {package} has other code than {readme}"]
     prose = re.sub(r"`[^`\n]+`", "", FENCE.sub("", text))

@@ -48,7 +48,7 @@ _YAML_1_1_BOOLEANS = {"yes", "no", "on", "off", "y", "n", "true", "false"}
 
 def validate(recipe: Node, schema: type[T]) -> tuple[T | None, list[Problem]]:
     """Return the configured `schema` and no problem, or None and every problem in the order of the recipe."""
-    adapter: TypeAdapter[T] = _adapter(schema)
+    adapter: TypeAdapter[T] = _adapter(schema)  # type: ignore[arg-type]  # a class is hashable
     attempt = _try(adapter, recipe, schema)
     value, failed = attempt
     if not failed:
