@@ -74,6 +74,7 @@ def test_two_ranks_train_reward_model_critic_and_policy_as_one_process_does(ray_
                 assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4, nan_ok=True), (stage, step, name)
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_stopped_over_ray_resumes_bit_for_bit(ray_cluster, tmp_path, pairs, monkeypatch):
     run_in_process_and_over_ray(tmp_path, RECIPE, pairs, steps=6, reward_model_steps=4)
     record, taken = Recorder.step, []

@@ -115,6 +115,7 @@ def test_the_death_of_raylet_and_gcs_is_named_and_costs_no_step(launch, run_paus
     assert curve(resumed.rows()) == curve(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_and_the_run_goes_on(launch, run_pause, folder, uninterrupted):
     run_pause.pause(folder / "stopped", step=6)
     run = launch("run", recipe(folder, "stopped"), "cluster.hang_timeout_s=20", run_dir="stopped")
