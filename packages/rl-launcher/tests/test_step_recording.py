@@ -114,6 +114,17 @@ def test_a_step_whose_weights_are_gone_says_so_and_replays_the_rest(recipe):
     assert (first.stage, first.row, first.recorded - first.recomputed) == ("reward", 3, pytest.approx(1.0))
 
 
+def test_an_advantage_of_greedy_responses_says_that_they_are_gone_and_the_rest_is_replayed(recipe):
+    _, directory = start(
+        recipe, "grpo.objective={preset: remax}", "grpo.max_num_steps=2", "grpo.steps_per_generation=1"
+    )
+    step = directory.steps[1]
+    with recompute(directory, step) as stages:
+        found = {each.stage: each for each in replay(step, stages).results}
+    assert {found[stage].outcome for stage in ("prompt", "reward", "logp_old")} == {"same"}
+    assert "greedy responses" in found["advantage"].reason
+
+
 # -- Every stage ---------------------------------------------------------------------------------------------------
 
 PAIRS = [{"prompt": f"{digit}+0=", "chosen": str(digit), "rejected": str(9 - digit)} for digit in range(10)]

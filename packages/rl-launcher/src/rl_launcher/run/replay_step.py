@@ -319,6 +319,8 @@ class _Stages(_OfWeights):
 
     def _examples(self, step: RecordedStep) -> tuple[grpo.Examples, Tensor]:
         rollouts, objective = self._rollouts(step), self.config.objective
+        if objective.advantage.compares_greedy:
+            raise NotReplayable("the rewards of greedy responses, which the advantage needs, were not recorded")
         rows = kept_rows(rollouts, objective).nonzero()[:, 0]
         frozen: dict[str, Any] = {name: _Recorded(step, name, rows) for name in ("logp_proximal", "logp_ref")}
         if step.stage == "ppo":
