@@ -87,8 +87,8 @@ def test_a_rotary_base_that_is_nearly_right_is_found(verify):
     from rl_backends.megatron import rope
 
     def broken():
-        right = rope._default
-        rope._default = lambda base, head_dim: right(base * 1.05, head_dim)
+        right = rope._base
+        rope._base = lambda hf_config: right(hf_config) * 1.05
 
     code, figures = verify("Llama", "--tp", "2", broken=broken)
     assert code == 1
