@@ -24,7 +24,7 @@ from rl_generation.requests import Limits
 from rl_launcher.errors import Refusal, RestartableError
 from rl_launcher.ray.cluster import LOOPBACK
 from rl_launcher.ray.engine_worker import EngineInfo, EngineWorker
-from rl_launcher.ray.remote_calls import Actor, Pending, wait_any
+from rl_launcher.ray.remote_calls import Actor, Pending
 from rl_launcher.ray.worker_failures import RemoteDiedError, RemoteError, RemoteTimeoutError, died
 
 CLOSE_GRACE_S = 10.0
@@ -247,7 +247,7 @@ class EnginePool:
             RemoteError: as `Pending.result`.
         """
         until, look_s = time.monotonic() + self.call_timeout_s, self.hang_timeout_s / 2
-        while not wait_any([pending], timeout_s=min(look_s, until - time.monotonic()))[0]:
+        while not pending.done(within_s=min(look_s, until - time.monotonic())):
             if time.monotonic() >= until:
                 raise pending.timed_out(self.call_timeout_s)
             if (why := self.frozen(engine, patience_s=look_s)) is not None:

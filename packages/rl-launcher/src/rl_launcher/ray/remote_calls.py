@@ -38,9 +38,9 @@ class Pending:
     def __init__(self, actor: "Actor", call: str, reference: Any, *, key: str = "cluster.call_timeout_s") -> None:
         self.actor, self.call, self.reference, self.key = actor, call, reference, key
 
-    def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
-        return bool(wait_any([self], timeout_s=0)[0])
+    def done(self, *, within_s: float = 0.0) -> bool:
+        """Whether it has ended, successfully or not; waits for that so long."""
+        return bool(wait_any([self], timeout_s=within_s)[0])
 
     def result(self, *, timeout_s: float) -> Any:
         """What it returned.
