@@ -73,7 +73,7 @@ def test_each_module_has_its_names(name):
 @pytest.mark.parametrize("page", PAGES)
 def test_an_algorithm_is_one_page(page):
     source = Path(importlib.import_module(f"rl_algorithms.{page}").__file__).read_text()
-    assert source.count("\n") <= 200
+    assert source.count("\n") <= 220
 
 
 def packages_after(code):
