@@ -136,7 +136,7 @@ def test_whitening_has_mean_zero_and_variance_one_on_the_mask_alone(rows):
         assert abs(kept.mean().item()) < 1e-9
         assert kept.var().item() == pytest.approx(1.0, abs=0.02)
     else:
-        assert not kept.any()
+        assert (kept.abs() < 1e-6).all()  # the mean of equal numbers is one of them but for rounding
 
 
 @given(st.lists(REWARDS, min_size=1, max_size=6), st.sampled_from([1.0, 0.9, 0.0]))
