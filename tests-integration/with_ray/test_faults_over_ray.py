@@ -90,6 +90,7 @@ def events(run):
     return {event["name"]: event for event in json_lines(run.run_dir / "events.jsonl")}
 
 
+@pytest.mark.slow
 def test_the_death_of_raylet_and_gcs_is_named_and_costs_no_step(launch, run_pause, folder, uninterrupted):
     run_pause.pause(folder / "hurt", step=6)
     run = launch("run", recipe(folder, "hurt"), run_dir="hurt")
