@@ -5,6 +5,7 @@ the weights take them from a checkpoint of the run with the version that the ste
 the recipe's own model for a step of version 0.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ def recompute(
 
 
 @dataclass
-class _OfWeights:
+class _OfWeights(ABC):
     """What every stage needs: the weights that the step began with, and its first update, taken again."""
 
     run: RunDirectory
@@ -140,8 +141,9 @@ class _OfWeights:
         self._layers = layers.take()
         return seen[0]
 
+    @abstractmethod
     def _take_step(self, policy: WatchedPolicy) -> None:
-        raise NotImplementedError
+        """Take the first optimizer step of the batch again, with `policy`."""
 
     def _load_weights(self) -> None:
         version, policy = self.step.version or 0, self.parts.policy

@@ -1,6 +1,6 @@
-"""What the workers' surveys come to: the sink's manifest, or every reason why there is none.
+"""Combine what all workers of an engine report of their weights: one manifest, or an error that lists every problem.
 
-Knows plain data, neither vLLM nor workers. The engine's tensors go by the names that they have in vLLM, the source's by
+Works on plain data, without vLLM and without workers. Tensors of the engine have vLLM's names, those of the source have
 Hugging Face names.
 """
 
