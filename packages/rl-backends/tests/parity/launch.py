@@ -98,8 +98,8 @@ def _tell_where_they_are(processes):
 
 
 def _why(first, logs, processes):
-    """The end of every log of a rank that ended with an error, or of the one that hung."""
-    failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
+    """The end of every log of a rank that ended with an error or by a signal of its own, or of the one that hung."""
+    failed = [rank for rank, process in enumerate(processes) if process.returncode not in (0, -signal.SIGKILL)]
     if not failed:
         return f"rank {first} hung or was killed:\n{logs[first].read_text()[-4000:]}"
     return "\n".join(

@@ -129,7 +129,7 @@ def test_without_a_tokenizer_token_ids_serve_and_strings_are_refused_and_raw_log
         assert engine.stop_token_ids == (tiny.EOS,)
         answers = engine.generate(prompts, sampling)
         for name in ("stop", "bad_words"):
-            with pytest.raises(PromptError, match=rf"prompt 0 asks for {name}=\('x',\), which are text"):
+            with pytest.raises(PromptError, match=rf"prompt 0 asks for {name}=\('x',\), which is text"):
                 engine.generate([[5]], Sampling(max_new_tokens=1, **{name: ("x",)}))
         assert "no stop strings" in engine.explain()
     model = tiny.policy("llama", 0)
