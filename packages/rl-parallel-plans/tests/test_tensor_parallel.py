@@ -1,10 +1,16 @@
 """Two ranks against one: logits and every gradient, in real processes over gloo."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rl_parallel_plans.dtensor import submesh
 
 RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 # fp32, two layers: what reordered sums may cost, relative to the largest entry.
@@ -112,3 +118,20 @@ print("the child ended with", child.exitcode)
 def test_a_mesh_of_an_earlier_process_group_does_not_hang_a_process_that_is_forked_after_it():
     ended = subprocess.run([sys.executable, "-c", MESH_THEN_FORK], capture_output=True, text=True, check=False)
     assert ended.stdout == "the child ended with 0\n", ended.stderr
+
+
+def test_equal_meshes_have_one_group_whether_or_not_the_first_is_gone():
+    """When Python frees a mesh differs from rank to rank, and each rank must send over the same group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        name = submesh(first, "pp").get_group().group_name
+        assert first["pp"].get_group().group_name == name
+        second = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        assert second["pp"].get_group().group_name != name
+        assert submesh(second, "pp").get_group().group_name == name
+        del first
+        gc.collect()
+        assert submesh(second, "pp").get_group().group_name == name
+    finally:
+        dist.destroy_process_group()

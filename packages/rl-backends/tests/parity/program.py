@@ -155,6 +155,7 @@ def watch(model):
 
 def main(task):
     torch.set_num_threads(1)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # launch.py asks a rank that hangs where it is
     if task["trace_only"]:  # generating code takes a minute, and is torch's affair; graphs and autograd are the model's
         torch.compile = functools.partial(torch.compile, backend="aot_eager")

@@ -4,9 +4,10 @@
 it: a plain single-process program never pays for it.
 """
 
+import os
 import sys
 from typing import TYPE_CHECKING, TypeGuard
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 from rl_parallel_plans.errors import PlanError
 
@@ -48,27 +49,35 @@ def submesh(mesh: "DeviceMesh", axis: str) -> "DeviceMesh":
     return _one_of_equals(mesh[axis])
 
 
-# Weak: a group kept beyond `destroy_process_group` and freed in a forked process waits there for threads of the parent.
-_kept: "WeakKeyDictionary[DeviceMesh, tuple[ReferenceType[DeviceMesh], ReferenceType[ProcessGroup]]]"
-_kept = WeakKeyDictionary()
+_kept: "dict[DeviceMesh, tuple[DeviceMesh, ReferenceType[ProcessGroup]]]" = {}
 
 
 def _one_of_equals(mesh: "DeviceMesh") -> "DeviceMesh":
-    """The first mesh that was equal to this one, for as long as its process group is there.
+    """The first mesh that was equal to this one, for as long as its process group is registered.
 
     DTensor caches the layout of what an operation returns by equality of meshes, so that a model's results can lie on
     the equal mesh of a model before it (slicing a mesh makes another object each time). AOTAutograd (torch 2.13) tells
     meshes apart by identity, finds the mesh of such a result only among the tangents, and fails on a compiled layer:
     `Node tangents_2 was invalid, but is output`.
+
+    The first mesh is held, though its model may be gone. Equal meshes can have different groups of the same ranks, and
+    when Python frees a mesh differs from rank to rank: without holding it, one rank would send over the old group what
+    another awaits from the new one.
     """
-    first, group = _kept.setdefault(mesh, (ref(mesh), ref(mesh.get_group())))
-    kept = first()
-    try:
-        usable = kept is not None and kept.get_group() is group()  # by name: another one after a new init_process_group
-    except (RuntimeError, ValueError):
-        usable = False
-    if kept is None or not usable:
-        _kept.pop(mesh, None)
-        _kept[mesh] = ref(mesh), ref(mesh.get_group())
-        return mesh
-    return kept
+    _forget_unregistered()
+    return _kept.setdefault(mesh, (mesh, ref(mesh.get_group())))[0]
+
+
+def _forget_unregistered() -> None:
+    """Let go of meshes whose process group was destroyed."""
+    for mesh, (_, group) in list(_kept.items()):
+        try:
+            registered = mesh.get_group() is group()  # by name: another one after a new init_process_group
+        except (RuntimeError, ValueError):
+            registered = False
+        if not registered:
+            del _kept[mesh]
+
+
+# A destroyed group that is freed in a forked process waits there for threads of its parent.
+os.register_at_fork(before=_forget_unregistered)
