@@ -86,6 +86,7 @@ def test_answers_that_are_under_way_go_on_with_the_new_weights_and_say_so(world)
         assert rollout.versions[1].end == len(rollout.tokens) == 100
 
 
+@pytest.mark.slow
 def test_the_death_of_the_engines_own_process_costs_a_restart_and_no_answer(world):
     prompts = [prompt.tokens[:8] for prompt in world.tiny.prompts[:MANY]]
     (engine,) = world.engine.engines.all()

@@ -20,6 +20,7 @@ dpo: {{pairs: data, max_num_steps: 4, batch_size: 6, optimizer: {{lr: 1.0e-3}}}}
 COMPARED = ("loss", "margin", "grad_norm", "chosen_logratio", "held_out_margin", "held_out_pair_accuracy")
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_from_given_pairs_what_one_process_learns(ray_cluster, tmp_path):
     pairs = [
         {"prompt": f"{number}>", "chosen": "".join(sorted(str(number))), "rejected": str(number)[::-1] + "9"}

@@ -82,6 +82,7 @@ def run_pause(tmp_path, monkeypatch):
     return RunPause(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_it_learns_over_two_ranks_and_goes_on_after_any_end_as_if_there_had_been_none(launch, run_pause, tmp_path):
     whole = launch("run", recipe(tmp_path, "whole"), run_dir="whole")
     assert whole.end() == 0, whole.output
@@ -146,6 +147,7 @@ def test_the_same_recipe_takes_the_same_first_step_in_process(launch, tmp_path):
         assert rows["ray"][name] == pytest.approx(rows["in_process"][name], rel=1e-4, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_a_second_signal_beside_a_rank_that_stands_still_ends_the_run_at_once(launch, tmp_path):
     share = tmp_path / "share.py"
     share.write_text(SHARE_OF_DIGITS)

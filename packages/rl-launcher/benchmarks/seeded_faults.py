@@ -63,6 +63,9 @@ def mixture(seed):
     made = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         made.lm_head.weight.mul_(12.0)
+        for name, parameter in made.named_parameters():
+            if ".mlp.experts." in name:  # as large as in a trained mixture: which experts are chosen makes a difference
+                parameter.mul_(20.0)
     return made, tokenizer
 
 
@@ -294,7 +297,7 @@ def one_prompt_pays(completions, prompts):
 NOTHING = lambda parts: None  # noqa: E731
 UNSCALED = "grpo.objective.advantage.scale=none"
 
-FIRST_SFT = "sft={max_num_steps: 80, batch_size: 32, optimizer: {lr: 0.01}}"
+FIRST_SFT = "sft={max_num_steps: 8, batch_size: 32, optimizer: {lr: 0.005}}"
 FEW_ROWS = "data.source={folder}/few.jsonl"
 GUESSING = [
     "env.reward=null", "env.environment=rl_algorithms.environments.games:GuessNumber", "grpo.max_turns=3",
@@ -366,7 +369,7 @@ FAULTS = {
     ),
     "learning rate": (NOTHING, ["grpo.optimizer.lr=1.0"], reward, "learning_rate"),
     "duplicated rows": (NOTHING, ["data.source={folder}/twice.jsonl"], reward, "duplicated_data"),
-    "leaked rows": (NOTHING, ["data.held_out={folder}/rows.jsonl", "data.held_out_share=0"], reward, "leaked_data"),
+    "leaked rows": (NOTHING, ["data.held_out={folder}/rows.jsonl", "data.held_out_share=null"], reward, "leaked_data"),
     "clean": (NOTHING, [], reward, None),
     "clean, another seed": (NOTHING, ["seed=1"], reward, None),
     "clean, unscaled advantages": (NOTHING, [UNSCALED], reward, None),

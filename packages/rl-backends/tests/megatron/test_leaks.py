@@ -45,7 +45,7 @@ print("end of the program", flush=True)
 
 @pytest.mark.parametrize(
     ("ranks", "ends", "code"),
-    [(1, "by an error", 3), (2, "closed", 0)],
+    [(1, "by an error", 3), pytest.param(2, "closed", 0, marks=pytest.mark.slow)],
     ids=["one rank that fails", "two ranks"],
 )
 def test_a_program_that_has_used_a_backend_ends_and_leaves_nothing_behind(world, tmp_path, ranks, ends, code):

@@ -24,6 +24,8 @@ CASES = {  # family, adapters, ranks, configuration
     "EP2": ("Qwen3Moe", ALL, 2, {EP: 2}),
     "EP2 within TP2+SP": ("Qwen3Moe", ALL, 2, {EP: 2, TP: 2, **SP}),
 }
+QUICK = ("1", "TP2+SP, packed, some", "PP2", "EP2 within TP2+SP")
+CASES_OR_SLOW = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 def make_model(world, family):
@@ -66,7 +68,7 @@ def truth(world, tmp_path_factory, on_ranks_once):
     return of
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES_OR_SLOW)
 def test_steps_adapters_and_merged_weights_are_those_of_the_dtensor_backend(world, tmp_path, on_ranks, truth, case):
     from safetensors.torch import load_file
 
@@ -197,7 +199,7 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weight_and_goes_on_from_the_sa
     assert "weights/lm_head.weight" not in held
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Qwen3", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
 def test_adapters_saved_by_one_backend_go_on_in_the_other(world, tmp_path, on_ranks, family):
     config = {TP: 2} if family == "Qwen3" else {EP: 2}
 

@@ -14,7 +14,11 @@ TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 
 
 @pytest.mark.parametrize(
-    ("command", "layout"), [([], ""), (TWO_RANKS, ", tensor_model_parallel_size=2, sequence_parallel=True")]
+    ("command", "layout"),
+    [
+        pytest.param([], "", marks=pytest.mark.slow),
+        (TWO_RANKS, ", tensor_model_parallel_size=2, sequence_parallel=True"),
+    ],
 )
 def test_the_program_prints_on_megatron_what_it_prints_on_dtensor(tmp_path, command, layout):
     line = next(each for each in PROGRAM.splitlines() if each.startswith("backend = DTensorBackend"))

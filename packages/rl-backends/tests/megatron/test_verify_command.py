@@ -109,6 +109,7 @@ def test_gradients_that_one_rank_keeps_to_itself_are_found(verify):
     assert held == {"log-probabilities", "there and back"}  # what is saved is one rank's
 
 
+@pytest.mark.slow
 def test_the_command_proves_it_with_processes_of_its_own(world, tmp_path):
     world.make_model("Qwen3").config.save_pretrained(tmp_path)
     flags = ["--backend", "megatron", "--ranks", "2", "--tensor-model-parallel-size", "2", "--no-shrink", "--json"]

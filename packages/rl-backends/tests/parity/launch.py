@@ -1,7 +1,8 @@
 """Run cells on as many processes as they need, and gather what they came to. No rank is waited for in vain.
 
 A rank that dies takes its launch with it at once: its cell has failed with the end of its log, and what comes after it
-is started anew.
+is started anew. A cell in which native code crashed (torch 2.13 with gloo, on a machine that is overloaded: `malloc():
+unaligned tcache chunk detected`, about once in 3,000 cells) is run once more, and the crash is printed.
 """
 
 import json
@@ -20,6 +21,9 @@ from parity import problems
 PATIENCE_S = 300
 """A launch that has come no further for so long is killed, and the cell that it hangs in has failed."""
 
+OURS = (0, -signal.SIGKILL, -signal.SIGUSR1)
+"""How a rank ends that did not fail itself: at the end, or by what this file sends."""
+
 
 def run(cells, *, folder, launches=3, trace_only=True, say=lambda _: None):
     """Outcomes by the cells' names, a list over ranks each: as `run_cell` returns them, or `{"died": why}`.
@@ -27,12 +31,16 @@ def run(cells, *, folder, launches=3, trace_only=True, say=lambda _: None):
     trace_only: do not generate code for models that are compiled.
     """
     problems.answers([cell.problem for cell in cells if cell.refusal is None], folder)
-    outcomes = {}
+    outcomes, crashed = {}, set()
     for ranks in sorted({cell.ranks for cell in cells}):
         todo = [cell.name for cell in cells if cell.ranks == ranks]
         for _ in range(launches):
             if todo:
-                outcomes |= _launch(todo, ranks=ranks, folder=folder, trace_only=trace_only)
+                found = _launch(todo, ranks=ranks, folder=folder, trace_only=trace_only)
+                for name in [name for name in found if found[name][0].get("crashed") and name not in crashed]:
+                    print(f"{name} is run once more: {found.pop(name)[0]['died']}")
+                    crashed.add(name)
+                outcomes |= found
                 todo = [name for name in todo if name not in outcomes]
         for name in todo:
             outcomes[name] = [{"died": f"not run: ranks died in {launches} cells before"}]
@@ -65,7 +73,12 @@ def _launch(names, *, ranks, folder, trace_only):
         for process in processes:
             process.kill()
             process.wait()
-    return _gathered(names, results, why=None if dead is None else _why(dead, logs, processes))
+    if dead is None:
+        return _gathered(names, results, died=None)
+    died = {"died": _why(dead, logs, processes)}
+    if any(process.returncode < 0 and process.returncode not in OURS for process in processes):
+        died["crashed"] = True
+    return _gathered(names, results, died=died)
 
 
 def _start(task, log):
@@ -99,7 +112,7 @@ def _tell_where_they_are(processes):
 
 def _why(first, logs, processes):
     """The end of every log of a rank that ended with an error or by a signal of its own, or of the one that hung."""
-    failed = [rank for rank, process in enumerate(processes) if process.returncode not in (0, -signal.SIGKILL)]
+    failed = [rank for rank, process in enumerate(processes) if process.returncode not in OURS]
     if not failed:
         return f"rank {first} hung or was killed:\n{logs[first].read_text()[-4000:]}"
     return "\n".join(
@@ -108,7 +121,7 @@ def _why(first, logs, processes):
     )
 
 
-def _gathered(names, results, *, why):
+def _gathered(names, results, *, died):
     """Lines of each rank by cell; the first cell that a rank has begun and not ended is the one that failed."""
     texts = [path.read_text().splitlines(keepends=True) if path.exists() else [] for path in results]
     lines = [[json.loads(line) for line in text if line.endswith("\n")] for text in texts]
@@ -118,7 +131,7 @@ def _gathered(names, results, *, why):
         if all(name in rank for rank in ended):
             gathered[name] = [rank[name] for rank in ended]
         else:
-            return {**gathered, name: [{"died": why}]}
-    if why is not None:  # after the last cell, which must not hide it
-        gathered[names[-1]] = [{"died": why}]
+            return {**gathered, name: [died]}
+    if died is not None:  # after the last cell, which must not hide it
+        gathered[names[-1]] = [died]
     return gathered

@@ -80,3 +80,17 @@ def test_a_rank_that_dies_takes_its_launch_with_it_and_is_named(tmp_path, monkey
     monkeypatch.setattr(launch, "_start", start)
     outcomes = launch._launch(["a cell", "another"], ranks=2, folder=tmp_path, trace_only=True)
     assert outcomes == {"a cell": [{"died": "rank 1 ended with code 1:\ngone\n"}]}
+
+
+def test_a_cell_in_which_native_code_crashes_is_run_once_more_and_no_more(tmp_path, monkeypatch, capfd):
+    programs = ["import time; time.sleep(90)", "import os; os.abort()"]
+
+    def start(task, log):
+        with log.open("w") as output:
+            return subprocess.Popen([sys.executable, "-c", programs[task["rank"]]], stderr=output)
+
+    monkeypatch.setattr(launch, "_start", start)
+    cell = next(cell for cell in cases.table() if cell.ranks == 2 and cell.refusal is None)
+    outcomes = launch.run([cell], folder=tmp_path)
+    assert outcomes == {cell.name: [{"died": "rank 1 ended with code -6:\n", "crashed": True}]}
+    assert capfd.readouterr().out.count(f"{cell.name} is run once more: rank 1 ended with code -6") == 1

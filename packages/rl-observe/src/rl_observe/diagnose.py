@@ -767,12 +767,14 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
     for step in steps:
         tokens, response, groups = step.padded("tokens"), step.response, step.columns["groups"]
         rewards = step.columns["rewards"]
+        # What a reward function reads is text: special tokens are no part of it.
+        text = response & ~np.isin(tokens, [*step.data.get("special_token_ids", {}).values()])
         for group in np.unique(groups):
             rows = np.flatnonzero((groups == group) & np.isfinite(rewards))
             if len(rows) < 2 or not np.ptp(rewards[rows]):
                 continue
             counts = response[rows].sum(axis=1)
-            same = [_repetition(tokens[row][response[row]]) for row in rows.tolist()]
+            same = [_repetition(tokens[row][text[row]]) for row in rows.tolist()]
             reward += (rewards[rows] - rewards[rows].mean()).tolist()
             length += (counts - counts.mean()).tolist()
             repeated += (np.array(same) - np.mean(same)).tolist()
