@@ -295,6 +295,8 @@ def one_prompt_pays(completions, prompts):
 
 
 NOTHING = lambda parts: None  # noqa: E731
+REFUSED = "also trained on"
+"""Of an error that names the fault before the run begins."""
 UNSCALED = "grpo.objective.advantage.scale=none"
 
 FIRST_SFT = "sft={max_num_steps: 8, batch_size: 32, optimizer: {lr: 0.005}}"
@@ -354,7 +356,7 @@ FAULTS = {
     "last token not trained on": (prepared(without_last_token), [], reward, "mask_off_by_one"),
     "a turn is tokenised again": (through_engine(tokenised_again), GUESSING, reward, "retokenised_turn"),
     "other experts": (other_experts, ["policy.model_name={file}:mixture"], reward, "router_drift"),
-    "length is rewarded": (NOTHING, [FIRST_SFT, "grpo.optimizer.lr=0.02"], long, "reward_hacked_length"),
+    "length is rewarded": (NOTHING, [FIRST_SFT], long, "reward_hacked_length"),
     "repetition is rewarded": (NOTHING, [], repeats, "reward_hacked_repetition"),
     "form is rewarded": (NOTHING, [FIRST_SFT], dressed, "reward_hacked_format"),
     "the judge drifts": (NOTHING, [FIRST_SFT, FEW_ROWS], drifting, "reward_drift"),
@@ -369,7 +371,7 @@ FAULTS = {
     ),
     "learning rate": (NOTHING, ["grpo.optimizer.lr=1.0"], reward, "learning_rate"),
     "duplicated rows": (NOTHING, ["data.source={folder}/twice.jsonl"], reward, "duplicated_data"),
-    "leaked rows": (NOTHING, ["data.held_out={folder}/rows.jsonl", "data.held_out_share=null"], reward, "leaked_data"),
+    "leaked rows": (NOTHING, ["data.held_out={folder}/rows.jsonl", "data.held_out_share=null"], reward, REFUSED),
     "clean": (NOTHING, [], reward, None),
     "clean, another seed": (NOTHING, ["seed=1"], reward, None),
     "clean, unscaled advantages": (NOTHING, [UNSCALED], reward, None),
@@ -441,8 +443,9 @@ def main():
             try:
                 found = one_run(name, Path(folder), on_ray=arguments.ray)
             except ValueError as error:
-                print(f"WRONG  {name}: {error}", flush=True)
-                results[name] = {"wanted": wanted, "found": [str(error)], "right": False}
+                refused = wanted == REFUSED and REFUSED in str(error)
+                print(f"{'right' if refused else 'WRONG':<6} {name}: refused: {error}", flush=True)
+                results[name] = {"wanted": wanted, "found": [str(error)], "right": refused}
                 continue
         first = found.findings[0] if found.findings else None
         right = (None if first is None else first.cause) == wanted

@@ -103,6 +103,8 @@ LIMITS: dict[str, float] = {
     "entropy_share": 0.05,
     "length_growth": 1.3,
     "correlation": 0.8,
+    "correlation_of_growth": 0.5,  # with what also grows over the run
+    "repetition_growth": 0.1,
 }
 """The numbers that the checks compare with."""
 
@@ -629,7 +631,7 @@ def _cause_of_mismatch(
     share_of_rows = len(wrong_rows) / max(1, int(where.any(axis=1).sum()))
     exact = float((size <= limit).mean())
     agreed_at_start = start is not None and start - 1 <= 2 * limit
-    if step.data.get("mixture") and exact > 0.5 and share_of_rows > 0.3:
+    if step.data.get("mixture") and exact > 0.5 and (share_of_rows > 0.3 or exact > 0.9):  # old weights change all
         evidence = (
             f"{told}; {exact:.0%} of the tokens agree and the others are scattered over {share_of_rows:.0%} of rows"
         )
@@ -758,9 +760,11 @@ def _check_rewards_over_time(steps: Sequence[RecordedStep], samples: Sequence[Ro
 def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterator[Finding]:
     """Correlations of the reward within groups, with length and with repetition, and the rewards of gold answers.
 
-    Length is right for many tasks; it is reported only where it also grows over the run.
+    Length is right for many tasks; it is reported only where it also grows over the run. Repetition is reported where
+    it makes most of the reward, and where it makes much of it and grows.
     """
     reward, length, repeated = [], [], []
+    repeated_in: list[float] = []  # of each step, over all rows
     right: list[float] = []
     best: list[float] = []
     place: tuple[int, int] | None = None
@@ -769,15 +773,17 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
         rewards = step.columns["rewards"]
         # What a reward function reads is text: special tokens are no part of it.
         text = response & ~np.isin(tokens, [*step.data.get("special_token_ids", {}).values()])
+        shares = np.array([_repetition(row[where]) for row, where in zip(tokens, text, strict=True)])
+        repeated_in.append(float(shares.mean()))
         for group in np.unique(groups):
             rows = np.flatnonzero((groups == group) & np.isfinite(rewards))
             if len(rows) < 2 or not np.ptp(rewards[rows]):
                 continue
-            counts = response[rows].sum(axis=1)
-            same = [_repetition(tokens[row][text[row]]) for row in rows.tolist()]
+            counts = np.array([_length(step, row, int(text[row].sum())) for row in rows.tolist()])
+            same = shares[rows]
             reward += (rewards[rows] - rewards[rows].mean()).tolist()
             length += (counts - counts.mean()).tolist()
-            repeated += (np.array(same) - np.mean(same)).tolist()
+            repeated += (same - same.mean()).tolist()
             place = place or (step.step, int(rows[rewards[rows].argmax()]))
         for row, shared in enumerate(step.shared):
             expected = shared["expected"]
@@ -808,9 +814,12 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
     lengths = [value for row in log if (value := finite_number(row.get("response_tokens"))) is not None]
     if len(lengths) < 6:
         lengths = [float(step.response.sum() / max(1, len(step))) for step in steps]
-    third = max(1, len(lengths) // 3)
-    growth = np.mean(lengths[-third:]) / max(1.0, float(np.mean(lengths[:third])))
-    if by_repetition > LIMITS["correlation"] and by_repetition >= by_length:
+    shortest, longest = _ends(lengths)
+    growth = longest / max(1.0, shortest)
+    little, much = _ends(repeated_in)
+    least = LIMITS["correlation_of_growth" if much - little >= LIMITS["repetition_growth"] else "correlation"]
+    longer = growth >= LIMITS["length_growth"]
+    if by_repetition > least and (by_repetition >= by_length or not longer):
         yield Finding(
             cause="reward_hacked_repetition",
             score=0.7,
@@ -818,18 +827,30 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
             step=place[0],
             row=place[1],
             evidence=f"within groups the reward goes with the share of repeated tokens (correlation "
-            f"{by_repetition:.2f} over {len(reward)} rollouts)",
+            f"{by_repetition:.2f} over {len(reward)} rollouts), which goes from {little:.2f} to {much:.2f}",
         )
-    elif by_length > LIMITS["correlation"] and growth >= LIMITS["length_growth"]:
+    elif by_length > LIMITS["correlation"] and longer:
         yield Finding(
             cause="reward_hacked_length",
-            score=0.7,
+            score=0.73,  # above that of the form: a short gold answer gets less because it is short
             stage="reward",
             step=place[0],
             row=place[1],
-            evidence=f"within groups the reward goes with the number of tokens (correlation {by_length:.2f} over "
+            evidence=f"within groups the reward goes with the length (correlation {by_length:.2f} over "
             f"{len(reward)} rollouts), and responses are {growth:.1f} times as long as at first",
         )
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the first and of the last third."""
+    third = max(1, len(values) // 3)
+    return float(np.mean(values[:third])), float(np.mean(values[-third:]))
+
+
+def _length(step: RecordedStep, row: int, tokens: int) -> int:
+    """Characters of a response, which is what most rewards count; its number of tokens where no text is recorded."""
+    response = step.lines[row].get("response")
+    return tokens if response is None else len(str(response))
 
 
 def _repetition(tokens: Array) -> float:
@@ -886,6 +907,12 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
             (int(float(str(row["step"]))), value) for row in log if (value := finite_number(row.get(name))) is not None
         ]
 
+    large = [
+        (step, float(np.abs(gap).mean()))
+        for step in steps
+        if step.has("logp") and step.has("logp_old") and len(gap := _later_gaps(step)) >= LIMITS["tokens"]
+    ]
+    too_large = [(step, size) for step, size in large if size > LIMITS["log_ratio"]]
     signal, reward, spread = series("groups_with_signal"), series("reward"), dict(series("reward_std"))
     if len(signal) >= 3 and len(reward) >= 3:
         silent = list(itertools.takewhile(lambda each: each[1] == 0, reversed(signal)))
@@ -896,20 +923,15 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
         )
         if constant and (len(silent) == len(signal) or last[-1] < best - 0.25 * (abs(best) or 1.0)):
             begins = silent[-1][0]
+            broke = too_large and too_large[0][0].step < begins  # a policy that broke is what makes rewards equal
             yield Finding(
                 cause="reward_constant",
-                score=0.84,
+                score=0.66 if broke else 0.84,
                 stage="reward",
                 step=begins,
                 row=0,
                 evidence=f"every reward of the last {len(silent)} logged steps is {last[-1]:.4g}, since step {begins}",
             )
-    large = [
-        (step, float(np.abs(gap).mean()))
-        for step in steps
-        if step.has("logp") and step.has("logp_old") and len(gap := _later_gaps(step)) >= LIMITS["tokens"]
-    ]
-    too_large = [(step, size) for step, size in large if size > LIMITS["log_ratio"]]
     norms = [value for _, value in series("grad_norm")]
     if too_large:
         step, size = too_large[0]
