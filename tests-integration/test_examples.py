@@ -14,6 +14,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+SLOW = ("dpo_on_pairs.py", "own_environment.py", "pipeline_stages.py", "plans_in_fsdp2_loop.py")  # nightly
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -41,7 +42,9 @@ def outputs(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
+)
 def test_the_program_runs_to_its_end(name, outputs):
     assert outputs(name).strip()
 
@@ -68,6 +71,7 @@ def test_sft_lowers_the_loss_of_conversations_that_it_did_not_see(outputs):
     assert float(after) < float(before) / 2
 
 
+@pytest.mark.slow
 def test_dpo_tells_pairs_apart_that_it_did_not_see(outputs):
     assert float(re.search(r"told apart: ([\d.]+)", outputs("dpo_on_pairs.py"))[1]) > 0.9
 

@@ -19,12 +19,17 @@ FUSED = [
     "lfm2",
 ]
 
+QUICK = ("gemma3", "phi3", "qwen3_moe", "lfm2")  # the others run nightly
+
 
 def exists(architecture):
     return architecture in models.ARCHITECTURES or hybrids.classes(architecture) is not None
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", *FUSED])
+@pytest.mark.parametrize(
+    "architecture",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", *FUSED)],
+)
 def test_weights_are_the_unsharded_ones_wherever_they_are_loaded(ranks, tmp_path, architecture):
     if not exists(architecture):
         pytest.skip("this release of transformers has none")
@@ -35,7 +40,7 @@ def test_weights_are_the_unsharded_ones_wherever_they_are_loaded(ranks, tmp_path
     assert [{road: wrong for road, wrong in result.items() if wrong} for result in results] == [{}, {}]
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "qwen3_moe", "bamba"])
+@pytest.mark.parametrize("architecture", ["phi3", "qwen3_moe", pytest.param("bamba", marks=pytest.mark.slow)])
 def test_weights_travel_between_meshes_of_dp_and_tp(ranks, tmp_path, architecture):
     results = ranks(
         "checkpoints:everywhere",

@@ -20,6 +20,7 @@ from rl_generation.requests import Sampling
 from rl_generation.rollout import VersionSpan
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 
+pytestmark = pytest.mark.slow  # test_sync_process.py kills workers in each change
 DEADLINE_S = 60.0  # for a machine that is busy; a second on one that is not
 SHORT = Sampling(max_new_tokens=3, ignore_eos=True)
 LONG = Sampling(max_new_tokens=480, ignore_eos=True)

@@ -48,9 +48,11 @@ def options(path):
 
 
 SERVED = [*((family, "sampled") for family in families.FAMILIES), ("llama", "raw"), ("gemma3", "raw")]
+QUICK = [("qwen3", "sampled"), ("gemma3", "raw")]
+SERVED_OR_SLOW = [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in SERVED]
 
 
-@pytest.fixture(scope="module", params=SERVED, ids="-".join)
+@pytest.fixture(scope="module", params=SERVED_OR_SLOW, ids="-".join)
 def served(request, tmp_path_factory):
     """A policy and the engines of it, by name."""
     family, logp_of = request.param

@@ -15,7 +15,9 @@ CACHE_BYTES = 64 << 20
 """Of each engine: less than one of them may stay."""
 
 
-@pytest.mark.parametrize(("kind", "cycles"), [("in-process", 5), ("own-process", 2), ("async", 1)])
+@pytest.mark.parametrize(
+    ("kind", "cycles"), [("in-process", 5), pytest.param("own-process", 2, marks=pytest.mark.slow), ("async", 1)]
+)
 def test_a_stopped_engine_leaves_nothing_behind(kind, cycles, checkpoints, monkeypatch):
     monkeypatch.syspath_prepend(PROGRAMS)
     import leaks
