@@ -103,7 +103,13 @@ def test_one_recipe_gives_the_same_first_steps_on_both_backends(
     require_same_step(first["megatron"], first["dtensor"])
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(*LAYOUTS["two pipeline stages"], id="two pipeline stages", marks=pytest.mark.slow),
+        pytest.param(*LAYOUTS["tensor by data parallelism"], id="tensor by data parallelism"),
+    ],
+)
 def test_ranks_take_the_same_first_step_as_one_process_and_feed_an_engine_each(
     megatron_run: tuple[dict, str, Path], dtensor_step: tuple[dict, Path], tmp_path: Path, ranks: int, layout: dict
 ) -> None:

@@ -30,6 +30,7 @@ def test_options_that_vllm_refuses_are_named_and_leave_nothing(checkpoints):
     assert taken() <= before
 
 
+@pytest.mark.slow
 def test_two_replicas_are_one_engine(checkpoints, tmp_path):
     before = taken()
     options = tiny.options(
