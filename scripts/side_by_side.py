@@ -40,12 +40,12 @@ LANES = ("vllm",)
 # Minutes on two cores, if more than one or two. They only decide the order: long sessions start first, so that none is
 # left over to run alone.
 MINUTES = {
-    "integration-vllm": 25,
-    "tests-rl-backends": 22,
+    "integration-vllm": 22,
+    "tests-rl-backends": 28,
     "tests-rl-launcher": 14,
-    "tests-rl-generation": 8,
-    "tests-rl-parallel-plans": 8,
-    "integration": 7,
+    "tests-rl-generation": 12,
+    "tests-rl-parallel-plans": 23,
+    "integration": 12,
     "tests-rl-refit": 9,
     "tests-rl-algorithms": 5,
     "tests-rl-observe": 2,
