@@ -91,6 +91,14 @@ def docs(session: nox.Session) -> None:
     session.run("pytest", *options, *sources, *session.posargs, success_codes=[0, 5])  # 5: no examples
 
 
+@nox.session(python=PYTHON, tags=["quick"])
+def site(session: nox.Session) -> None:
+    """Build the documentation site from the READMEs, `docs/` and the docstrings, in `build/site/site`."""
+    install(session, REPO, ["rl-algorithms"], requirements=group(TOOLS, "site"))
+    session.run("python", "scripts/documentation_site.py", "build/site")
+    session.run("mkdocs", "build", "--quiet", "--strict", "--config-file", "build/site/mkdocs.yml")
+
+
 # -- Each package --------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/from-trl.md and docs/from-verl.md name only keys that a recipe has."""
+"""The tables of the migration guides in docs/ name only keys that a recipe has."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from rl_launcher.recipe_files import json_schema
 from rl_launcher.schema import Recipe
 
 DOCS = Path(__file__).parents[3] / "docs"
-GUIDES = ["from-trl.md", "from-verl.md"]
+GUIDES = ["from-nemo-rl.md", "from-trl.md", "from-verl.md"]
 SECTIONS = ("policy", "data", "env", "evaluation", "cluster", "checkpointing", "health", "logger", "sft", "grpo", "dpo")
 
 
