@@ -66,19 +66,31 @@ def test_predicted_bytes_are_those_of_a_real_step(ranks, options):
     [
         {"pp": 2, "tp": 1, "dp": 1, "lm_head": "linear_logp", "schedule": "1f1b", "microbatches": 4},
         {"pp": 2, "tp": 1, "dp": 1, "lm_head": "gathered", "schedule": "gpipe", "microbatches": 3, "tied": True},
-        {
-            "pp": 2,
-            "tp": 2,
-            "dp": 1,
-            "lm_head": "linear_logp",
-            "schedule": "1f1b",
-            "microbatches": 2,
-            "sequence_parallel": True,
-            "activation_checkpointing": "full",
-            "param_dtype": "bfloat16",
-        },
-        {"pp": 2, "tp": 1, "dp": 2, "lm_head": "linear_logp", "schedule": "1f1b", "microbatches": 4},
-        {"pp": 2, "tp": 1, "dp": 1, "lm_head": "linear_logp", "schedule": "interleaved_1f1b", "microbatches": 4},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {
+                    "pp": 2,
+                    "tp": 2,
+                    "dp": 1,
+                    "lm_head": "linear_logp",
+                    "schedule": "1f1b",
+                    "microbatches": 2,
+                    "sequence_parallel": True,
+                    "activation_checkpointing": "full",
+                    "param_dtype": "bfloat16",
+                },
+                {"pp": 2, "tp": 1, "dp": 2, "lm_head": "linear_logp", "schedule": "1f1b", "microbatches": 4},
+                {
+                    "pp": 2,
+                    "tp": 1,
+                    "dp": 1,
+                    "lm_head": "linear_logp",
+                    "schedule": "interleaved_1f1b",
+                    "microbatches": 4,
+                },
+            )
+        ),
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
