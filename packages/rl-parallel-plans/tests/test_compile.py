@@ -8,6 +8,6 @@ def test_compiled_model_beside_models_of_other_layouts_has_the_gradients_of_one_
         assert max(errors) < 1e-5, errors
 
 
-@pytest.mark.parametrize(("sequence_parallel", "number"), [(False, 4), (True, 8)])
+@pytest.mark.parametrize(("sequence_parallel", "number"), [(False, 4), pytest.param(True, 8, marks=pytest.mark.slow)])
 def test_compiled_layer_costs_as_many_collectives_as_without_the_compiler(ranks, sequence_parallel, number):
     assert ranks("compiled:collectives", 2, sequence_parallel=sequence_parallel) == [number] * 2

@@ -221,6 +221,7 @@ def test_the_command_predicts_a_configuration_in_another_process(tmp_path, capsy
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_command_predicts_every_rank_of_a_pipeline(tmp_path, capsys):
     model_on_meta(tied=True).config.save_pretrained(tmp_path)
     arguments = ["memory", str(tmp_path), "--pp", "2", "--batch-size", "4", "--sequence-length", "48"]

@@ -166,6 +166,7 @@ def test_the_command_answers_for_a_gpu_and_compares_ways_of_reading_the_lm_head(
     assert "say a100-40gb or a100-80gb" in json.loads(capsys.readouterr().out)["refused"]
 
 
+@pytest.mark.slow
 def test_the_command_answers_for_every_rank_of_a_pipeline(tmp_path, capsys):
     """The last rank holds the logits, and alone does not fit."""
     tiny_on_meta("llama", vocab_size=4000).config.save_pretrained(tmp_path)

@@ -170,6 +170,7 @@ def test_vision_language_model_is_verified_with_an_image():
     assert {check.name: check.verdict for check in report.checks}["with an image: gradients"] == "ok"
 
 
+@pytest.mark.slow
 def test_layers_compile_without_a_graph_break_and_with_the_same_gradients():
     report = verify(qwen3(), sequence_parallel=True, compile="aot_eager", only=("bf16 clipping",), full_size=False)
     checks = {check.name: check for check in report.checks}
@@ -474,6 +475,7 @@ def test_command_refuses_what_is_not_there(tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_parity_table_has_every_layout(tmp_path, capsys):
     llama().save_pretrained(tmp_path)
     assert main(["parity", str(tmp_path), "--json", "--write", str(tmp_path / "PARITY.md")]) == 0
