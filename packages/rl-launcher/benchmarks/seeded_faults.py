@@ -65,7 +65,7 @@ def mixture(seed):
         made.lm_head.weight.mul_(12.0)
         for name, parameter in made.named_parameters():
             if ".mlp.experts." in name:  # as large as in a trained mixture: which experts are chosen makes a difference
-                parameter.mul_(20.0)
+                parameter.mul_(5.0)
     return made, tokenizer
 
 
@@ -307,6 +307,7 @@ GUESSING = [
     # A guess ends with its first digit: what ends at the limit of tokens is answered by nobody.
     "policy.generation.max_new_tokens=4", "policy.generation.stop_token_ids=[5, 6, 7, 8, 9, 10, 11, 12, 13, 14]",
 ]  # fmt: skip
+MIXTURE = ["policy.model_name={file}:mixture", "grpo.optimizer.lr=0.001"]
 ANOTHER = ["sft=null", "grpo=null"]
 PAIRS = ["env=null", "data.source={folder}/pairs.jsonl"]
 SHORT = "max_num_steps: 8, optimizer: {lr: 0.003}"
@@ -319,7 +320,7 @@ CLEAN = {
     "grpo, recomputed ratio": ["grpo.objective.ratio.proximal=recomputed"],
     "grpo, several turns": GUESSING,
     "grpo, asynchronous": ["grpo.async_grpo={max_staleness: 2}"],
-    "grpo, a mixture": ["policy.model_name={file}:mixture"],
+    "grpo, a mixture": MIXTURE,
     "ppo": [
         *ANOTHER, f"ppo={{{SHORT}, {BATCHES}, num_generations_per_prompt: 4, critic: {{optimizer: {{lr: 0.01}}}}}}"
     ],
@@ -355,7 +356,7 @@ FAULTS = {
     "no refit arrives": (no_refit, ["grpo.optimizer.lr=0.03"], reward, "stale_weights"),
     "last token not trained on": (prepared(without_last_token), [], reward, "mask_off_by_one"),
     "a turn is tokenised again": (through_engine(tokenised_again), GUESSING, reward, "retokenised_turn"),
-    "other experts": (other_experts, ["policy.model_name={file}:mixture"], reward, "router_drift"),
+    "other experts": (other_experts, MIXTURE, reward, "router_drift"),
     "length is rewarded": (NOTHING, [FIRST_SFT], long, "reward_hacked_length"),
     "repetition is rewarded": (NOTHING, [], repeats, "reward_hacked_repetition"),
     "form is rewarded": (NOTHING, [FIRST_SFT], dressed, "reward_hacked_format"),
