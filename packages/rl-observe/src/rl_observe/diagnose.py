@@ -763,7 +763,7 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
     Length is right for many tasks; it is reported only where it also grows over the run. Repetition is reported where
     it makes most of the reward, and where it makes much of it and grows.
     """
-    reward, length, repeated = [], [], []
+    reward, length, characters, repeated = [], [], [], []
     repeated_in: list[float] = []  # of each step, over all rows
     right: list[float] = []
     best: list[float] = []
@@ -779,10 +779,12 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
             rows = np.flatnonzero((groups == group) & np.isfinite(rewards))
             if len(rows) < 2 or not np.ptp(rewards[rows]):
                 continue
-            counts = np.array([_length(step, row, int(text[row].sum())) for row in rows.tolist()])
+            counts = text[rows].sum(axis=1)
+            written = np.array([len(str(step.lines[row].get("response") or "")) for row in rows.tolist()])
             same = shares[rows]
             reward += (rewards[rows] - rewards[rows].mean()).tolist()
             length += (counts - counts.mean()).tolist()
+            characters += (written - written.mean()).tolist()
             repeated += (same - same.mean()).tolist()
             place = place or (step.step, int(rows[rewards[rows].argmax()]))
         for row, shared in enumerate(step.shared):
@@ -810,16 +812,18 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
         )
     if len(reward) < LIMITS["tokens"] or place is None:
         return
-    by_length, by_repetition = _correlation(reward, length), _correlation(reward, repeated)
+    by_length = max(_correlation(reward, length), _correlation(reward, characters))
+    by_repetition = _correlation(reward, repeated)
     lengths = [value for row in log if (value := finite_number(row.get("response_tokens"))) is not None]
     if len(lengths) < 6:
         lengths = [float(step.response.sum() / max(1, len(step))) for step in steps]
     shortest, longest = _ends(lengths)
     growth = longest / max(1.0, shortest)
     little, much = _ends(repeated_in)
-    least = LIMITS["correlation_of_growth" if much - little >= LIMITS["repetition_growth"] else "correlation"]
+    more_repeated = much - little >= LIMITS["repetition_growth"]
+    least = LIMITS["correlation_of_growth" if more_repeated else "correlation"]
     longer = growth >= LIMITS["length_growth"]
-    if by_repetition > least and (by_repetition >= by_length or not longer):
+    if by_repetition > least and (by_repetition >= by_length or (more_repeated and not longer)):
         yield Finding(
             cause="reward_hacked_repetition",
             score=0.7,
@@ -845,12 +849,6 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     """The means of the first and of the last third."""
     third = max(1, len(values) // 3)
     return float(np.mean(values[:third])), float(np.mean(values[-third:]))
-
-
-def _length(step: RecordedStep, row: int, tokens: int) -> int:
-    """Characters of a response, which is what most rewards count; its number of tokens where no text is recorded."""
-    response = step.lines[row].get("response")
-    return tokens if response is None else len(str(response))
 
 
 def _repetition(tokens: Array) -> float:
