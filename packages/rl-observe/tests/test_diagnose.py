@@ -328,6 +328,28 @@ def test_rewards_for_length_and_for_repetition_are_named():
     assert found.cause == "reward_hacked_repetition"
 
 
+def test_a_reward_for_characters_that_are_no_tokens_is_named_as_length():
+    generator = np.random.default_rng(0)
+    characters = [generator.integers(1, 9, PROMPTS * GROUP) * (1 + n) for n in range(3)]
+    steps = [
+        World(1).step(
+            n + 1, responses=["x" * int(count) for count in counts], rewards=lambda _, c=counts: c.astype(float)
+        )
+        for n, counts in enumerate(characters)
+    ]
+    longer = log_of(1.0, token_mult_prob_error=[1.0] * 6, response_tokens=[4, 4, 5, 7, 8, 9])
+    assert first(diagnose_steps(steps, log=longer)).cause == "reward_hacked_length"
+
+
+def test_a_few_tokens_of_a_mixture_that_differ_are_its_routers_though_the_first_step_agreed():
+    step = World().step(3, mixture=True)
+    rows = np.arange(PROMPTS * GROUP) % 8 == 0  # in an eighth of the rows
+    logp_old, logp = step.padded("logp_old"), step.padded("logp")
+    agreed = np.where(rows[:, None] | ~step.response, logp_old, logp).astype(np.float32)
+    found = first(diagnose_steps([World().step(3, mixture=True, logp_old=agreed)], log=log_of(1.0)))
+    assert found.cause == "router_drift"
+
+
 def test_gold_answers_that_get_less_than_others_are_named():
     gold = {"expected": [f"text 1 {row}" if row % GROUP == 0 else f"text 1 {row - row % GROUP}" for row in range(32)]}
     step = World().step(1, rewards=lambda g: (np.arange(32) % GROUP > 0).astype(float), **gold)
