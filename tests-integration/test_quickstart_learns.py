@@ -73,6 +73,7 @@ def test_the_saved_model_answers_as_the_run_said(grpo_run: tuple[dict, Path]) ->
     assert right >= 6
 
 
+@pytest.mark.slow
 def test_dpo_from_the_same_sft_model_raises_margin_and_accuracy(tmp_path: Path) -> None:
     summary = run_recipe("quickstart-dpo.yaml", tmp_path / "run", "seed=11")
     assert summary["held_out_sampled_after"] > summary["held_out_sampled_before"] + 0.15
