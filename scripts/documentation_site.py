@@ -59,9 +59,8 @@ def main() -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(f"# {module}\n\n::: {module}\n")
     (target / "pages/algorithms.md").write_text("".join(algorithms()))
-    (target / "mkdocs.yml").write_text(
-        json.dumps(configuration(repository, pages, api, url=url), indent=1)
-    )  # JSON is YAML
+    settings = configuration(repository, pages, api, url=url)
+    (target / "mkdocs.yml").write_text(json.dumps(settings, indent=1))  # JSON is YAML
     print(f"{len(pages)} pages and the API of {len(repository.packages)} packages in {target}")
 
 
@@ -99,7 +98,8 @@ def algorithms() -> Iterator[str]:
 
     from rl_algorithms.__main__ import LOSSES, main
 
-    yield "# Algorithms\n\nWhat each minimizes with its values by default, as `rl-algorithms explain NAME` prints it.\n"
+    yield "# Algorithms\n\nWhat each minimizes with its values by default, as `rl-algorithms explain NAME` prints it. "
+    yield "A number that has no default, such as `max_length`, is 1024.\n"
     for name, (make, _) in LOSSES.items():
         required = [p.name for p in inspect.signature(make).parameters.values() if p.default is inspect.Parameter.empty]
         printed = io.StringIO()

@@ -1,8 +1,8 @@
 """Run cells on as many processes as they need, and gather what they came to. No rank is waited for in vain.
 
 A rank that dies takes its launch with it at once: its cell has failed with the end of its log, and what comes after it
-is started anew. A cell in which native code crashed (torch 2.13 with gloo, on a machine that is overloaded: `malloc():
-unaligned tcache chunk detected`, about once in 3,000 cells) is run once more, and the crash is printed.
+is started anew. A cell in which native code crashed is run once more, and the crash is printed: seen once, with
+torch 2.13 and gloo on an overloaded machine, as `malloc(): unaligned tcache chunk detected`.
 """
 
 import json

@@ -509,7 +509,8 @@ def _check_clipping(step: RecordedStep) -> Iterator[Finding]:
 
 def _check_mismatch(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterator[Finding]:
     """What the difference of the engine's and the trainer's log-probabilities looks like, and since when."""
-    start = _first_number(log, "token_mult_prob_error")
+    errors = (finite_number(row.get("token_mult_prob_error")) for row in log)
+    start = next((error for error in errors if error is not None), None)
     for step in steps:
         if not (step.has("logp_old") and step.has("logp")):
             continue
@@ -817,9 +818,9 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
     lengths = [value for row in log if (value := finite_number(row.get("response_tokens"))) is not None]
     if len(lengths) < 6:
         lengths = [float(step.response.sum() / max(1, len(step))) for step in steps]
-    shortest, longest = _ends(lengths)
+    shortest, longest = _first_and_last_third(lengths)
     growth = longest / max(1.0, shortest)
-    little, much = _ends(repeated_in)
+    little, much = _first_and_last_third(repeated_in)
     more_repeated = much - little >= LIMITS["repetition_growth"]
     least = LIMITS["correlation_of_growth" if more_repeated else "correlation"]
     longer = growth >= LIMITS["length_growth"]
@@ -845,7 +846,7 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
         )
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
+def _first_and_last_third(values: Sequence[float]) -> tuple[float, float]:
     """The means of the first and of the last third."""
     third = max(1, len(values) // 3)
     return float(np.mean(values[:third])), float(np.mean(values[-third:]))
@@ -983,10 +984,6 @@ def _later_gaps(step: RecordedStep) -> Array:
     where = step.response & step.trainable & rows[:, None]
     gaps: Array = (step.padded("logp") - step.padded("logp_old"))[where]
     return gaps[np.isfinite(gaps)]
-
-
-def _first_number(log: Sequence[Row], name: str) -> float | None:
-    return next((value for row in log if (value := finite_number(row.get(name))) is not None), None)
 
 
 def _option(step: RecordedStep, section: str, name: str) -> Any:
