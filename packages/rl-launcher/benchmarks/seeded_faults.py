@@ -390,7 +390,11 @@ def one_run(name, folder, *, on_ray=False):
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     labelled = [{"prompt": f"{n}+{n % 7}=", "completion": f"{n % 9}", "label": n % 2 == 0} for n in range(64)]
     (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled)))
-    keys = [*keys, *(["cluster.runtime=ray"] if on_ray else [])]
+    if on_ray:
+        keys = ["cluster.runtime=ray", *keys]
+        if any("async_grpo" in key for key in keys):  # the engine samples while the policy trains: a place of its own
+            keys += ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false",
+                     "policy.generation.colocated.resources.gpus_per_node=1"]  # fmt: skip
     (folder / "twice.jsonl").write_text("\n".join(rows + rows))
     (folder / "recipe.yaml").write_text(
         f"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rl_refit.adapters import AdapterSink
 from rl_refit.bindings import Binding
 from rl_refit.config import RefitConfig
 from rl_refit.contracts import Coverage, NamedShard, ShardBox, WeightSink, WeightSource
@@ -48,6 +49,7 @@ _HOMES = {
 
 __all__ = [
     "AbortedError",
+    "AdapterSink",
     "Binding",
     "CountedRefit",
     "Coverage",

@@ -107,7 +107,7 @@ class StateDictSource(ModuleSource):
         cast: Mapping[str, torch.dtype] | torch.dtype | None = None,
     ) -> None:
         patterns = {"*": cast} if isinstance(cast, torch.dtype) else cast
-        super().__init__(_Shelf(tensors), bindings=bindings, cast=patterns)
+        super().__init__(NamedTensors(tensors), bindings=bindings, cast=patterns)
 
     @classmethod
     def from_shards(
@@ -184,7 +184,7 @@ def cast_manifest(
     )
 
 
-class _Shelf(nn.Module):
+class NamedTensors(nn.Module):
     """A mapping that shows its tensors as buffers: names with dots are no names of buffers."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -18,31 +18,14 @@ from rl_refit.refit import Refit
 from rl_refit.vllm import VllmSink
 
 OLD, NEW = 0, 1
-PATIENCE_S = 120
-
-
-class Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-
-    def start(self, what):
-        return asyncio.run_coroutine_threadsafe(what, self.loop)
-
-    def run(self, what):
-        return self.start(what).result(PATIENCE_S)
+PATIENCE_S = tiny.PATIENCE_S
 
 
 @pytest.fixture(scope="module")
 def loop():
-    loop = Loop()
+    loop = tiny.Loop()
     yield loop
-    loop.loop.call_soon_threadsafe(loop.loop.stop)
-    loop.thread.join(PATIENCE_S)
-    loop.loop.close()
+    loop.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, final
 from rl_refit.engine import Answer, Engine
 from rl_refit.errors import RefitError
 
-__all__ = ["Pause", "engine_of"]
+__all__ = ["Pause", "call_async", "engine_of", "loop_of"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def engine_of(engine: Any, *, loop: asyncio.AbstractEventLoop | None, pause: Pau
     _check_configuration(inner.vllm_config.parallel_config)
     if inner is not engine:
         return _SyncEngine(engine, pause=pause or "refuse", timeout_s=timeout_s)
-    return _AsyncEngine(engine, loop=loop or _loop_of(engine), pause=pause or "wait", timeout_s=timeout_s)
+    return _AsyncEngine(engine, loop=loop or loop_of(engine), pause=pause or "wait", timeout_s=timeout_s)
 
 
 def _check_configuration(parallel: Any) -> None:
@@ -137,18 +137,27 @@ class _AsyncEngine:
         self._run(self._engine.resume_generation())
 
     def _run(self, what: Coroutine[Any, Any, T]) -> T:
-        if not self._loop.is_running() or _running_loop() is self._loop:
-            what.close()
-            raise RefitError(
-                "the event loop of the engine must run, in another thread than this one, while a sink talks to it; "
-                "from a coroutine, use `await asyncio.to_thread(refit, version=…)`"
-            )
-        future = asyncio.run_coroutine_threadsafe(what, self._loop)
-        try:
-            return future.result(self._timeout_s)
-        except TimeoutError as error:
-            future.cancel()
-            raise RefitError(f"the engine did not answer within timeout_s={self._timeout_s}") from error
+        return call_async(self._loop, what, timeout_s=self._timeout_s)
+
+
+def call_async(loop: asyncio.AbstractEventLoop, what: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+    """What a coroutine of an engine's returns, which `loop` runs in another thread.
+
+    Raises:
+        RefitError: The loop does not run, or in this thread; or there is no answer after `timeout_s`.
+    """
+    if not loop.is_running() or _running_loop() is loop:
+        what.close()
+        raise RefitError(
+            "the event loop of the engine must run, in another thread than this one, while a sink talks to it; from a "
+            "coroutine, use `await asyncio.to_thread(refit, version=…)`"
+        )
+    future = asyncio.run_coroutine_threadsafe(what, loop)
+    try:
+        return future.result(timeout_s)
+    except TimeoutError as error:
+        future.cancel()
+        raise RefitError(f"the engine did not answer within timeout_s={timeout_s}") from error
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -158,7 +167,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _loop_of(engine: Any) -> asyncio.AbstractEventLoop:
+def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
     """The loop that runs the caller, or the engine's own task."""
     loop: asyncio.AbstractEventLoop | None = _running_loop()
     if loop is None and engine.output_handler is not None:

@@ -1,13 +1,37 @@
 """Tiny models of five architectures, engines of them, and what engines say."""
 
+import asyncio
 import contextlib
 import gc
 import re
+import threading
 from pathlib import Path
 
 import torch
 
 PROMPTS = [list(range(5 + i, 25 + i)) * 8 for i in range(3)]  # 160 tokens: more than a block of the prefix cache
+
+PATIENCE_S = 120
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def start(self, what):
+        return asyncio.run_coroutine_threadsafe(what, self.loop)
+
+    def run(self, what):
+        return self.start(what).result(PATIENCE_S)
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(PATIENCE_S)
+        self.loop.close()
 
 
 def policy(architecture, seed):
