@@ -14,8 +14,9 @@ import torch.distributed as dist
 import transformers
 
 from rl_backends import DTensorBackend, DTensorConfig, LoraConfig, OptimizerConfig
+from rl_backends.lora import adapter_tensors, add_lora
 from rl_launcher.build.engines import weight_source
-from rl_refit import ModuleSink, Refit, Rendezvous, SlotStream
+from rl_refit import AdapterSink, ModuleSink, Refit, Rendezvous, SlotStream, StateDictSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +55,18 @@ def train(task, meeting):
     lora = LoraConfig(rank=4) if task["lora"] else None
     backend = DTensorBackend(make_model(task["family"]), DTensorConfig(**task["config"], lora_cfg=lora))
     backend.start_training(OptimizerConfig(lr=1e-2), num_steps=2)
-    refit = Refit(weight_source(backend), transport=SlotStream(), rendezvous=meeting)
+    source = StateDictSource(adapter_tensors(backend.model)) if task["alone"] else weight_source(backend)
+    refit = Refit(source, transport=SlotStream(), rendezvous=meeting)
     examples = make_examples()
     for version in (1, 2):
         backend.forward_backward(examples, lambda logp, rows: (-(logp * rows.trainable).sum() / 28, {}))
         backend.optim_step()
         backend.shards()
         refit(version=version)
-    backend.save_pretrained(folder / "saved")
+    if task["alone"]:
+        backend.save_adapter(folder / "saved", base_model_name="tiny")
+    else:
+        backend.save_pretrained(folder / "saved")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -70,10 +75,17 @@ def receive(task, meeting):
     engine = make_model(task["family"])
     for parameter in engine.parameters():
         torch.nn.init.zeros_(parameter)
-    refit = Refit(sink=ModuleSink(engine), transport=SlotStream(), rendezvous=meeting)
+    if task["alone"]:  # an engine that keeps adapters by number
+        like = adapter_tensors(add_lora(engine, LoraConfig(rank=4)))
+        copy = lambda number, tensors: {name: tensor.clone() for name, tensor in tensors.items()}  # noqa: E731
+        sink = AdapterSink({name: tensor.detach() for name, tensor in like.items()}, load=copy, unload=lambda *_: None)
+    else:
+        sink = ModuleSink(engine)
+    refit = Refit(sink=sink, transport=SlotStream(), rendezvous=meeting)
     for _ in range(2):
         refit.receive()
-    torch.save(dict(engine.named_parameters()), Path(task["folder"]) / "received.pt")
+    received = sink.current if task["alone"] else dict(engine.named_parameters())
+    torch.save(received, Path(task["folder"]) / "received.pt")
 
 
 def main(task):
