@@ -55,7 +55,7 @@ POLICY_METHODS = {
         RemoteMethod(name=TrainingBackend.entropy.__name__, sends="batch"),
         RemoteMethod(name=TrainingBackend.forward_backward.__name__, sends="batch", of="trained"),
         RemoteMethod(name=TrainingBackend.optim_step.__name__, of="trained"),
-        RemoteMethod(name=TrainingBackend.metrics.__name__, phase=None),
+        RemoteMethod(name=TrainingBackend.metrics.__name__, of="trained", phase=None),
         RemoteMethod(name=TrainingBackend.freeze_reference.__name__, returns="frozen model"),
         RemoteMethod(name="load_teacher", runs="worker", returns="frozen model", limit="start_timeout_s"),
         RemoteMethod(
