@@ -108,7 +108,9 @@ class RowDealing:
         for rank, microbatches in enumerate(cut):
             rows = _rows_of(microbatches)
             own = {each.name: getattr(instance, each.name) for each in fields(instance) if each.init}
-            taken: BatchT = replace(instance, **{name: each[rows.to(each.device)] for name, each in own.items()})
+            taken: BatchT = replace(
+                instance, **{name: each.index_select(0, rows.to(each.device)) for name, each in own.items()}
+            )
             dealt.append(DealtRows(rank=rank, rows=rows, examples=taken, lengths=lengths, asked=asked))
         return dealt
 

@@ -138,7 +138,7 @@ class StepMetrics:
         )
 
 
-# ---- What a step has to do: arithmetic on the host, since every rank knows the whole batch and its cut.
+# ---- What a step has to do: arithmetic on the host, since every rank knows the lengths of the whole batch and its cut.
 #
 # Axes: B rows of the batch, T tokens, R rows that are read (those of repeated microbatches again).
 
