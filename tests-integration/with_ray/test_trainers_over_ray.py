@@ -10,6 +10,7 @@ if find_spec("ray") is None:
 import dataclasses
 import gzip
 import os
+import re
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ import torch
 from launched_run import gone
 from safetensors.torch import load_file
 from trainer_examples import (
+    ToldExamples,
     examples,
     loss,
     loss_that_fails_on_rank_1,
@@ -104,10 +106,52 @@ def test_two_ranks_take_the_steps_of_one_process(two_ranks, folder):
     assert_same_steps(policy, folder)
 
 
+def most_rows_of(runtime, *, before):
+    """The most rows that each rank has held at a time since its log was `before` bytes long."""
+    logs = [
+        Path(actor.who.log).read_bytes()[start:].decode() for actor, start in zip(runtime.actors, before, strict=True)
+    ]
+    return [max(map(int, re.findall(r"made of (\d+) rows", log)), default=0) for log in logs]
+
+
+def lengths_of_logs(runtime):
+    return [len(Path(actor.who.log).read_bytes()) for actor in runtime.actors]
+
+
+def test_each_rank_receives_its_own_rows_alone_and_results_have_the_order_of_the_batch(two_ranks, folder):
+    policy, runtime = two_ranks
+    batch, plain = ToldExamples(**vars(examples(rows=17, width=24))), in_one_process(folder)
+    for each in (policy, plain):
+        each.start_training(OPTIMIZER, num_steps=1)
+    dealt = policy.row_dealing()[0].deal(batch)
+    own = [len(each.rows) for each in dealt]
+    assert sum(own) <= 18, "one row may be repeated to keep the ranks in step"
+    tokens = [int(each.examples.lengths.sum()) for each in dealt]
+    assert max(tokens) < 1.2 * min(tokens)
+    for name, call in {
+        "logp": lambda each: each.logp(batch),
+        "entropy": lambda each: each.entropy(batch),
+        "topk": lambda each: each.topk_logits(batch, 3).token_ids,
+        "forward_backward": lambda each: each.forward_backward(batch, loss)["loss"],
+    }.items():
+        before = lengths_of_logs(runtime)
+        ours = call(policy)
+        assert most_rows_of(runtime, before=before) == own, name
+        torch.testing.assert_close(
+            ours, call(plain), rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert policy.optim_step() == pytest.approx(plain.optim_step(), rel=1e-5)
+    plain.close()
+
+
 def test_tensor_parallel_ranks_take_the_steps_of_one_process(ray_cluster, folder):
-    with trainers(folder, "policy.dtensor_cfg.tensor_parallel_size=2") as (policy, _):
+    with trainers(folder, "policy.dtensor_cfg.tensor_parallel_size=2") as (policy, runtime):
         assert "tp" in policy.explain()
         assert_same_steps(policy, folder)
+        assert [dealing.rank for dealing in policy.row_dealing()] == [0, 0]
+        before, batch = lengths_of_logs(runtime), ToldExamples(**vars(examples()))
+        policy.logp(batch)
+        assert most_rows_of(runtime, before=before) == [len(batch.tokens)] * 2, "each needs all rows"
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed beside Ray and vLLM")

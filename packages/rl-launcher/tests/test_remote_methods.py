@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import torch
 from rl_algorithms import contracts
 from rl_backends import DTensorBackend, MegatronBackend, OptimizerConfig
 from rl_backends.backend import TrainingBackend
+from rl_backends.batching.dealing import RowDealing
+from rl_backends.batching.microbatches import MicrobatchLimits
+from rl_backends.errors import BatchError
 from rl_backends.packed_batch import pack, unpack
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
@@ -43,13 +47,22 @@ def test_every_row_is_a_method_of_who_runs_it(backend):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
+    rows_per_unit: ClassVar[int] = 1
     tokens: torch.Tensor
+    lengths: torch.Tensor
+    trainable: torch.Tensor
     weights: torch.Tensor
-    name: str = "a batch"
 
 
 def batch():
-    return Batch(tokens=torch.arange(6).view(2, 3), weights=torch.tensor([0.5, 1.5], dtype=torch.bfloat16))
+    """Of two long rows and two short ones."""
+    lengths = torch.tensor([3, 3, 2, 2])
+    return Batch(
+        tokens=torch.arange(12).view(4, 3),
+        lengths=lengths,
+        trainable=(torch.arange(3) > 0) & (torch.arange(3) < lengths[:, None]),
+        weights=torch.tensor([0.5, 1.5, 2.5, 3.5], dtype=torch.bfloat16),
+    )
 
 
 def test_a_batch_travels_as_arrays_and_arrives_bit_for_bit():
@@ -57,14 +70,20 @@ def test_a_batch_travels_as_arrays_and_arrives_bit_for_bit():
     arrived = unpack(pickle.loads(pickle.dumps(pack(sent))))
     assert torch.equal(arrived.tokens, sent.tokens)
     assert torch.equal(arrived.weights, sent.weights)
-    assert (arrived.weights.dtype, arrived.name) == (torch.bfloat16, "a batch")
+    assert (arrived.weights.dtype, type(arrived)) == (torch.bfloat16, Batch)
 
 
 class BackendDouble:
     """Records what it is called with; `learning_rate` as the backends', which refuse before there is an optimizer."""
 
-    def __init__(self, calls, name):
+    def __init__(self, calls, name, *, dealt_to=0, num_ranks=2):
         self.calls, self.name, self.version, self.rate = calls, name, 0, None
+        self.dealt_to, self.num_ranks = dealt_to, num_ranks
+
+    def row_dealing(self):
+        limits = MicrobatchLimits(rows=1)
+        options = {"limits": limits, "token_multiple": 1, "vocabulary_size": 12}
+        return RowDealing(rank=self.dealt_to, num_ranks=self.num_ranks, **options)
 
     @property
     def learning_rate(self):
@@ -78,7 +97,9 @@ class BackendDouble:
             if method == "start_training":
                 self.rate = 0.25
             if method == "freeze_reference":
-                return BackendDouble(self.calls, "reference")
+                return BackendDouble(self.calls, "reference", dealt_to=self.dealt_to, num_ranks=self.num_ranks)
+            if method in {"logp", "entropy"}:
+                return arguments[0].examples.tokens.float()
             return f"{method} of {self.name}"
 
         return call
@@ -87,9 +108,9 @@ class BackendDouble:
 class ActorDouble:
     """A rank in this process, behind what `RayPolicy` uses of an actor."""
 
-    def __init__(self, calls, rank):
+    def __init__(self, calls, rank, **rows):
         self.worker = TrainingWorker.__new__(TrainingWorker)
-        self.worker._rank, self.worker._models = rank, {POLICY: BackendDouble(calls, f"rank {rank}")}
+        self.worker._rank, self.worker._models = rank, {POLICY: BackendDouble(calls, f"rank {rank}", **rows)}
         self.worker.dtypes = lambda: {f"weight {rank}": "float32"}
 
     def submit(self, method, *arguments, **options):
@@ -105,7 +126,7 @@ def ranks(monkeypatch):
         put=lambda value: puts.append(value) or value,
     )
     monkeypatch.setattr("rl_launcher.ray.policy.gather", lambda pendings, **_: [each.value for each in pendings])
-    return RayPolicy(runtime, [ActorDouble(calls, 0), ActorDouble(calls, 1)]), calls, puts
+    return RayPolicy(runtime, [ActorDouble(calls, rank, dealt_to=rank) for rank in range(2)]), calls, puts
 
 
 def test_all_ranks_get_the_arguments_of_the_backend_and_the_driver_gets_rank_0s_result(ranks):
@@ -114,13 +135,47 @@ def test_all_ranks_get_the_arguments_of_the_backend_and_the_driver_gets_rank_0s_
     assert calls == [("rank 0", "optim_step", (), {}), ("rank 1", "optim_step", (), {})]
 
 
-def test_a_batch_is_put_once_and_unpacked_on_every_rank(ranks):
+def test_each_rank_is_given_its_rows_alone_and_what_it_reads_of_them_comes_back_in_order(ranks):
     policy, calls, puts = ranks
     assert policy.forward_backward(batch(), "the loss", output="logp") == "forward_backward of rank 0"
-    assert len(puts) == 1
-    for _, _, (arrived, loss), options in calls:
-        assert torch.equal(arrived.tokens, batch().tokens)
+    assert len(puts) == 2
+    for rank, (_, _, (arrived, loss), options) in enumerate(calls):
+        assert torch.equal(arrived.examples.tokens, batch().tokens[arrived.rows])
+        assert arrived.lengths.tolist() == [3, 3, 2, 2]
+        assert arrived.rows.tolist() == [[0, 2], [1, 3]][rank], "a long row and a short one each"
         assert (loss, options) == ("the loss", {"output": "logp"})
+    assert torch.equal(policy.logp(batch()), batch().tokens.float())
+
+
+def test_ranks_that_share_rows_are_given_one_object_and_the_first_of_them_answers(monkeypatch):
+    calls, puts = [], []
+    runtime = SimpleNamespace(
+        config=SimpleNamespace(call_timeout_s=60, start_timeout_s=60, hang_timeout_s=60),
+        put=lambda value: puts.append(value) or value,
+    )
+    answered = []
+    monkeypatch.setattr(
+        "rl_launcher.ray.policy.gather",
+        lambda pendings, **_: (
+            answered.append([each.value.value is not None for each in pendings]) or [each.value for each in pendings]
+        ),
+    )
+    actors = [ActorDouble(calls, rank, dealt_to=rank // 2) for rank in range(4)]  # tp2 x dp2
+    assert torch.equal(RayPolicy(runtime, actors).logp(batch()), batch().tokens.float())
+    assert len(puts) == 2
+    assert [call[2][0].rank for call in calls] == [0, 0, 1, 1]
+    assert answered[-1] == [True, False, True, False]
+
+
+def test_a_batch_that_no_rank_could_read_is_refused_before_it_is_sent(ranks):
+    policy, calls, puts = ranks
+    with pytest.raises(BatchError, match="row 3: token 2 has the id 99"):
+        policy.logp(
+            dataclasses.replace(
+                batch(), tokens=torch.tensor([[0] * 3] * 3 + [[0, 0, 99]]), lengths=torch.tensor([3] * 4)
+            )
+        )
+    assert (calls, puts) == ([], [])
 
 
 def test_a_folder_is_made_absolute_and_nothing_is_returned(ranks, tmp_path, monkeypatch):
@@ -149,7 +204,7 @@ def test_a_reference_stays_on_the_ranks_until_its_handle_is_gone(ranks):
     policy, calls, _ = ranks
     reference = policy.freeze_reference()
     assert isinstance(reference, RayModel)
-    assert reference.logp(batch()) == "logp of reference"
+    assert torch.equal(reference.logp(batch()), batch().tokens.float())
     held = [set(actor.worker._models) for actor in policy._actors]
     assert held == [{POLICY, reference.number}] * 2
     del reference

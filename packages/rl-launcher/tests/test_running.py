@@ -1,11 +1,13 @@
 """Claims about a run: what it leaves, that it repeats, that the user's own parts take three keys."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -18,12 +20,15 @@ from typer.testing import CliRunner
 from rl_algorithms import presets
 from rl_algorithms.objective import Objective
 from rl_backends.loading import stop_token_ids
+from rl_backends.metrics import StepMetrics
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checkpoints.disk import claimed
+from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import run
+from rl_launcher.run.record import TRAINER_FIGURES, trainer_figures
 from rl_launcher.schema import DataConfig, Recipe
 from rl_observe import RunDirectory
 from rl_observe.glossary import metric_of
@@ -222,6 +227,50 @@ def test_every_figure_that_a_run_logs_is_explained(recipe, tmp_path):
     logged = {name for line in lines for name in line} - {"stage", "step", "time_s"}
     assert {"kl_reference", "effective_sample_size", "reward/ones", "environment/ones", "staleness"} <= logged
     assert not [name for name in logged if metric_of(name) is None]
+
+
+def test_each_optimizer_step_logs_what_the_trainer_measured(recipe, tmp_path):
+    def of_trainer(name, *overrides):
+        run_recipe(recipe, f"run_dir={tmp_path}/{name}", *overrides)
+        lines = [line for line in read_lines(tmp_path / name / "metrics.jsonl") if line["step"]]
+        assert {line["stage"] for line in lines} == {"sft", "grpo"}
+        return [({*line} & {*TRAINER_FIGURES.values()}, line) for line in lines]
+
+    known = {"padding_share", "load_balance"}
+    for names, line in of_trainer("cpu"):
+        assert names == (known if line.get("loss") is not None else set())
+    with_peak = of_trainer("peak", "policy.dtensor_cfg.peak_flops_per_s=1.0e+12")
+    trained = [line for names, line in with_peak if names == known | {"mfu"}]
+    assert trained
+    for line in trained:
+        assert 0 < line["mfu"] < 1
+        assert 0 <= line["padding_share"] < 1
+        assert line["load_balance"] == 1  # of one rank
+    assert metric_of("mfu").unit == metric_of("padding_share").unit == "share"
+
+
+def test_trainer_figures_are_of_whatever_measures_them():
+    assert trainer_figures(SimpleNamespace()) == trainer_figures(SimpleNamespace(metrics=lambda: None)) == {}
+    measured = SimpleNamespace(mfu=None, padding_share=0.25, load_balance=1.5, peak_allocated_bytes=2**30)
+    assert trainer_figures(SimpleNamespace(metrics=lambda: measured)) == {
+        "padding_share": 0.25,
+        "load_balance": 1.5,
+        "memory_trainer_peak_bytes": 2**30,
+    }
+    fields = {field.name for field in dataclasses.fields(StepMetrics)}
+    assert fields.issuperset(TRAINER_FIGURES)
+    assert all(metric_of(name) for name in TRAINER_FIGURES.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "every step logs its padding_share and load_balance; no mfu, since nobody states the peak of a CPU"),
+        (["policy.dtensor_cfg.peak_flops_per_s=1.0e+12"], "every step logs its mfu, padding_share and load_balance"),
+    ],
+)
+def test_explain_says_which_figures_of_the_trainer_are_logged(recipe, overrides, said):
+    assert said in explain(load_recipe(recipe, schema=Recipe, overrides=overrides)).sections["Backend"]
 
 
 def test_the_shipped_recipe_of_dapo_is_the_preset(request):

@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from rl_algorithms.data import DataError
 from rl_launcher.build.build import build
 from rl_launcher.build.inputs import load_dataset
+from rl_launcher.checks.explain import explain
 from rl_launcher.cli import app
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import RecipeError, load_recipe
@@ -34,6 +36,7 @@ RECIPE = """
       batch_size: 8
       optimizer: {{lr: 0.02}}
 """
+DPO = "dpo={pairs: data, max_num_steps: 2, optimizer: {lr: 0.01}}"
 LOG_FIELDS = {"stage", "step", "time_s"}
 
 
@@ -80,6 +83,57 @@ def test_conversations_are_learnt_without_a_reward_and_the_held_out_ones_measure
     assert "lowered" in page
     assert "held-out demonstrations" in page
     assert "no reward" not in page
+
+
+def test_without_rewards_and_samples_a_run_holds_no_engine_and_measures_the_same_loss(alone, tmp_path, curve):
+    with_engine = run(loaded(alone, f"run_dir={tmp_path}/with"))
+    assert with_engine["refit"]["count"] == 2  # before training, and after it
+    recipe = loaded(alone, "evaluation.samples=null", "policy.generation.backend=vllm")  # which is not installed
+    assert not recipe.value.generates
+    text = explain(recipe)
+    assert text.sections["Engine"].startswith("none: nothing in this recipe samples responses")
+    assert text.sections["Refit"] == "none: there is no engine"
+    assert (text.figures["engines"], text.figures["engine_weight_bytes"]) == (0, 0)
+    parts = build(recipe.value)
+    with closing(parts), pytest.raises(RuntimeError, match="so the run holds no engine"):
+        parts.engine.generate([[1]], recipe.value.policy.generation.sampling())
+    summary = run(recipe)
+    assert summary["refit"] is None
+    assert curve(tmp_path / "run") == curve(tmp_path / "with")
+    assert summary["held_out_loss_after"] == with_engine["held_out_loss_after"]
+    for name in ("refits.jsonl", "samples.jsonl"):
+        assert not (file := tmp_path / "run" / name).exists() or not file.read_text()
+        assert (tmp_path / "with" / name).read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "held-out demonstrations" in page
+
+
+def test_a_run_without_an_engine_goes_on_with_the_same_bits(alone, tmp_path, curve, monkeypatch, stop_after):
+    none = ["evaluation.samples=0"]
+    run(loaded(alone, *none, f"run_dir={tmp_path}/whole"))
+    with monkeypatch.context() as patched:
+        stop_after(patched, 11)
+        with pytest.raises(RunStoppedError):
+            run(loaded(alone, *none))
+    assert resume(tmp_path / "run")["refit"] is None
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "generates", "samples"),
+    [
+        (["evaluation.samples=null"], False, 0),
+        (["evaluation.samples=0"], False, 0),
+        ([], True, 2),
+        (["evaluation.samples=null", "env.reward=reward.py:score"], True, 12),
+        (["evaluation.samples=0", "env.reward=reward.py:score"], True, 0),
+        (["sft=null", "evaluation.samples=null", DPO], False, 0),
+        (["sft=null", "evaluation.samples=null", DPO, "dpo.pairs=online", "env.reward=reward.py:score"], True, 12),
+    ],
+)
+def test_an_engine_is_held_for_whatever_samples(alone, overrides, generates, samples):
+    recipe = loaded(alone, *overrides).value
+    assert (recipe.generates, recipe.num_samples) == (generates, samples)
 
 
 def test_the_held_out_loss_is_the_weighted_mean_over_learnt_tokens(alone, tmp_path):

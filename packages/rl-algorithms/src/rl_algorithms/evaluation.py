@@ -317,8 +317,9 @@ class EvaluationConfig:
     """Further sets to measure on, by a name of yours: each is read with the templates of `data`, scored as held-out
     prompts are, at the same times, and logged as `validation/NAME/...`."""
 
-    samples: int = 12
-    """Held-out responses, before and after, that are kept for the report."""
+    samples: int | None = None
+    """Held-out responses, before and after, that are kept for the report. Null keeps 12 where responses are generated
+    anyway, and none where nothing else needs an engine."""
 
     def __post_init__(self) -> None:
         at_least = {"every": 0, "samples": 0, "max_prompts": 1, "max_prompts_while_training": 1}

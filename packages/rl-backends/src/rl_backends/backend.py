@@ -5,8 +5,9 @@
 log-probabilities, accumulates gradients, steps, measures, saves and closes; a subclass says how its model computes.
 `DistributedModel` is the model of a backend, laid out over ranks.
 
-Every rank is given the whole batch and works on its own rows; gradients and sums are added up, never averaged, so that
-a loss which divides by the step's global count gives the same gradient however the batch was cut.
+Every rank is given the whole batch and works on its own rows; or it is given those alone, as `DealtRows`, and what it
+reads is of them. Gradients and sums are added up, never averaged, so that a loss which divides by the step's global
+count gives the same gradient however the batch was cut.
 
 Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w tokens of its longest row.
 """
@@ -24,26 +25,26 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from rl_backends.batching.dealing import DealtRows, RowDealing, trainable_of
 from rl_backends.batching.microbatches import (
     Microbatch,
     MicrobatchLimits,
     ModelInputs,
     SequenceShard,
-    cut_all,
     make_inputs,
 )
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
 from rl_backends.choices import require_temperature
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch, require_token_ids, token_ids_of
+from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
-from rl_backends.rank_agreement import require_same_batch
+from rl_backends.rank_agreement import require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
 from rl_backends.reference import ReferenceModel
 from rl_parallel_plans import TopKLogp
@@ -92,6 +93,9 @@ class TrainingBackend(Protocol):
 
     def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
         """Accumulate the gradient; return sums over all rows."""
+
+    def row_dealing(self) -> Any:
+        """How rows are dealt to ranks before they are sent: `RowDealing`; of a group of ranks, that of each."""
 
     def optim_step(self) -> float:
         """Clip, update, clear the gradient; return its norm before clipping."""
@@ -174,43 +178,48 @@ class DistributedModel(ABC):
         """Whether it has left its process groups."""
 
     @property
-    def rank_of_rows(self) -> int:
-        """This rank's place in what `cut` returns."""
-        return self.row_group.rank()
+    def row_dealing(self) -> RowDealing:
+        """How the rows of a batch are shared out among the ranks that have rows of their own."""
+        return RowDealing(
+            rank=self.row_group.rank(),
+            num_ranks=self.row_group.size(),
+            limits=self._limits,
+            token_multiple=self.token_multiple,
+            vocabulary_size=self.vocabulary_size,
+            max_positions=self.max_positions,
+            media_tokens=self.media_tokens,
+        )
 
-    def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
-        """The microbatches of every rank that has rows of its own, in the order of `rank_of_rows`.
+    def take(
+        self, examples: BatchT | DealtRows[BatchT], *, with_token_ids: bool = False
+    ) -> tuple[BatchT, list[Microbatch], list[list[Microbatch]]]:
+        """The rows that this rank was given, its microbatches of them, and those of all ranks in numbers of the batch.
 
         with_token_ids: `examples.token_ids` will be asked about.
 
         Raises:
-            BatchError: on every rank; the examples cannot be cut or read, or are not the same on every rank.
+            BatchError: on every rank; the examples cannot be cut or read, are not the same on every rank, or were dealt
+                to another one.
             RuntimeError: the model is closed.
         """
         if self.closed:
             raise RuntimeError("this backend is closed: it has left its process groups; make another one")
-        require_same_batch(examples, with_token_ids=with_token_ids)
-        if with_token_ids:
-            require_token_ids(examples, vocabulary_size=self.vocabulary_size)
-        if self.max_positions is not None and (longest := int(examples.lengths.max())) > self.max_positions:
-            raise BatchError(
-                f"row {int(examples.lengths.argmax())} has {longest} tokens, and the model has a table of "
-                f"{self.max_positions} positions: shorten the row, or choose a model for longer ones"
-            )
-        for token, name in self.media_tokens.items():
-            if bool((found := examples.tokens == token).any()):
-                row, column = found.nonzero()[0].tolist()
-                raise BatchError(
-                    f"row {row}: token {column} is {token}, the model's {name}, in whose place it reads images (or "
-                    f"video, or sound), and this backend gives it none: train on rows of text alone"
-                )
-        return cut_all(
-            examples,
-            limits=self._limits,
-            num_ranks=self.row_group.size(),
-            token_multiple=self.token_multiple,
-            vocabulary_size=self.vocabulary_size,
-        )
+        dealing = self.row_dealing
+        if not isinstance(examples, DealtRows):
+            require_same_batch(examples, with_token_ids=with_token_ids)
+            whole = dealing.cut(examples, with_token_ids=with_token_ids)
+            return examples, whole[dealing.rank], whole
+        cut: list[list[Microbatch]] = []
+        own: list[Microbatch] = []
+        error: BatchError | None = None
+        try:
+            cut, own = dealing.cut_of(examples)
+        except (
+            BatchError
+        ) as caught:  # raised below, once every rank knows: others would wait in the model's collectives
+            error = caught
+        require_same_deal(examples, error=error)
+        return examples.examples, own, cut
 
     def inputs(
         self,
@@ -243,15 +252,23 @@ class DistributedModel(ABC):
     @torch.inference_mode(mode=False)  # Megatron keeps buffers for the next pass, in which its tensors would be refused
     @torch.no_grad()
     def read_all(
-        self, examples: TokenBatch, reader: Reader, *, asked: Tensor | None = None, offset: int = 1
+        self,
+        examples: TokenBatch | DealtRows[Any],
+        reader: Reader,
+        *,
+        asked: Callable[[TokenBatch], Tensor] | None = None,
+        offset: int = 1,
     ) -> dict[int, Tensor]:
         """What `reader` reads of every asked token, on every rank: by the number of its output, `[B, T, ...]`.
 
-        asked: bool [B, T]; None asks for the trainable tokens.
+        Of dealt rows each rank is told its own alone, `[b, T, ...]`.
+
+        asked: gives bool [B, T] of rows; None asks for the trainable tokens.
         """
-        wanted = (examples.trainable if asked is None else asked).cpu()
-        microbatches = self.cut(examples)[self.rank_of_rows]
-        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+        dealt = isinstance(examples, DealtRows)
+        given, microbatches, _ = self.take(examples)
+        wanted = (given.trainable if asked is None else asked(given)).cpu()
+        rows = [microbatch.of(given, device="cpu") for microbatch in microbatches]
         inputs = [
             self.inputs(each, wanted[microbatch.rows, : microbatch.width], offset=offset)
             for microbatch, each in zip(microbatches, rows, strict=True)
@@ -261,16 +278,16 @@ class DistributedModel(ABC):
         def keep(number: int, outputs: Sequence[Tensor]) -> None:
             microbatch = microbatches[number]
             for index, each in enumerate(outputs):
-                whole = out.setdefault(index, each.new_zeros(*examples.tokens.shape, *each.shape[2:]))
+                whole = out.setdefault(index, each.new_zeros(*given.tokens.shape, *each.shape[2:]))
                 if microbatch.counted:
                     whole[microbatch.rows.to(whole.device), : microbatch.width] = each
 
         self._forward(inputs, reader, shapes=[(each.tokens.shape[0], each.tokens.shape[1]) for each in rows], keep=keep)
         out = self._on_every_stage(out)
         for whole in out.values():
-            if self.row_group.size() > 1:
+            if self.row_group.size() > 1 and not dealt:
                 dist.all_reduce(whole, group=self.row_group)
-        return {number: whole.to(examples.tokens.device) for number, whole in out.items()}
+        return {number: whole.to(given.tokens.device) for number, whole in out.items()}
 
     @abstractmethod
     def _forward(
@@ -368,15 +385,19 @@ class Backend(ABC):
 
     # -- Reading ------------------------------------------------------------------------------------------------------
 
-    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+    def row_dealing(self) -> RowDealing:
+        """Which rows of a batch are this rank's. Whoever sends batches deals them: `row_dealing().deal(examples)`."""
+        return self._distributed.row_dealing
+
+    def logp(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
         """Log-probability of each trainable token given those before it; 0 elsewhere. All rows, on every rank."""
         return self._read(examples, read_logp(self._head, self._temperature))[0]
 
-    def entropy(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+    def entropy(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
         """Entropy in nats of the distribution that each trainable token was drawn from; 0 elsewhere."""
         return self._read(examples, read_entropy(self._head, self._temperature))[0]
 
-    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
+    def topk_logits(self, examples: TokenBatch | DealtRows[Any], k: int) -> TopKLogp:
         """The top-k tokens in each trainable token's place: `.logp` and `.token_ids` of [B, T, k].
 
         Normalised over the whole vocabulary: `.logp` are logits less their log-sum-exp. 0 where nothing is trainable.
@@ -391,13 +412,13 @@ class Backend(ABC):
         read = self._read(examples, read_top_k(self._head, self._temperature, k))
         return TopKLogp(logp=read[0], token_ids=read[1])
 
-    def value(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+    def value(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
         """What a value head says of the state before each trainable token, in that token's place; 0 elsewhere."""
         return self._read(examples, self._value_reader("value"))[0]
 
-    def score(self, examples: TokenBatch) -> Float[Tensor, " B"]:
+    def score(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, " B"]:
         """What a reward head says of each row, at its last token."""
-        return self._read(examples, self._value_reader("score"), asked=last_tokens(examples), offset=0)[0].sum(1)
+        return self._read(examples, self._value_reader("score"), asked=last_tokens, offset=0)[0].sum(1)
 
     # -- Training -----------------------------------------------------------------------------------------------------
 
@@ -429,11 +450,13 @@ class Backend(ABC):
         """
         return self._require_optimizers().learning_rate
 
-    def forward_backward(self, examples: BatchT, loss: LossFunction[BatchT], *, output: Output = "logp") -> Sums:
+    def forward_backward(
+        self, examples: BatchT | DealtRows[BatchT], loss: LossFunction[BatchT], *, output: Output = "logp"
+    ) -> Sums:
         """Accumulate the gradient of `loss` over all of `examples`; return its metric sums over all of them.
 
         Args:
-            examples: the whole batch, the same on every rank.
+            examples: the whole batch, the same on every rank; or what was dealt of it to this one.
             loss: of the output of some rows and those rows, to a scalar and named scalars that are added up.
             output: what `loss` is given: "logp" or "value" [b, w]; "logp_and_entropy" [b, w, 2], as the methods give
                 them; "logp_of_token_ids" [b, w, k], of the tokens `examples.token_ids`; or "score" [b].
@@ -449,15 +472,15 @@ class Backend(ABC):
         else:
             reader = token_logp_reader(output, self._head, self._temperature)
         of_rows = output == "score"
-        cut = self._distributed.cut(examples, with_token_ids=output == "logp_of_token_ids")
-        own = cut[self._distributed.rank_of_rows]
+        rows, own, cut = self._distributed.take(examples, with_token_ids=output == "logp_of_token_ids")
         with self._meter.forward_backward(examples, cut, asked=torch.ones_like(examples.lengths) if of_rows else None):
             try:
-                sums = self._accumulate(examples, own, loss, reader=reader, output=output)
+                num_rows = len(examples.lengths)
+                sums = self._accumulate(rows, own, loss, reader=reader, output=output, num_rows=num_rows)
             except BaseException:
                 self._clear_gradient()
                 raise
-        if of_rows or self._always_trains or bool(examples.trainable.any()):
+        if of_rows or self._always_trains or bool(trainable_of(examples).any()):
             self._gradient = "some"
         elif self._gradient == "none":
             self._gradient = "zero"
@@ -655,8 +678,17 @@ class Backend(ABC):
         *,
         reader: Reader,
         output: Output,
+        num_rows: int,
     ) -> Sums:
         """Add the gradient of `loss` over this rank's microbatches; return the sums of all ranks.
+
+        Args:
+            examples: the rows that this rank was given.
+            microbatches: of them.
+            loss: of some of them.
+            reader: what reads the output.
+            output: what the loss is given.
+            num_rows: of the batch, over all ranks.
 
         Whatever it raises is raised on every rank; the caller clears the gradient.
         """
@@ -733,7 +765,7 @@ class Backend(ABC):
             memory=lambda: memory_by_category(self.model, self._torch_optimizers()),
         )
 
-    def _read(self, examples: TokenBatch, reader: Reader, **where: Any) -> dict[int, Tensor]:
+    def _read(self, examples: TokenBatch | DealtRows[Any], reader: Reader, **where: Any) -> dict[int, Tensor]:
         self._require_on_device("reading", WEIGHTS)
         return self._distributed.read_all(examples, reader, **where)
 

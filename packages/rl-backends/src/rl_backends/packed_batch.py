@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class PackedBatch:
     dtypes: Mapping[str, torch.dtype]
     """Of the tensors."""
     others: Mapping[str, Any]
-    """Its other fields."""
+    """Its other fields; a batch among them is packed too."""
 
 
 def pack(examples: Any) -> PackedBatch:
@@ -35,7 +35,11 @@ def pack(examples: Any) -> PackedBatch:
             for name, tensor in tensors.items()
         },
         dtypes={name: tensor.dtype for name, tensor in tensors.items()},
-        others={name: value for name, value in values.items() if name not in tensors},
+        others={
+            name: pack(value) if is_dataclass(value) and not isinstance(value, type) else value
+            for name, value in values.items()
+            if name not in tensors
+        },
     )
 
 
@@ -45,4 +49,5 @@ def unpack(packed: PackedBatch) -> Any:
         # Nobody writes to them: a backend indexes the rows that it works on, and so copies them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensors = {name: torch.from_numpy(array).view(packed.dtypes[name]) for name, array in packed.arrays.items()}
-    return packed.kind(**tensors, **packed.others)
+    others = {name: unpack(each) if isinstance(each, PackedBatch) else each for name, each in packed.others.items()}
+    return packed.kind(**tensors, **others)

@@ -166,6 +166,17 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
         )
 
 
+def require_same_deal(dealt: Any, *, error: BatchError | None) -> None:
+    """Raise `error` on every rank if one has it, and compare what the ranks know of the whole batch; all must call it.
+
+    dealt: `DealtRows`, of which lengths and trainable tokens of all rows are the same everywhere.
+    """
+    raise_together(error)
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    if together and _differ(_digest([dealt.lengths, dealt.asked], crc32(f"{dealt.examples.rows_per_unit}".encode()))):
+        raise BatchError("the ranks were given rows of different batches: deal one batch to all of them")
+
+
 def _differ(digest: int, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ranks have other digests: one small reduction."""
     extremes = torch.tensor([digest, -digest], device=_device_of(group))

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rl_backends.batching.dealing import DealtRows, RowDealing
 from rl_backends.examples import TokenBatch
 from rl_backends.readers import Head, Reader, read_logp, read_top_k
 from rl_parallel_plans import TopKLogp
@@ -20,8 +21,12 @@ from rl_parallel_plans import TopKLogp
 class Readable(Protocol):
     """A model over ranks, of which every rank is told what is read of all rows."""
 
-    def read_all(self, examples: TokenBatch, reader: Reader) -> dict[int, Tensor]:
-        """By the number of the reader's output, `[B, T, ...]`."""
+    @property
+    def row_dealing(self) -> RowDealing:
+        """How the rows of a batch are shared out."""
+
+    def read_all(self, examples: TokenBatch | DealtRows[Any], reader: Reader) -> dict[int, Tensor]:
+        """By the number of the reader's output, `[B, T, ...]`; of dealt rows, those of this rank."""
 
 
 class ReferenceModel:
@@ -40,12 +45,16 @@ class ReferenceModel:
         self._temperature = temperature
         self._as_reference = as_reference
 
-    def logp(self, examples: TokenBatch) -> Float[Tensor, "B T"]:
+    def row_dealing(self) -> RowDealing:
+        """As the policy's."""
+        return self._model.row_dealing
+
+    def logp(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
         """As the policy's `logp`, at the policy's temperature; float32."""
         with self._as_reference():
             return self._model.read_all(examples, read_logp(self._head, self._temperature()))[0]
 
-    def topk_logits(self, examples: TokenBatch, k: int) -> TopKLogp:
+    def topk_logits(self, examples: TokenBatch | DealtRows[Any], k: int) -> TopKLogp:
         """As the policy's `topk_logits`, at the policy's temperature: a policy's teacher may be what it was before."""
         with self._as_reference():
             read = self._model.read_all(examples, read_top_k(self._head, self._temperature(), k))

@@ -294,7 +294,7 @@ def trained_on_rank(config, optimizer, hugging_face, *, world, poison=None):
     model = MegatronModel(hugging_face, config, fill=from_hugging_face(hugging_face))
     examples = world.make_examples()
     optimizers = make_optimizers(model.ddp, model.gpt.config, config, optimizer, num_steps=3)
-    mine, reader, count = model.cut(examples)[model.rank_of_rows], read_logp(Head.of(hugging_face), 1.0), 30
+    mine, reader, count = model.take(examples)[1], read_logp(Head.of(hugging_face), 1.0), 30
 
     def one_step(number):
         loss = lambda logp, rows: world.token_loss(logp, rows, num_tokens=count)  # noqa: E731

@@ -445,9 +445,21 @@ def cut_all(
     """
     lengths: list[int] = examples.lengths.tolist()
     check_examples(examples, lengths, limits, vocabulary_size=vocabulary_size)
+    return cut_lengths(
+        lengths,
+        limits=limits,
+        num_ranks=num_ranks,
+        token_multiple=token_multiple,
+        rows_per_unit=examples.rows_per_unit,
+    )
 
+
+def cut_lengths(
+    lengths: Sequence[int], *, limits: MicrobatchLimits, num_ranks: int, token_multiple: int = 1, rows_per_unit: int = 1
+) -> list[list[Microbatch]]:
+    """The same of rows of which nothing is known but their `lengths`."""
     # Tokens that the model reads of each unit, where it is alone in a microbatch.
-    unit, packed = examples.rows_per_unit, limits.layout == "packed"
+    unit, packed = rows_per_unit, limits.layout == "packed"
     units = [lengths[start : start + unit] for start in range(0, len(lengths), unit)]
     if packed:
         tokens = [sum(token_multiple * -(-length // token_multiple) for length in rows) for rows in units]

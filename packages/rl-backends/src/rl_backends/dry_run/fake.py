@@ -153,7 +153,7 @@ def _one_microbatch(backend: DTensorBackend, asked: StepRequest) -> Sequence[int
     lengths = asked.lengths
     if len(set(lengths)) > 1:
         return lengths
-    cut = backend._distributed.cut(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
+    _, _, cut = backend._distributed.take(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
     return lengths[: max(1, len(lengths) // len(cut[0]))]
 
 
@@ -245,7 +245,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> _Fak
     return _FakeStep(
         ledger=ledger,
         mesh=sizes_of(mesh),
-        num_microbatches=len(sharded.cut(rows_of(asked.lengths, different_tokens=asked.different_tokens))[0]),
+        num_microbatches=len(sharded.take(rows_of(asked.lengths, different_tokens=asked.different_tokens))[1]),
         collectives=counter.found(mesh),
         attention_calls=len(calls),
         plan=sharded.plan,

@@ -157,11 +157,12 @@ class DTensorBackend(Backend):
         *,
         reader: Reader,
         output: Output,
+        num_rows: int,
     ) -> Sums:
         if self._distributed.pipeline is not None:
             return self._accumulate_over_stages(examples, microbatches, loss, reader=reader, output=output)
         sharded, routers, config = self._distributed, self._routers, self.config
-        num_rows, context = len(examples.lengths), sharded.group("cp")
+        context = sharded.group("cp")
         loss_of = LossOverMicrobatches(loss, device=config.device, reserved=() if routers is None else (ROUTER_LOSS,))
         for number, microbatch in enumerate(microbatches):
             # Forward: the output of the asked tokens, and the loss of the routers, if that is weighed.

@@ -161,7 +161,9 @@ class MegatronBackend(Backend):
         *,
         reader: Reader,
         output: Output,
+        num_rows: int,
     ) -> Sums:
+        del num_rows
         if self.config.overlap_grad_reduce and self._gradient != "none":
             raise RuntimeError(
                 "overlap_grad_reduce=True sums gradients over ranks during backward, so a step has one call of "

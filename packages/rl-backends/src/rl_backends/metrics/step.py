@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from rl_backends.batching.dealing import DealtRows, trainable_of
 from rl_backends.batching.microbatches import Layout, Microbatch
 from rl_backends.choices import out_of_bounds, refuse
 from rl_backends.errors import ModelError, NonFiniteGradientError
@@ -137,7 +138,7 @@ class StepMetrics:
         )
 
 
-# ---- What a step has to do: arithmetic on the host, since every rank knows the whole batch and its cut.
+# ---- What a step has to do: arithmetic on the host, since every rank knows the lengths of the whole batch and its cut.
 #
 # Axes: B rows of the batch, T tokens, R rows that are read (those of repeated microbatches again).
 
@@ -274,7 +275,7 @@ class StepMeter:
     @contextmanager
     def forward_backward(
         self,
-        examples: TokenBatch,
+        examples: TokenBatch | DealtRows[Any],
         cut: Sequence[Sequence[Microbatch]],
         *,
         asked: Int[Tensor, " B"] | None = None,
@@ -288,7 +289,7 @@ class StepMeter:
         except BaseException:
             self._passes.clear()
             raise
-        wanted = examples.trainable if asked is None else asked
+        wanted = trainable_of(examples) if asked is None else asked
         self._passes.append(_Pass(examples.lengths, wanted, cut, start, self._now()))
 
     @contextmanager

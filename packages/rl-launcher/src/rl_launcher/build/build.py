@@ -13,15 +13,16 @@ from typing import Any
 from rl_backends import BackendSelection
 from rl_backends.backend import Backend
 from rl_backends.loading import pad_token_id
-from rl_generation.seeding import CallSeeds
+from rl_generation.seeding import CallSeeds, ServingEngine
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
-from rl_launcher.build.models import load_policy, load_teacher, named_by_key
-from rl_launcher.build.parts import Parts, RunEngine
+from rl_launcher.build.models import bytes_of, load_policy, load_teacher, named_by_key
+from rl_launcher.build.parts import NoEngine, NoWeightSync, Parts, RunEngine
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
 from rl_refit import CountedRefit, Refit
+from rl_refit.counted import CountedWeightSync
 
 
 def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:
@@ -49,27 +50,35 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     reward_pairs = tokenize_reward_pairs(recipe, inputs, tokenized, model=model)
     validation = tokenize_validation(recipe, inputs, tokenized, model=model)
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
-    engine_model = copy.deepcopy(model)  # the policy takes `model` over, and the engine has weights of its own
+    weight_bytes = bytes_of(recipe.policy, model)
+    # The policy takes `model` over, and the engine has weights of its own.
+    engine_model = copy.deepcopy(model) if recipe.generates else None
     with named_by_key(recipe.policy):
         policy = inputs.selection.make(model, seed=recipe.seed)
 
-    # The engine, and the way of the policy's weights into it.
-    spec = engine_spec(
-        recipe,
-        model_name=recipe.policy.model_name,
-        stop_token_ids=tokenized.chat.stop_token_ids,
-        pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
-        dtypes=dtypes_of(policy.shards()),
-    )
-    made = make_in_process(spec, model=engine_model, tokenizer=tokenizer)
-    refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
+    # The engine, and the way of the policy's weights into it, where responses are sampled.
+    engine: ServingEngine = NoEngine()
+    weight_sync: CountedWeightSync = NoWeightSync()
+    made = None
+    if recipe.generates:
+        spec = engine_spec(
+            recipe,
+            model_name=recipe.policy.model_name,
+            stop_token_ids=tokenized.chat.stop_token_ids,
+            pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
+            dtypes=dtypes_of(policy.shards()),
+        )
+        made = make_in_process(spec, model=engine_model, tokenizer=tokenizer)
+        refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
+        adapts = inputs.selection.adapters is not None  # then shards are merged copies, refreshed before each refit
+        engine, weight_sync = made.engine, CountedRefit(refit, refresh=policy.shards if adapts else None)
     companions = Companions(load=partial(_load_companion, inputs.selection))
-    adapts = inputs.selection.adapters is not None  # then shards are merged copies, refreshed before each refit
     return Parts(
         policy=policy,
         selection=inputs.selection,
-        engine=RunEngine(made.engine, seeds=CallSeeds(recipe.seed)),
-        weight_sync=CountedRefit(refit, refresh=policy.shards if adapts else None),
+        engine=RunEngine(engine, seeds=CallSeeds(recipe.seed)),
+        weight_sync=weight_sync,
+        weight_bytes=weight_bytes,
         environment=inputs.environment,
         teacher=teacher,
         companions=companions,

@@ -83,7 +83,7 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
         if selection.config.device == "cuda" and not torch.cuda.is_available():
             section = "megatron_cfg" if recipe.policy.megatron_cfg.enabled else "dtensor_cfg"
             raise Refusal(f"policy.{section}.device=cuda, and torch sees no GPU here; set device=cpu")
-        if recipe.policy.generation.backend == "vllm" and find_spec("vllm") is None:
+        if recipe.generates and recipe.policy.generation.backend == "vllm" and find_spec("vllm") is None:
             raise Refusal(
                 "policy.generation.backend=vllm, and vLLM is not installed: pip install 'rl-launcher[vllm]', or set "
                 "backend=transformers"

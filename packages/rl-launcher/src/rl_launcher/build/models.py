@@ -149,6 +149,13 @@ def adapters_of(policy: PolicyConfig, skeleton: nn.Module) -> AdapterSize | None
         return adapter_size(add_lora(skeleton, selection.adapters))
 
 
+def bytes_of(policy: PolicyConfig, model: nn.Module) -> int:
+    """Bytes of the weights as a checkpoint has them: float32, or under adapters the dtype of the frozen ones."""
+    adapters = select_backend(policy).adapters
+    item = 4 if adapters is None else adapters.torch_base_dtype.itemsize
+    return item * sum(weight.numel() for weight in model.parameters())
+
+
 @contextmanager
 def named_by_key(policy: PolicyConfig) -> Iterator[None]:
     """Put the recipe key before what a backend refuses of a `LoraConfig`; other errors pass.

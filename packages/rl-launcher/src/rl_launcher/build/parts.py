@@ -22,6 +22,7 @@ from rl_generation.seeding import SeededEngine
 from rl_launcher.build.companions import Companions
 from rl_observe import SpanLog
 from rl_observe.health import EventQueue
+from rl_refit import RefitReport
 from rl_refit.counted import CountedWeightSync
 
 
@@ -72,6 +73,47 @@ class _Timed:
             self._spans.write("generate", lane=lane, start_s=start_s, end_s=self._spans.now())
 
 
+NO_ENGINE = "nothing in this recipe samples responses, so the run holds no engine (evaluation.samples=4 asks for one)"
+
+
+class NoEngine:
+    """In the place of the engine in a run that samples nothing; see `Recipe.generates`."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
+        """Refuse."""
+        raise RuntimeError(NO_ENGINE)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Refuse."""
+        raise RuntimeError(NO_ENGINE)
+
+    def explain(self) -> str:
+        """Why there is none."""
+        return NO_ENGINE
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class NoWeightSync:
+    """In the place of the refits of such a run."""
+
+    count = 0
+    last: RefitReport | None = None
+
+    def __call__(self, *, version: int) -> RefitReport:
+        """Refuse."""
+        raise RuntimeError(NO_ENGINE)
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing was transferred."""
+        return {}
+
+    def explain(self) -> str:
+        """Why nothing is transferred."""
+        return NO_ENGINE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Everything a run is made of."""
@@ -80,7 +122,11 @@ class Parts:
     selection: BackendSelection
     """Which backend trains, and why."""
     engine: RunEngine
+    """What samples responses; it refuses to where `Recipe.generates` is false."""
     weight_sync: CountedWeightSync
+    """What gives it the policy's weights; likewise."""
+    weight_bytes: int
+    """Of the policy's weights, all ranks together."""
     environment: Judge
     teacher: Teacher | None
     """The teacher to distil from; None without such a stage."""

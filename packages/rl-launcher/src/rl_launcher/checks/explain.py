@@ -58,6 +58,7 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS, *, gpu: G
     if isinstance(selection.config, MegatronConfig):
         backend += "\nweights are read from the Hugging Face files; `rl-backends convert` would write a Megatron-LM "
         backend += f"checkpoint to {explain_megatron_checkpoint_dir()}"
+    backend += f"\n{_logged(selection)}"
     sections = {
         # Credentials are left out, since what is printed ends up in logs.
         "Recipe": Secrets.of(to_plain(recipe)).scrub(resolved.explain(hide=redact)),
@@ -103,6 +104,20 @@ def describe_backend(recipe: Recipe, selection: BackendSelection) -> str:
         return text
     ignored = ", ".join(f"{name}.optimizer" for name in recipe.stages)
     return f"{text}; megatron_cfg.optimizer is used instead of {ignored}"
+
+
+def _logged(selection: BackendSelection) -> str:
+    """Say which figures of the trainer every step logs."""
+    figures, config = ["padding_share", "load_balance"], selection.config
+    if config.device == "cuda":
+        *figures, last = ["mfu", *figures, "memory_trainer_peak_bytes"]
+        return f"every step logs its {', '.join(figures)} and {last}; mfu where the GPU's peak is known"
+    if config.peak_flops_per_s is not None:
+        return f"every step logs its mfu, {' and '.join(figures)}"
+    return (
+        f"every step logs its {' and '.join(figures)}; no mfu, since nobody states the peak of a CPU (peak_flops_per_s "
+        f"of policy.{selection.backend}_cfg does)"
+    )
 
 
 def _data(recipe: Recipe, objects: Objects) -> str:

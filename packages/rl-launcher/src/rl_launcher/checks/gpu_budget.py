@@ -184,7 +184,7 @@ def host_needs(
         item = engine.weight_bytes * engine.tensor_parallel_size / max(engine.parameters, 1)
         staged = int(parameters * round(item)) * engines
     waiting = 0
-    if placement.colocated and not placement.in_process and placement.device == "cuda":
+    if placement.colocated and engines and not placement.in_process and placement.device == "cuda":
         waiting = trainer_bytes * ranks // len(placement.ranks)
         waiting += engine.weight_bytes * engines * recipe.policy.generation.ranks_per_engine
     shm = staged + GIB  # and what Ray's object store holds of a batch
@@ -232,6 +232,8 @@ def _phases(
     if recipe.policy.generation.backend == "vllm" and cfg.kv_cache_memory_bytes is None:
         serving = max(serving, int(gpu.memory_bytes * share) if serving <= gpu.memory_bytes * share else serving)
     told = f"weights {_gib(engine.weight_bytes)} and a cache that holds a response of full length ({_gib(one)})"
+    if not placement.engines:
+        return {"training": (peak + CONTEXT_BYTES, f"a step's peak {_gib(peak)}, and no engine")}
     if placement.in_process:
         both = peak + engine.weight_bytes + cache + CONTEXT_BYTES
         return {"training": (both, f"a step's peak {_gib(peak)}, and the engine beside it: {told}")}
@@ -262,7 +264,7 @@ def _smallest_change(
     spare = CONTEXT_BYTES * (2 if placement.colocated and not placement.in_process else 1)
     if lacking == "training":
         activations, room = max(peak - state, 0), gpu.memory_bytes - spare
-        if placement.in_process:
+        if placement.in_process and placement.engines:
             room -= engine.weight_bytes
         config, key = recipe.policy.dtensor_cfg, "policy.dtensor_cfg.micro_batch_size"
         size = config.micro_batch_size

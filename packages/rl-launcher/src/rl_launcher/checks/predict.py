@@ -16,6 +16,7 @@ from rl_backends.lora import AdapterSize
 from rl_backends.reference import without_weights
 from rl_generation import EngineMemory, EngineOptionError, default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
+from rl_launcher.build.parts import NO_ENGINE
 from rl_launcher.checks.gpu_budget import Budget, Gpu, budget
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
@@ -79,12 +80,19 @@ def predict_run(
     device = device_bytes() if on_gpu else host_bytes()
     owner = "a GPU" if on_gpu else "this machine, shared by all processes,"
     total = f"{owner} has {_size(device)}" if device else "the memory of a GPU is unknown on this machine"
-    alternate = placement.colocated and not placement.in_process
+    memory = f"memory: a rank needs {_size(peak)} at its peak"
+    refit = "none: there is no engine"
+    if placement.engines:
+        alternate = placement.colocated and not placement.in_process
+        memory += f", an engine {_size(engine_bytes)} for weights on each of its ranks; they hold it "
+        memory += "in turn" if alternate else "at the same time"
+        refit = _refit(recipe, skeleton, placement)
+    else:
+        engine, engine_bytes = f"none: {NO_ENGINE}", 0
     return Prediction(
-        policy=f"{text}\n\nmemory: a rank needs {_size(peak)} at its peak, an engine {_size(engine_bytes)} for weights "
-        f"on each of its ranks; they hold it {'in turn' if alternate else 'at the same time'}; {total}",
+        policy=f"{text}\n\n{memory}; {total}",
         engine=engine,
-        refit=_refit(recipe, skeleton, placement),
+        refit=refit,
         gpus=gpus,
         figures={
             **({} if gpus is None else gpus.figures),

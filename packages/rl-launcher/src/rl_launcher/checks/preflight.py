@@ -252,11 +252,12 @@ def lacking_memory(
         smaller = "policy.megatron_cfg.precision=bfloat16"
     elif (lora := recipe.policy.dtensor_cfg.lora_cfg) is not None:
         smaller = f"policy.dtensor_cfg.lora_cfg.base_dtype=bfloat16 (it is {lora.base_dtype})"
+    engine = f", engine {_gib(needs.engine_bytes)}" if needs.engine_bytes else ""
     reference = f", reference {_gib(needs.frozen_bytes)}" if needs.frozen_bytes else ""
     return (
         f"policy.model_name={model.name} has {model.parameters / 1e9:.2f} billion parameters, and training it takes at "
         f"least {_gib(needed)} of {'GPU memory' if on_gpu else 'memory'}: weights, gradients and optimizer "
-        f"{_gib(needs.trainer_bytes)}, engine {_gib(needs.engine_bytes)}{reference}; this machine has "
+        f"{_gib(needs.trainer_bytes)}{engine}{reference}; this machine has "
         f"{_gib(available)}. Use a smaller model, more GPUs or nodes (cluster.gpus_per_node, cluster.num_nodes), "
         f"{smaller}, or policy.dtensor_cfg.cpu_offload=true on a GPU"
     )
@@ -267,7 +268,8 @@ def lacking_cache(recipe: Recipe, *, placement: Placement) -> str | None:
     policy, cfg = recipe.policy, recipe.policy.generation.vllm_cfg
     config, key = select_backend(policy).config, "policy.generation.vllm_cfg"
     on_this_cpu = config.device == "cpu" and recipe.cluster.address is None
-    if policy.generation.backend != "vllm" or not on_this_cpu or (here := host_bytes()) is None:
+    is_vllm = policy.generation.backend == "vllm" and bool(placement.engines)
+    if not is_vllm or not on_this_cpu or (here := host_bytes()) is None:
         return None
     source = open_model(policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code)
     each = cfg.kv_cache_memory_bytes or default_cpu_cache_bytes(

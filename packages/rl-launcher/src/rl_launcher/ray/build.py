@@ -19,8 +19,8 @@ from rl_generation.seeding import CallSeeds
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import engine_spec
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
-from rl_launcher.build.models import NamedModel, check_teacher, load_model
-from rl_launcher.build.parts import Parts, RunEngine
+from rl_launcher.build.models import NamedModel, bytes_of, check_teacher, load_model
+from rl_launcher.build.parts import NoEngine, NoWeightSync, Parts, RunEngine
 from rl_launcher.errors import is_refusal
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
@@ -88,15 +88,17 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
     started: "StartedEngines | None" = None
     try:
         policy = start_trainers(runtime, placement, spec)
-        started = start_engines(
-            runtime,
-            recipe,
-            policy,
-            model_name=skeleton.name,
-            stop_token_ids=tokenized.chat.stop_token_ids,
-            pad_token_id=pad_token_id(skeleton.tokenizer, tokenized.chat.stop_token_ids),
-            on_event=events.add,
-        )
+        started = StartedEngines(policy=cast("TrainingBackend", policy))  # its methods are the rows of POLICY_METHODS
+        if recipe.generates:
+            started = start_engines(
+                runtime,
+                recipe,
+                policy,
+                model_name=skeleton.name,
+                stop_token_ids=tokenized.chat.stop_token_ids,
+                pad_token_id=pad_token_id(skeleton.tokenizer, tokenized.chat.stop_token_ids),
+                on_event=events.add,
+            )
         teacher = None
         if recipe.distill is not None and teacher_skeleton is not None:
             load_teacher: Any = started.policy.load_teacher  # type: ignore[attr-defined]
@@ -125,6 +127,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         selection=inputs.selection,
         engine=RunEngine(started.engine, seeds=CallSeeds(recipe.seed), enter_generating=started.enter_generating),
         weight_sync=started.weight_sync,
+        weight_bytes=bytes_of(recipe.policy, skeleton.model),
         environment=inputs.environment,
         teacher=teacher,
         companions=Companions(load=cast("Any", started.policy).load_companion),
@@ -135,7 +138,7 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         placement=runtime.explain(),
         close=closing(inputs.environment, started.engine, started.policy, runtime),
         events=events,
-        figures=started.engine.metrics,
+        figures=started.engine.metrics if isinstance(started.engine, RayEngine) else dict,
         reached=(lambda _, __: None) if recipe.logger.profiler is None else policy.reached,
     )
 
@@ -165,10 +168,10 @@ class StartedEngines(NamedTuple):
 
     policy: TrainingBackend
     """The policy; it frees shared devices for the engines, and takes them back."""
-    engine: RayEngine
-    enter_generating: Callable[[], None] | None
+    engine: RayEngine | NoEngine = NoEngine()
+    enter_generating: Callable[[], None] | None = None
     """Must be called before `engine` generates, where it shares devices; `RunEngine` does it."""
-    weight_sync: CountedWeightSync
+    weight_sync: CountedWeightSync = NoWeightSync()
 
 
 def start_engines(

@@ -56,11 +56,9 @@ class Placement:
         if self.in_process:
             return "everything is in this process"
         slots = "GPUs" if self.device == "cuda" else "processes"
-        sharing = "colocated" if self.colocated else "separate"
-        summary = (
-            f"{_counted(self.ranks, 'training rank')} and {_counted(self.engines, 'engine')} on "
-            f"{self.num_nodes} x {self.slots_per_node} {slots}, {sharing}"
-        )
+        engines = f"{_counted(self.engines, 'engine')}" if self.engines else "no engine"
+        summary = f"{_counted(self.ranks, 'training rank')} and {engines} on {self.num_nodes} x {self.slots_per_node} "
+        summary += slots + (", colocated" if self.colocated else ", separate") * bool(self.engines)
         names: list[list[list[str]]] = [[[] for _ in range(self.slots_per_node)] for _ in range(self.num_nodes)]
         for place in self.ranks:
             names[place.node][place.slot].append(f"rank {place.rank}")
@@ -89,13 +87,15 @@ def plan_placement(recipe: Recipe) -> Placement:
             device=device,
             colocated=True,
             ranks=(RankPlace(rank=0, node=0, slot=0),),
-            engines=(EnginePlace(engine=0, node=0, slots=(0,)),),
+            engines=(EnginePlace(engine=0, node=0, slots=(0,)),) if recipe.generates else (),
             in_process=True,
         )
     num_nodes, per_node = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node
     colocated = recipe.policy.generation.colocated.enabled
-    for_engines = [per_node] * num_nodes if colocated else _slots_for_engines(recipe)
-    for_ranks = [per_node if colocated else per_node - taken for taken in for_engines]
+    for_engines, for_ranks = [0] * num_nodes, [per_node] * num_nodes
+    if recipe.generates:
+        for_engines = [per_node] * num_nodes if colocated else _slots_for_engines(recipe)
+        for_ranks = [per_node if colocated else per_node - taken for taken in for_engines]
     slots = [(node, slot) for node, count in enumerate(for_ranks) for slot in range(count)]
     _check_mesh(recipe, num_ranks=len(slots))
     return Placement(

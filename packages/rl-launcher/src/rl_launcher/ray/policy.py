@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_backends.batching.dealing import DealtRows, RowDealing, in_order
 from rl_backends.checkpoints.folders import probe_file, require_shared
 from rl_backends.packed_batch import pack
 from rl_launcher.ray.cluster import Place, RayRuntime
@@ -34,6 +35,7 @@ class RayPolicy:
         self._version, self._set_version = 0, False
         self._learning_rate: float | None = None
         self._others: dict[int, tuple[int, float | None]] = {}
+        self._dealing: dict[int, list[RowDealing]] = {}
         self._interrupted: list[Pending] | None = None
         self._ended: RemoteError | None = None
         self._closed = False
@@ -52,11 +54,25 @@ class RayPolicy:
         Raises:
             RemoteError: a rank failed, died or did not answer in time.
         """
+        ranks = range(len(self._actors))
+        sent, answers = [arguments] * len(ranks), tuple(ranks)
+        dealt: list[DealtRows[Any]] = []
         match method.sends:
             case "batch":
-                arguments = (self._runtime.put(pack(arguments[0])), *arguments[1:])
+                dealing = self._row_dealing(model)
+                asks_ids = options.get("output") == "logp_of_token_ids"
+                dealt = dealing[0].deal(arguments[0], with_token_ids=asks_ids)
+                references = [self._runtime.put(pack(each)) for each in dealt]
+                sent = [(references[each.rank], *arguments[1:]) for each in dealing]
+                # Of the ranks that were given the same rows, the first one.
+                answers = tuple(next(rank for rank in ranks if dealing[rank].rank == each.rank) for each in dealt)
             case "folder":
-                arguments = (str(Path(arguments[0]).absolute()), *arguments[1:])
+                sent = [(str(Path(arguments[0]).absolute()), *arguments[1:])] * len(ranks)
+        match method.returns:
+            case "rank 0":
+                answers = (0,)
+            case "nothing" | "frozen model" | "trained model":
+                answers = ()
         with self.lock:
             forgotten = tuple(self._forgotten)
             call = RemoteCall(
@@ -65,8 +81,9 @@ class RayPolicy:
                 result=next(self._numbers) if method.returns.endswith("model") else None,
                 version=self._version if self._set_version else None,
                 forgotten=forgotten,
+                answers=answers,
             )
-            replies = self._on_all_ranks(method, lambda actor: actor.submit("run", call, *arguments, **options))
+            replies = self._on_all_ranks(method, lambda rank, actor: actor.submit("run", call, *sent[rank], **options))
             self._set_version, self._interrupted = False, None
             del self._forgotten[: len(forgotten)]
             for each in arguments:
@@ -80,6 +97,10 @@ class RayPolicy:
         match method.returns:
             case "rank 0":
                 return first.value
+            case "rows":
+                return in_order(dealt, [replies[rank].value for rank in answers])
+            case "each rank":
+                return [reply.value for reply in replies]
             case "merged":
                 return {name: value for reply in replies for name, value in reply.value.items()}
             case "frozen model" | "trained model":
@@ -90,15 +111,21 @@ class RayPolicy:
                 return handle
         return None
 
-    def _on_all_ranks(self, method: RemoteMethod, submit: Callable[[Actor], Pending]) -> list[Reply]:
+    def _row_dealing(self, model: int) -> list[RowDealing]:
+        """Of each rank, for the batches of a model; the ranks are asked once."""
+        if model not in self._dealing:
+            self._dealing[model] = self.call(POLICY_METHODS["row_dealing"], model)
+        return self._dealing[model]
+
+    def _on_all_ranks(self, method: RemoteMethod, submit: Callable[[int, Actor], Pending]) -> list[Reply]:
         if self._ended is not None:
             raise self._ended
         if self._closed:
             raise RuntimeError("the policy was closed")
         pendings: list[Pending] = []
         try:
-            for actor in self._actors:
-                pendings.append(submit(actor))
+            for rank, actor in enumerate(self._actors):
+                pendings.append(submit(rank, actor))
                 pendings[-1].call, pendings[-1].key = method.name, f"cluster.{method.limit}"
             limit_s = getattr(self._runtime.config, method.limit)
             replies: list[Reply] = gather(

@@ -21,17 +21,18 @@ REFIT_GRACE_S = 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteMethod:
-    """How all ranks carry out one method of the policy. Every rank is called alike, with the whole batch."""
+    """How all ranks carry out one method of the policy. Every rank is called alike, but for its rows of a batch."""
 
     name: str
     runs: Literal["backend", "worker"] = "backend"
     """Whose method of that name a rank calls: its backend's, or `TrainingWorker`'s own."""
     sends: Literal["values", "batch", "folder"] = "values"
-    """What the first argument is. A `batch` is put into Ray's object store once, and the backend of each rank reads its
-    own rows of it. A `folder` is made absolute: ranks may work in another directory."""
-    returns: Literal["rank 0", "merged", "nothing", "frozen model", "trained model"] = "rank 0"
-    """What the driver gets: rank 0's result, the dicts of all ranks merged, None, or a handle of a model that stays on
-    the ranks."""
+    """What the first argument is. A `batch` is dealt by `rl_backends.batching.dealing`: the rows of each data-parallel
+    rank are put into Ray's object store once, and its ranks alone read them. A `folder` is made absolute: ranks may
+    work in another directory."""
+    returns: Literal["rank 0", "rows", "merged", "each rank", "nothing", "frozen model", "trained model"] = "rank 0"
+    """What the driver gets: rank 0's result, what data-parallel ranks return of their rows in the order of the batch,
+    the dicts of all ranks merged, a list of all results, None, or a handle of a model that stays on the ranks."""
     phase: Phase | None = "training"
     """The colocation phase that must be entered first; None for a method that needs no weights on the device, or that
     runs while `Colocation` itself changes phases."""
@@ -48,14 +49,15 @@ POLICY_METHODS = {
     method.name: method
     for method in (
         RemoteMethod(name=TrainingBackend.start_training.__name__, of="trained", returns="nothing"),
-        RemoteMethod(name=TrainingBackend.logp.__name__, sends="batch", of="any"),
-        RemoteMethod(name=TrainingBackend.topk_logits.__name__, sends="batch", of="any"),
-        RemoteMethod(name=TrainingBackend.value.__name__, sends="batch", of="trained"),
-        RemoteMethod(name=TrainingBackend.score.__name__, sends="batch", of="trained"),
-        RemoteMethod(name=TrainingBackend.entropy.__name__, sends="batch"),
+        RemoteMethod(name=TrainingBackend.logp.__name__, sends="batch", returns="rows", of="any"),
+        RemoteMethod(name=TrainingBackend.topk_logits.__name__, sends="batch", returns="rows", of="any"),
+        RemoteMethod(name=TrainingBackend.value.__name__, sends="batch", returns="rows", of="trained"),
+        RemoteMethod(name=TrainingBackend.score.__name__, sends="batch", returns="rows", of="trained"),
+        RemoteMethod(name=TrainingBackend.entropy.__name__, sends="batch", returns="rows"),
         RemoteMethod(name=TrainingBackend.forward_backward.__name__, sends="batch", of="trained"),
         RemoteMethod(name=TrainingBackend.optim_step.__name__, of="trained"),
-        RemoteMethod(name=TrainingBackend.metrics.__name__, phase=None),
+        RemoteMethod(name=TrainingBackend.row_dealing.__name__, returns="each rank", of="any", phase=None),
+        RemoteMethod(name=TrainingBackend.metrics.__name__, of="trained", phase=None),
         RemoteMethod(name=TrainingBackend.freeze_reference.__name__, returns="frozen model"),
         RemoteMethod(name="load_teacher", runs="worker", returns="frozen model", limit="start_timeout_s"),
         RemoteMethod(
@@ -91,6 +93,8 @@ class RemoteCall:
     """Set on the policy first, where the driver was given another; None leaves it."""
     forgotten: tuple[int, ...]
     """Numbers of models whose handles are gone: the ranks free them."""
+    answers: tuple[int, ...] = (0,)
+    """The ranks whose results are used; the others return None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class TrainingWorker:
         )
         if call.result is not None:
             self._models[call.result] = value
-        wanted = row.returns == "merged" or (row.returns == "rank 0" and self._rank == 0)
+        wanted = self._rank in call.answers
         model, rate = self._models[call.model], None
         with contextlib.suppress(RuntimeError, AttributeError):  # no optimizer yet, or none ever
             rate = model.learning_rate

@@ -47,6 +47,7 @@ class Evaluator:
     def __init__(self, parts: Parts, recipe: Recipe) -> None:
         self._parts, self._config = parts, recipe.evaluation
         self._has_env, self._seed = recipe.env is not None, recipe.seed
+        self._num_samples = recipe.num_samples
         self._imitates = [*recipe.stages] == ["sft"]
         given = {name: getattr(recipe.evaluation, name) for name in OWN_SAMPLING}
         own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -126,7 +127,7 @@ class Evaluator:
 
     def samples(self, outcome: Outcome, *, stage: str, when: Literal["before", "after"]) -> list[Sample]:
         """The first few sampled responses for the report; without an `env` they are sampled here."""
-        prompts = self._parts.data.held_out[: min(self._config.samples, self._config.max_prompts)]
+        prompts = self._parts.data.held_out[: min(self._num_samples, self._config.max_prompts)]
         if not prompts:
             return []
         if outcome.answers is None:

@@ -23,6 +23,13 @@ from rl_observe.health import Reporter, Watch, count_events
 PHASE = "phase_s/"
 LEARN_FROM_PAIRS = ("dpo", "orpo", "kto", "reward_model")
 TOKENS = ("sampled_tokens", "trained_tokens")
+TRAINER_FIGURES = {
+    "mfu": "mfu",
+    "padding_share": "padding_share",
+    "load_balance": "load_balance",
+    "peak_allocated_bytes": "memory_trainer_peak_bytes",
+}
+"""Fields of `StepMetrics` that a step logs, and the names that they have in the log."""
 
 
 class Recorder:
@@ -92,6 +99,8 @@ class Recorder:
         self.log.spans.step(stage, step, start_s=end_s - wall, end_s=end_s, phases=phases)
         tokens_per_s = sum(metrics.get(name, 0) for name in TOKENS) / (wall - phases[PHASE + "evaluate"])
         figures = {**metrics, "tokens_per_s": tokens_per_s, **phases, **parts.figures()}
+        if metrics.get("loss") is not None:  # otherwise the trainer's figures are those of an earlier step
+            figures |= trainer_figures(parts.companions.trained.get(stage, parts.policy))
         logged = self.log.step(stage, step, figures)
         parts.reached(stage, step)
         sync = parts.weight_sync
@@ -142,6 +151,17 @@ class Recorder:
         """Report what happened to the parts since the last time."""
         for each in (*self._parts.events.take(), *self.log.findings.take()):
             self._events.report(each.name, each.message, reaction=each.reaction, stage=stage, step=step)
+
+
+def trainer_figures(model: Any) -> dict[str, float]:
+    """What the trainer measured of its last optimizer step, as it is logged; what it does not know is left out.
+
+    model: a `TrainingBackend`, whose `metrics` this reads, or another policy that may have no such method.
+    """
+    if not hasattr(model, "metrics") or (measured := model.metrics()) is None:
+        return {}
+    known = {name: getattr(measured, field) for field, name in TRAINER_FIGURES.items()}
+    return {name: float(value) for name, value in known.items() if value is not None}
 
 
 def has_trained(directory: RunDirectory, stage: str) -> bool:

@@ -343,24 +343,25 @@ class Run:
         return after.metrics()
 
     def _introduce(self) -> None:
-        """Print what is unusual about this run, refit the engine for the first time, and check the disk."""
+        """Print what is unusual about this run, refit its engine for the first time, and check the disk."""
         parts, recipe, recorder = self.parts, self.recipe, self.recorder
         if not parts.selection.is_plain:
             recorder.message(describe_backend(recipe, parts.selection))
         if parts.data.skipped.count:
             recorder.message(f"data.on_bad_row=skip: {parts.data.skipped}")
-        if parts.data.held_out_too_long:
+        if parts.data.held_out_too_long and recipe.generates:
             recorder.message(
                 f"{parts.data.held_out_too_long} held-out prompts leave no room for a response of policy.generation."
                 f"max_new_tokens={recipe.policy.generation.max_new_tokens}, and are left out of sampling"
             )
         recorder.report_events()
-        report = parts.weight_sync(version=parts.policy.version)  # proves that every weight of the engine can be fed
+        if recipe.generates:
+            parts.weight_sync(version=parts.policy.version)  # proves that every weight of the engine can be fed
         adapters = parts.selection.adapters is not None  # then nearly all of the model is frozen and not in checkpoints
         check_space(
             self.directory.path,
-            checkpoint_bytes=report.bytes * (1 if adapters else STATE_PER_WEIGHT),
-            model_bytes=report.bytes,
+            checkpoint_bytes=parts.weight_bytes * (1 if adapters else STATE_PER_WEIGHT),
+            model_bytes=parts.weight_bytes,
             config=recipe.checkpointing,
         )
 

@@ -199,6 +199,18 @@ class Recipe:
         return None if self.form else next((name for name in HEADLINES if name in self.stages), None)
 
     @property
+    def generates(self) -> bool:
+        """Whether the run holds an engine: a stage samples, `env` scores responses, or `samples` asks for them."""
+        return self.sampled_by is not None or self.env is not None or bool(self.evaluation.samples)
+
+    @property
+    def num_samples(self) -> int:
+        """Held-out responses that are kept for the report: `evaluation.samples`, or what its null stands for."""
+        if self.evaluation.samples is not None:
+            return self.evaluation.samples
+        return 12 if self.generates else 0
+
+    @property
     def headline(self) -> str:
         """The last stage, which the run is about: "before" and "after" mean before and after this stage.
 

@@ -1,0 +1,163 @@
+"""Deal the rows of a batch to the data-parallel ranks before it is sent, so that each rank receives its own alone.
+
+    driver   RowDealing.deal(examples) -> DealtRows of each data-parallel rank ─► its ranks
+    rank     any method of a model that takes a batch takes DealtRows; what it reads comes back for its own rows
+    driver   in_order(dealt, what each data-parallel rank returned) -> for all rows, in the order of the batch
+
+Ranks with one data-parallel rank (those of its tensor, context and pipeline parallelism) get the same rows. The cut is
+that of `cut_all`, in which rows are balanced by length, and each rank makes it again from the lengths of all rows; so
+every microbatch, and every number, is what it is where each rank is given the whole batch.
+
+Axes: B rows of the batch, b of them that a rank is given, T tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits, cut_all, cut_lengths
+from rl_backends.errors import BatchError
+from rl_backends.examples import BatchT, TokenBatch, require_token_ids
+from rl_parallel_plans import TopKLogp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DealtRows(Generic[BatchT]):
+    """The rows of a batch that one data-parallel rank computes, and what it must know of the others."""
+
+    rank: int
+    """The data-parallel rank that they are for."""
+    rows: Int[Tensor, " b"]
+    """Their numbers in the batch, ascending. One that is repeated to keep ranks in step is among them."""
+    examples: BatchT
+    """The rows."""
+    lengths: Int[Tensor, " B"]
+    """Tokens of every row of the batch."""
+    asked: Int[Tensor, " B"]
+    """Trainable tokens of every row of the batch."""
+
+
+def trainable_of(examples: TokenBatch | DealtRows[Any]) -> Tensor:
+    """Which tokens train, `[B, T]`, or how many of each row, `[B]`, where no rank has all of them."""
+    return examples.asked if isinstance(examples, DealtRows) else examples.trainable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDealing:
+    """Which rows of a batch are a rank's, and what its model takes as one. Ranks differ in `rank` alone."""
+
+    rank: int
+    """This rank's number among those with rows of their own."""
+    num_ranks: int
+    """How many have rows of their own."""
+    limits: MicrobatchLimits
+    """Of one microbatch."""
+    token_multiple: int
+    """What the length of a row is rounded up to."""
+    vocabulary_size: int
+    """Ids of tokens are below it."""
+    max_positions: int | None = None
+    """Tokens of the longest row that the model has positions for; None where it has no table of them."""
+    media_tokens: Mapping[int, str] = field(default_factory=dict)
+    """Ids of tokens in whose place the model reads images, and their names."""
+
+    def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
+        """The microbatches of every data-parallel rank, in numbers of the batch.
+
+        with_token_ids: `examples.token_ids` will be asked about.
+
+        Raises:
+            BatchError: the examples cannot be cut or read.
+        """
+        if with_token_ids:
+            require_token_ids(examples, vocabulary_size=self.vocabulary_size)
+        if self.max_positions is not None and (longest := int(examples.lengths.max())) > self.max_positions:
+            raise BatchError(
+                f"row {int(examples.lengths.argmax())} has {longest} tokens, and the model has a table of "
+                f"{self.max_positions} positions: shorten the row, or choose a model for longer ones"
+            )
+        for token, name in self.media_tokens.items():
+            if bool((found := examples.tokens == token).any()):
+                row, column = found.nonzero()[0].tolist()
+                raise BatchError(
+                    f"row {row}: token {column} is {token}, the model's {name}, in whose place it reads images (or "
+                    f"video, or sound), and this backend gives it none: train on rows of text alone"
+                )
+        return cut_all(
+            examples,
+            limits=self.limits,
+            num_ranks=self.num_ranks,
+            token_multiple=self.token_multiple,
+            vocabulary_size=self.vocabulary_size,
+        )
+
+    def deal(self, examples: BatchT, *, with_token_ids: bool = False) -> list[DealtRows[BatchT]]:
+        """The rows of every data-parallel rank.
+
+        Raises:
+            BatchError: the examples cannot be cut or read; no rank was given any.
+        """
+        cut = self.cut(examples, with_token_ids=with_token_ids)
+        instance: Any = examples  # the protocol cannot say that it is a dataclass
+        lengths, asked = examples.lengths.cpu(), examples.trainable.sum(dim=1).cpu()
+        dealt = []
+        for rank, microbatches in enumerate(cut):
+            rows = _rows_of(microbatches)
+            own = {each.name: getattr(instance, each.name) for each in fields(instance) if each.init}
+            taken: BatchT = replace(
+                instance, **{name: each.index_select(0, rows.to(each.device)) for name, each in own.items()}
+            )
+            dealt.append(DealtRows(rank=rank, rows=rows, examples=taken, lengths=lengths, asked=asked))
+        return dealt
+
+    def cut_of(self, dealt: DealtRows[Any]) -> tuple[list[list[Microbatch]], list[Microbatch]]:
+        """The cut that `dealt` comes from, in numbers of the batch; and this rank's part of it, in numbers of `dealt`.
+
+        Raises:
+            BatchError: they were dealt to another rank, or by other rules.
+        """
+        if dealt.rank != self.rank:
+            raise BatchError(
+                f"these rows were dealt to data-parallel rank {dealt.rank}, and this is {self.rank}: give each rank "
+                f"its own of what RowDealing.deal returned"
+            )
+        cut = cut_lengths(
+            dealt.lengths.tolist(),
+            limits=self.limits,
+            num_ranks=self.num_ranks,
+            token_multiple=self.token_multiple,
+            rows_per_unit=dealt.examples.rows_per_unit,
+        )
+        own = cut[self.rank]
+        if not torch.equal(_rows_of(own), dealt.rows):
+            raise BatchError(
+                f"data-parallel rank {self.rank} was given other rows than it computes: they were dealt by another "
+                f"model's RowDealing, whose microbatches or ranks are not this one's"
+            )
+        return cut, [replace(each, rows=torch.searchsorted(dealt.rows, each.rows)) for each in own]
+
+
+def _rows_of(microbatches: Sequence[Microbatch]) -> Int[Tensor, " b"]:
+    return torch.tensor(sorted({row for microbatch in microbatches for row in microbatch.rows.tolist()}))
+
+
+def in_order(dealt: Sequence[DealtRows[Any]], values: Sequence[Any]) -> Any:
+    """What data-parallel ranks have read of their own rows, for all rows in the order of the batch.
+
+    Args:
+        dealt: to each of them.
+        values: of each, as the methods of a backend return them: a tensor `[b, ...]`, or a `TopKLogp`. A row that a
+            rank repeated is 0 there.
+    """
+    first = values[0]
+    if isinstance(first, TopKLogp):
+        logp, token_ids = ([getattr(each, name) for each in values] for name in ("logp", "token_ids"))
+        return TopKLogp(logp=in_order(dealt, logp), token_ids=in_order(dealt, token_ids))
+    whole = first.new_zeros(len(dealt[0].lengths), *first.shape[1:])
+    for each, value in zip(dealt, values, strict=True):
+        whole[each.rows] += value
+    return whole
