@@ -239,6 +239,7 @@ class _Routes:
             "created": 0,
             "owned_by": "rl-generation",
             "max_model_len": engine.limits.max_length,
+            "vocab_size": engine.limits.vocab_size,
             "logp_of": engine.logp_of,
             "weight_version": await self._version(),
         }
