@@ -50,7 +50,10 @@ class Toy:
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 toy.asked.append((self.path, body))
-                if toy.fail:
+                if body.get("max_tokens") == 99:  # lost, with all the others, once they are there
+                    toy.together.wait()
+                    self.answer(503, {"error": {"message": "as the test says"}})
+                elif toy.fail:
                     status, headers = toy.fail.pop(0)
                     self.answer(status, {"error": {"message": "as the test says"}}, headers)
                 else:
@@ -317,6 +320,21 @@ def test_retries_are_bounded_and_the_error_lists_them(vllm):
         with pytest.raises(EngineDeadError, match=r"was sent 3 times.*status 500: as the test says.*status 500"):
             engine.generate([[1]], SHORT)
         assert len(vllm.fail) == 17
+
+
+def test_a_server_that_loses_many_requests_at_once_is_named_and_rested_once(vllm, caplog):
+    vllm.together = threading.Barrier(20)
+    with RemoteEngine(vllm.url, vocab_size=VOCAB_SIZE, retries=0) as engine:
+        futures = [engine.submit([1], Sampling(max_new_tokens=99), seed=0) for _ in range(20)]
+        errors = [future.exception(60) for future in futures]
+        assert all(isinstance(error, EngineDeadError) for error in errors)
+        assert list(engine.unreachable) == [vllm.url]
+        before = len(vllm.asked)
+        futures = [engine.submit([1], SHORT, seed=index) for index in range(20)]
+        assert [len(future.result(60).tokens) for future in futures] == [3] * 20
+        assert not engine.unreachable
+    assert len(vllm.asked) == before + 20 + 3  # one probe answers all who wait for it
+    assert caplog.text.count("left alone for") <= 2  # once, or twice where the machine is slow to notice them all
 
 
 def test_what_the_server_refuses_is_not_tried_again(vllm):

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import os
-import random
+import secrets
 import threading
 import time
 import weakref
@@ -331,7 +331,7 @@ class RemoteEngine:
                     f"--enable-deterministic-inference"
                 )
             if seed is None and self._facts.seeded:  # a deterministic SGLang would take the same seed for all requests
-                seed = random.randrange(MAX_SEED - asked.n)
+                seed = secrets.randbelow(MAX_SEED - asked.n)
             for sample in range(asked.n):
                 own = replace(asked, n=1, seed=None if seed is None else seed + sample)
                 sent.append((replace(request, sampling=own), sample))
@@ -415,13 +415,14 @@ class RemoteEngine:
             trying.url = replica.url
             try:
                 if replica.why_down is not None:  # it may have come back as another
-                    await self._probe_again(replica)
+                    await self._probed_again(replica)
                 return await self._send(replica, request, first_sample)
             except _ServerFailedError as failure:
                 trying.failures.append(f"{replica.url} {failure}")
-                LOG.warning("%s %s; %s", replica.url, failure, _name(request))
                 if failure.rest:
                     replica.rest(str(failure))
+                level = logging.WARNING if replica.why_down is None else logging.INFO  # named when it was rested
+                LOG.log(level, "%s %s; %s", replica.url, failure, _name(request))
                 others = any(other.why_down is None for other in self._replicas if other is not replica)
                 if attempt < self._retries and (not others or failure.pause_s):
                     pause_s = failure.pause_s or FIRST_PAUSE_S * 2.0**attempt
@@ -453,13 +454,13 @@ class RemoteEngine:
         read = _read_sglang if facts.kind == "sglang" else _read_completions
         try:
             rollouts = read(answer, request, kind=facts.kind, logp_of=self._logp_of, version=version)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (LogpError, ModelError) as error:
+            raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise LogpError(
                 f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
                 f"{type(error).__name__}: {error}"
             ) from None
-        except (LogpError, ModelError) as error:
-            raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
         if facts.kind == "rl-generation":
             replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
         return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
@@ -527,22 +528,34 @@ class RemoteEngine:
         except (PromptError, LogpError, ModelError) as error:
             raise EngineOptionError(f"it does not answer as the engine needs it: {error}") from None
 
-    async def _probe_again(self, replica: "_Replica") -> None:
-        """Use a replica that was rested, if it is there again and still the same; others leave it alone meanwhile."""
-        replica.rested_until = math.inf
+    async def _probed_again(self, replica: "_Replica") -> None:
+        """Use a replica that was rested, if it is there again and still the same; one probe answers all who wait."""
+        if replica.probing is None:
+            replica.probing = asyncio.create_task(self._probe_again(replica))
+        failure = await asyncio.shield(replica.probing)
+        if failure is not None:
+            raise _ServerFailedError(failure, rest=False)
+
+    async def _probe_again(self, replica: "_Replica") -> str | None:
+        replica.rested_until = math.inf  # for requests that may go elsewhere
         try:
-            different = (await self._probe(replica)).difference(self._facts)
+            async with asyncio.timeout(self._timeout_s):
+                different = (await self._probe(replica)).difference(self._facts)
             if different is None:
                 LOG.warning("%s answers again", replica.url)
                 replica.recovered()
-                return
-            why = f"came back as another: {different}"
+                return None
+            failure = f"came back as another: {different}"
+        except _ServerFailedError as error:
+            failure = str(error)
+        except TimeoutError:
+            failure = f"did not answer a probe within request_timeout_s={self._timeout_s}"
         except (EngineOptionError, PromptError, LogpError, ModelError) as error:
-            why = f"came back as another: {error}"
+            failure = f"came back as another: {error}"
         finally:
-            if replica.why_down is not None:  # cancelled too
-                replica.rested_until = time.monotonic()
-        raise _ServerFailedError(why, rest=True)
+            replica.probing, replica.rested_until = None, 0.0
+        replica.rest(failure)
+        return failure
 
     async def _probe(self, replica: "_Replica") -> "_Facts":
         """What one server is, from what it says and from a few answers of one token."""
@@ -742,11 +755,18 @@ class _Replica:
     rests: int = 0
     """In a row."""
 
+    probing: "asyncio.Task[str | None] | None" = None
+    """Finds out whether it is there again."""
+
     def rest(self, why: str) -> None:
-        """Use the others for a while, longer each time."""
-        self.why_down = why
-        self.rested_until = time.monotonic() + min(FIRST_PAUSE_S * 2.0**self.rests, LONGEST_PAUSE_S)
+        """Use the others for a while, longer each time; a server that dies loses many requests, and counts once."""
+        now = time.monotonic()
+        if self.rested_until > now:
+            return
+        pause_s = min(FIRST_PAUSE_S * 2.0**self.rests, LONGEST_PAUSE_S)
+        self.why_down, self.rested_until = why, now + pause_s
         self.rests += 1
+        LOG.warning("%s %s; it is left alone for %g s", self.url, why, pause_s)
 
     def recovered(self) -> None:
         """Use it again."""
