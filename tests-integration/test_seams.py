@@ -17,6 +17,7 @@ from rl_backends import DTensorBackend, ReferenceModel, TokenBatch
 from rl_backends.backend import Backend, TrainingBackend
 from rl_backends.selection import BackendConfigs
 from rl_generation import (
+    RemoteEngine,
     Rollout,
     Sampling,
     SteppingEngine,
@@ -49,9 +50,14 @@ if TYPE_CHECKING:
         return policy
 
     def engines_of(
-        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine
-    ) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling], contracts.Engine[Sampling]]:
-        return a, b, c
+        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine, d: RemoteEngine
+    ) -> tuple[
+        contracts.Engine[Sampling],
+        contracts.Engine[Sampling],
+        contracts.Engine[Sampling],
+        contracts.Engine[Sampling],
+    ]:
+        return a, b, c, d
 
     def stepping_of(a: TransformersEngine, b: VllmEngine) -> tuple[SteppingEngine, SteppingEngine]:
         return a, b
@@ -74,14 +80,15 @@ if TYPE_CHECKING:
         return engine
 
     def engines_of_requests(
-        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine, d: Streamer
+        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine, d: RemoteEngine, e: Streamer
     ) -> tuple[
+        contracts.RequestEngine[Sampling],
         contracts.RequestEngine[Sampling],
         contracts.RequestEngine[Sampling],
         contracts.RequestEngine[Sampling],
         Callable[..., object],
     ]:
-        return a, b, c, d.submit
+        return a, b, c, d, e.submit
 
     def weight_sync_over_ray(a: RayWeightSync) -> contracts.WeightSync:
         return a

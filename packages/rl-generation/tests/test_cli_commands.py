@@ -187,9 +187,10 @@ needs_server = pytest.mark.skipif(
 
 @needs_server
 def test_serve_answers_over_http_until_it_is_terminated(model):
+    command = [sys.executable, "-m", "rl_generation", "serve", model, "--port", "0", "--served-model-name", "tiny"]
     with subprocess.Popen(
-        [sys.executable, "-m", "rl_generation", "serve", model, "--port", "0", "--served-model-name", "tiny"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*command, "--control-port", "0", "--control-token-env", "A_TOKEN"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "A_TOKEN": "secret"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -203,12 +204,17 @@ def test_serve_answers_over_http_until_it_is_terminated(model):
             )
             with urllib.request.urlopen(asked, timeout=240) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] >= 1
+            lines = iter(process.stderr.readline, "")
+            control = next(line.removeprefix("control port: ").strip() for line in lines if "control port" in line)
+            asked = urllib.request.Request(f"{control}/state", headers={"Authorization": "Bearer secret"})
+            with urllib.request.urlopen(asked, timeout=240) as answer:
+                assert json.load(answer) == {"paused": False, "weight_version": 0}
             process.send_signal(signal.SIGTERM)
             _, said = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == 0
-    assert "TransformersEngine" in said
+    assert "secret" not in said
     assert said.endswith("ended\n")
 
 
@@ -222,6 +228,9 @@ def test_serve_answers_over_http_until_it_is_terminated(model):
         (["--max-prompts", "0"], "max_prompts must be above 0"),
         (["--no-tokenizer"], "a server of texts needs a tokenizer"),
         (["--host", "203.0.113.1", "--api-key-env", "A_KEY"], "cannot serve at 203.0.113.1:8000"),
+        (["--control-port", "0"], "a control port needs a token"),
+        (["--control-port", "0", "--control-token-file", "./nowhere"], "the token of the control port cannot be read"),
+        (["--control-token-env", "A_KEY"], "a token of the control port was named, and no --control-port"),
     ],
 )
 def test_serve_refuses_what_it_should_not_do_before_it_loads_a_model(capsys, monkeypatch, flags, reason):

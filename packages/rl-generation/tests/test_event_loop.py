@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rl_generation.errors import EngineDeadError
-from rl_generation.vllm.event_loop import EventLoop
+from rl_generation.event_loop import EventLoop
 
 PATIENCE_S = 60
 

@@ -51,6 +51,13 @@ def test_the_client_of_the_readme_keeps_its_tokens_over_two_turns(capsys):
     assert len(prompt) > len(names["seen"])
 
 
+def test_the_engine_far_away_of_the_readme_prints_what_the_readme_says(capsys):
+    tokenizer = speaking.tokenizer()
+    exec(program("RemoteEngine(["), {"engine": serving.plain_engine(tokenizer), "tokenizer": tokenizer})
+    readme = (HERE.parent / "README.md").read_text()
+    assert f"```text\n{capsys.readouterr().out}```" in readme
+
+
 def test_the_engine_of_the_readme_is_streamed_and_served():
     names = {name: getattr(rl_generation, name) for name in rl_generation.__all__}
     exec(program("class Parrot"), names)

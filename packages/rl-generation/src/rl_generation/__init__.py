@@ -19,6 +19,7 @@ from rl_generation.loading import EngineSpec, load_engine, load_transformers_eng
 from rl_generation.memory import EngineMemory, default_cpu_cache_bytes, estimate_memory
 from rl_generation.metrics_timeline import MetricsTimeline
 from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_for
+from rl_generation.remote import RemoteEngine
 from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import Rollout, RolloutTiming, VersionSpan
 from rl_generation.streaming import Streamer
@@ -47,6 +48,7 @@ __all__ = [
     "ModelFlag",
     "ModelQuirk",
     "PromptError",
+    "RemoteEngine",
     "Request",
     "RequestEngine",
     "Rollout",

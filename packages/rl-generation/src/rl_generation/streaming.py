@@ -11,10 +11,10 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Self, TypeVar, final
+from typing import Literal, NamedTuple, Self, TypeVar, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
-from rl_generation.errors import EngineDeadError
+from rl_generation.errors import EngineDeadError, EngineOptionError
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout
 from rl_generation.submitting import check_single, failed_request
@@ -53,6 +53,7 @@ class Streamer:
         self._streams: dict[str, _Stream | _Answer] = {}
         self._numbers = itertools.count()
         self._stepping = False
+        self._paused = False
         self._dead: EngineDeadError | None = None
         self._closed = False
 
@@ -130,6 +131,28 @@ class Streamer:
         except TimeoutError:
             raise EngineDeadError(f"the engine has been in one step for {self._health_timeout_s} s") from None
 
+    def pause(self, *, mode: Literal["keep"] = "keep") -> None:
+        """Stop stepping until `resume`; what is under way is frozen, and what is asked for meanwhile waits.
+
+        Returns between two steps. The keys and values of what is frozen stay: a refit meanwhile is one underway.
+
+        Raises:
+            EngineOptionError: Another mode than "keep".
+            EngineDeadError: The streamer is closed.
+        """
+        if mode != "keep":
+            raise EngineOptionError(f"a Streamer pauses with mode='keep' alone; got mode={mode!r}")
+        self._submit(self._hold).result()
+
+    def resume(self) -> None:
+        """Step again."""
+        self._submit(self._release).result()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is paused, by anybody."""
+        return self._paused
+
     def between_steps(self, call: Callable[[], T]) -> "Future[T]":
         """Run `call` in the worker thread, where it may use the engine: a refit, a commit, a sleep."""
         return self._submit(call)
@@ -170,13 +193,24 @@ class Streamer:
             self._engine.abort_request(request_id)
         return len(self._streams)
 
+    def _hold(self) -> None:
+        self._paused = True
+
+    def _release(self) -> None:
+        self._paused = False
+        self._go_on()
+
     def _go_on(self) -> None:
+        if self._paused:
+            return
         if not self._stepping and self._engine.has_unfinished_requests() and not self._closed:
             self._stepping = True
             self._submit(self._step).add_done_callback(self._after_step)
 
     def _step(self) -> None:
         self._stepping = False
+        if self._paused:  # since this step was queued
+            return
         for request_id, delta in self._engine.step():
             stream = self._streams.get(request_id)
             if stream is None:
@@ -207,6 +241,7 @@ class Streamer:
             self._engine.abort_request(request_id)
 
     def _finish_streams(self) -> None:
+        self._paused = False
         while self._engine.has_unfinished_requests():
             self._step()
 

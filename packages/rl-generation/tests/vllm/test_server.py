@@ -5,16 +5,17 @@ from importlib.util import find_spec
 
 import pytest
 
-for needed in ("vllm", "openai", "starlette", "uvicorn"):
+for needed in ("vllm", "httpx", "openai", "starlette", "uvicorn"):
     if find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
 
+import httpx
 import openai
 import tiny
 from transformers import AutoTokenizer
 
 from rl_generation.requests import Sampling
-from rl_generation.server import Server
+from rl_generation.server import ControlServer, Server
 from rl_generation.vllm.async_engine import VllmAsyncEngine
 
 MODEL = "tiny"
@@ -162,3 +163,18 @@ def test_health_and_metrics_are_the_engines(client, engine):
     assert client.get(f"{root}/health", cast_to=object) == {"status": "ok", "weight_version": 3}
     text = client.get(f"{root}/metrics", cast_to=str)
     assert f'model_name="{MODEL}"' in text or f'model="{MODEL}"' in text
+
+
+def test_a_control_port_freezes_and_continues_what_is_under_way(engine):
+    sampling = Sampling(max_new_tokens=450, ignore_eos=True, seed=4)  # so that the pause comes before its end
+    expected = engine.submit(PROMPTS[0], sampling, seed=0).result(240).tokens
+    headers = {"Authorization": "Bearer token"}
+    with (
+        ControlServer(engine, token="token") as server,
+        httpx.Client(base_url=server.url, headers=headers, timeout=240) as control,
+    ):
+        future = engine.submit(PROMPTS[0], sampling, seed=0)
+        assert control.post("/pause", json={}).json() == {"paused": True, "weight_version": 3}
+        assert not future.done()
+        assert control.post("/resume", json={}).json() == {"paused": False, "weight_version": 3}
+        assert future.result(240).tokens == expected

@@ -6,7 +6,7 @@ Writes one line to stdout once it listens: its URL. Exit codes: 0 it was ended, 
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_generation.commands.console import CommandError, say, show
@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["hermes", "llama", "mistral"],
         help="how the model writes calls of tools (default: as its chat template or vocabulary says)",
     )
+    group.add_argument(
+        "--control-port", type=int, metavar="N", help="loopback port that pauses and resumes; 0: a free one"
+    )
+    group.add_argument("--control-token-env", metavar="NAME", help="environment variable with the control port's token")
+    group.add_argument("--control-token-file", metavar="PATH", help="file with the token, which only you may read")
     group.add_argument("--shutdown-timeout", type=int, default=10, metavar="SECONDS", help="for requests in flight")
     for name, meaning in LIMITS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"limit: {meaning}")
@@ -49,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until an interrupt, and return the exit code."""
     try:
-        from rl_generation.server import Server
+        from rl_generation.server import ControlServer, Server
         from rl_generation.server.running import check_address
     except ImportError as error:
         raise CommandError(str(error)) from None
@@ -57,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not spec.with_tokenizer:
         raise CommandError("a server of texts needs a tokenizer: leave out --no-tokenizer")
     api_key, limits = _api_key(arguments.api_key_env), _limits(arguments)
+    token = _control_token(arguments)
     check_available(spec)
     try:  # before the engine, which takes long to load
         check_address(arguments.host, arguments.port, api_key=api_key)
@@ -78,9 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             raise _no_address(arguments, error) from None
         say(streaming.engine.explain())
-        show(server.url)
-        with _until_interrupt():
-            server.run()
+        with ExitStack() as control:
+            if token is not None:
+                try:
+                    at = control.enter_context(ControlServer(streaming, token=token, port=arguments.control_port))
+                except (OSError, ValueError) as error:
+                    raise CommandError(f"cannot serve the control port: {error}") from None
+                say(f"control port: {at.url}")
+            show(server.url)
+            with _until_interrupt():
+                server.run()
     return 0
 
 
@@ -95,6 +108,19 @@ def _api_key(variable: str | None) -> str | None:
     if not key:
         raise CommandError(f"--api-key-env {variable}: the environment variable {variable} is not set, or empty")
     return key
+
+
+def _control_token(arguments: argparse.Namespace) -> str | None:
+    from rl_generation.server import read_token
+
+    if arguments.control_port is None:
+        if arguments.control_token_env is not None or arguments.control_token_file is not None:
+            raise CommandError("a token of the control port was named, and no --control-port")
+        return None
+    try:
+        return read_token(variable=arguments.control_token_env, file=arguments.control_token_file)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def _limits(arguments: argparse.Namespace) -> "ServerLimits":

@@ -9,7 +9,7 @@ Every body is JSON; every error has OpenAI's shape.
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -44,7 +44,7 @@ from rl_generation.server.tools import ToolFormat, detect_tool_format
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "error_handlers"]
 
 T = TypeVar("T")
 
@@ -99,13 +99,18 @@ def create_app(
             Route("/metrics", routes.metrics, methods=["GET"]),
         ],
         middleware=[Middleware(Guard, api_key=api_key, bounds=bounds)],
-        exception_handlers={
-            HttpError: _answer_ours,
-            EngineDeadError: _answer_dead,
-            HTTPException: _answer_starlettes,
-            Exception: _answer_unforeseen,
-        },
+        exception_handlers=error_handlers(),
     )
+
+
+def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+    """What makes each exception an error in OpenAI's shape."""
+    return {
+        HttpError: _answer_ours,
+        EngineDeadError: _answer_dead,
+        HTTPException: _answer_starlettes,
+        Exception: _answer_unforeseen,
+    }
 
 
 def _check_streams(given: object) -> None:
@@ -239,6 +244,7 @@ class _Routes:
             "created": 0,
             "owned_by": "rl-generation",
             "max_model_len": engine.limits.max_length,
+            "vocab_size": engine.limits.vocab_size,
             "logp_of": engine.logp_of,
             "weight_version": await self._version(),
         }

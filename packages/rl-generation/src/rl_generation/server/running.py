@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from rl_generation.engine import StreamingEngine
 from rl_generation.errors import EngineOptionError
@@ -27,8 +28,66 @@ API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
 """Where `serve` and `Server` look for the API key that they were not given."""
 
 
+class HttpThread:
+    """An application that is served in a thread of its own, for as long as a `with` block.
+
+    Args:
+        app: What is served.
+        host: Address to listen on.
+        port: To listen on; 0 takes a free one, which `port` then says.
+        shutdown_timeout_s: Whole seconds for requests in flight at the end.
+        log_level: Of uvicorn's loggers; it never logs headers.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str, port: int, shutdown_timeout_s: int, log_level: str) -> None:
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                lifespan="off",
+                log_config=None,
+                log_level=log_level,
+                server_header=False,
+                timeout_graceful_shutdown=shutdown_timeout_s,
+                ws="none",
+            )
+        )
+        # Bound here, so that the port is known, and connections wait rather than fail until the loop runs.
+        self._socket = _listen(host, port)
+        self._thread: threading.Thread | None = None
+        self.host = host
+        self.port = int(self._socket.getsockname()[1])
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def __enter__(self) -> Self:
+        """Start serving."""
+        self._thread = threading.Thread(target=self.run, name=f"rl-generation-http-{self.port}", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop serving, as `stop` says, and wait for it."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def run(self) -> None:
+        """Serve in this thread until `stop`, or, in the main thread, an interrupt or a termination signal."""
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        """Tell the server to end; from any thread."""
+        self._uvicorn.should_exit = True
+
+
 @final
-class Server:
+class Server(HttpThread):
     """An HTTP server in a thread of its own, for as long as a `with` block; the engine stays the caller's to close.
 
     Its end lets requests finish for `shutdown_timeout_s`, then aborts them in the engine.
@@ -74,50 +133,7 @@ class Server:
             limits=limits,
             tool_format=tool_format,
         )
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                access_log=False,
-                lifespan="off",
-                log_config=None,
-                log_level=log_level,
-                server_header=False,
-                timeout_graceful_shutdown=shutdown_timeout_s,
-                ws="none",
-            )
-        )
-        # Bound here, so that the port is known, and connections wait rather than fail until the loop runs.
-        self._socket = _listen(host, port)
-        self._thread: threading.Thread | None = None
-        self.host = host
-        self.port = int(self._socket.getsockname()[1])
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-
-    def __enter__(self) -> Self:
-        """Start serving."""
-        self._thread = threading.Thread(target=self.run, name=f"rl-generation-http-{self.port}", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop serving, as `stop` says, and wait for it."""
-        self.stop()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def run(self) -> None:
-        """Serve in this thread until `stop`, or, in the main thread, an interrupt or a termination signal."""
-        try:
-            self._uvicorn.run(sockets=[self._socket])
-        finally:
-            self._socket.close()
-
-    def stop(self) -> None:
-        """Tell the server to end; from any thread."""
-        self._uvicorn.should_exit = True
+        super().__init__(app, host=host, port=port, shutdown_timeout_s=shutdown_timeout_s, log_level=log_level)
 
 
 def check_address(host: str, port: int, *, api_key: str | None = None) -> None:

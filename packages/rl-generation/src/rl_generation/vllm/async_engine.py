@@ -13,11 +13,11 @@ from typing import Any, Literal, Self, TypeVar, Unpack, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineOptionError, ModelError, PromptError, TimedOutSample
+from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import LogpOf, Rollout
 from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
-from rl_generation.vllm.event_loop import EventLoop
 from rl_generation.vllm.explanation import explain
 from rl_generation.vllm.lora import LoraAdapter, check_lora, check_removed
 from rl_generation.vllm.options import VllmOptions, check_options

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
-from rl_generation.vllm.event_loop import EventLoop
+from rl_generation.event_loop import EventLoop
 from rl_generation.vllm.health import Health, engine_roots
 from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.outputs import logp_hint, version_of

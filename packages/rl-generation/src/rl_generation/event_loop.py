@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, and ways to reach it from every other thread and loop.
 
-An `AsyncLLM` lives on one loop for as long as it lives; scripts, notebooks, servers and Ray actors come and go with
-loops of their own, or with none. Knows of engines only that they die.
+An `AsyncLLM`, or a pool of connections, lives on one loop for as long as it lives; scripts, notebooks, servers and Ray
+actors come and go with loops of their own, or with none. Knows of engines only that they die.
 """
 
 import asyncio

@@ -1,0 +1,1043 @@
+"""An engine far away: servers that speak HTTP, behind the same `Engine` protocol as an engine in this process.
+
+Three kinds of servers are spoken to, each in the one interface of its own that takes token ids and gives them back:
+
+    rl-generation   POST /v1/completions, whose answer also holds `weight_versions`
+    vllm            POST /v1/completions with `return_token_ids` and `logprobs`
+    sglang          POST /generate with `input_ids` and `return_logprob`
+
+Text never crosses the wire as a prompt, and the text of an answer is not read: the tokens of a rollout are the ids that
+the server sampled, or the call is an error. Each server is probed when the engine is made, with a few requests of one
+token: whether its log-probabilities can be trained on is decided by a flag of its start, which it does not report.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, get_args
+from urllib.parse import urlsplit
+
+from rl_generation.chat import encode_text
+from rl_generation.engine import EngineMetrics
+from rl_generation.errors import (
+    EngineDeadError,
+    EngineOptionError,
+    LogpError,
+    ModelError,
+    PromptError,
+    SampleTimeoutError,
+    TimedOutSample,
+)
+from rl_generation.event_loop import EventLoop
+from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, make_requests
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, TopLogp, VersionSpan, in_order
+from rl_generation.submitting import check_single, failed_request
+from rl_generation.vllm.sampling_params import EMBEDDED_ONLY, check_for_vllm
+
+if TYPE_CHECKING:
+    import httpx
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RemoteEngine", "ServerKind"]
+
+LOG = logging.getLogger(__name__)
+
+ServerKind = Literal["rl-generation", "vllm", "sglang"]
+"""Which server answers: `rl-generation serve`, `vllm serve`, or SGLang's `python -m sglang.launch_server`."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+"""Before a request, or a replica, is tried again; doubled each time."""
+
+LOWEST_LOGP = -9999.0
+"""vLLM sends this for minus infinity, and SGLang the lowest number of the dtype; no sampled token is that unlikely."""
+
+SAMPLE_TEXT = "Rollouts, 0123 of them: naïve café, 你好 🙂\n\tdef f(x):  return {x!r}"
+"""What the tokenizers here and there are compared over: accents, an emoji, digits, code, runs of spaces."""
+
+SGLANG_SETS = frozenset(
+    {
+        *("max_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "sampling_seed"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
+    }
+)
+"""Sampling parameters of SGLang that each request sets, or that cannot change its tokens."""
+
+
+@final
+class RemoteEngine:
+    """An `Engine` and a `RequestEngine` over servers elsewhere, all of which serve the same model.
+
+    Each request goes to the replica with the fewest requests under way. One that cannot be reached, or answers with a
+    status of 500 or above, is named in the log, rested for a while, and probed again before it is used; its requests
+    go to the others, with their seeds, so that a server that keeps seeds gives the answer that was lost. The `n`
+    answers to a prompt are one request (n of them at SGLang, which would answer all of them alike).
+
+    rl-generation's server says which weights made which token, and rollouts carry it. Plain vLLM reports no version,
+    and SGLang a label of its own: there, a rollout carries what `version` or `commit_version` said when its request was
+    sent.
+
+    Args:
+        urls: Base URLs of the replicas, without `/v1`.
+        kind: Which server it is; None asks the server.
+        model: Its name there; None takes the only one that is served.
+        tokenizer: The model's. Stop strings, bad words and grammars ask for it, and it is compared with the server's.
+        vocab_size: Of the model. Only rl-generation's server reports it: give it, or a tokenizer, for the others.
+        logp_of: Which distribution the logp must refer to; a server whose logp are of the other is refused.
+        api_key_env: Name of the environment variable that holds the API key, for servers that ask for one.
+        request_timeout_s: Seconds that a request may take from when it is first sent, its retries included.
+        retries: How often a request is sent again after a lost connection or a failure of the server.
+        connect_timeout_s: Seconds within which a replica must take a connection.
+        max_in_flight: Requests under way at one replica; further ones wait here, before their time begins.
+        version: Of the weights that are served, where the server reports none.
+
+    Raises:
+        EngineOptionError: A server is not what the arguments say, or cannot give exact tokens and log-probabilities;
+            httpx is missing; or the environment variable is not set.
+        EngineDeadError: A server does not answer.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        kind: ServerKind | None = None,
+        model: str | None = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        vocab_size: int | None = None,
+        logp_of: LogpOf = "sampled",
+        api_key_env: str | None = None,
+        request_timeout_s: float = 600.0,
+        retries: int = 3,
+        connect_timeout_s: float = 5.0,
+        max_in_flight: int = 256,
+        version: int = 0,
+    ) -> None:
+        if find_spec("httpx") is None:
+            raise EngineOptionError("RemoteEngine needs httpx: pip install 'rl-generation[remote]'")
+        import httpx
+
+        if kind is not None and kind not in get_args(ServerKind):
+            raise EngineOptionError(f"kind must be None or one of {', '.join(get_args(ServerKind))}; got kind={kind!r}")
+        if logp_of not in get_args(LogpOf):
+            raise EngineOptionError(f"logp_of must be 'sampled' or 'raw'; got logp_of={logp_of!r}")
+        for name, value, least in (("retries", retries, 0), ("max_in_flight", max_in_flight, 1)):
+            if value < least:
+                raise EngineOptionError(f"{name} must be at least {least}; got {name}={value!r}")
+        for name, seconds in (("request_timeout_s", request_timeout_s), ("connect_timeout_s", connect_timeout_s)):
+            if not 0 < seconds < math.inf:
+                raise EngineOptionError(f"{name} must be above 0 and finite; got {name}={seconds!r}")
+        self._replicas = [_Replica(url) for url in _base_urls(urls)]
+        self._kind, self._model, self._tokenizer = kind, model, tokenizer
+        self._vocab_size, self._logp_of = vocab_size, logp_of
+        self._timeout_s, self._retries, self._version = request_timeout_s, retries, version
+        self._closed = False
+        self._counting = threading.Lock()
+        self._counts = Counter[str]()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._places = asyncio.Semaphore(max_in_flight * len(self._replicas))
+        # The key lives in the client's headers alone, which write it as [secure] where they are printed.
+        self._http = httpx.AsyncClient(
+            headers={} if api_key_env is None else {"Authorization": f"Bearer {_api_key(api_key_env)}"},
+            timeout=httpx.Timeout(None, connect=connect_timeout_s),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0
+            ),  # uvicorn: 5
+        )
+        self._events = EventLoop("rl-generation-remote")
+        self._end = weakref.finalize(self, _end, self._events, self._http, self._tasks)
+        try:
+            self._facts = self._events.run(self._probe_all())
+        except BaseException:
+            self.close()
+            raise
+        self._limits = Limits(
+            vocab_size=self._facts.vocab_size,
+            max_length=self._facts.max_length,
+            max_length_name="max_model_len",
+            tokenizer=tokenizer,
+        )
+
+    # -- What every engine has ---------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the oldest weights that a replica last reported; as committed here where the servers report none."""
+        reported = [replica.version for replica in self._replicas if replica.version is not None]
+        return min(reported, default=self._version)
+
+    @property
+    def logp_of(self) -> LogpOf:
+        """Which distribution the logp of its rollouts refers to."""
+        return self._logp_of
+
+    @property
+    def limits(self) -> Limits:
+        """What it can be asked for."""
+        return self._limits
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """The replicas that are rested now, by URL, and why."""
+        return {replica.url: replica.why_down for replica in self._replicas if replica.why_down is not None}
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
+        """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on.
+
+        Raises:
+            PromptError: A prompt or its Sampling is refused, here or by the server, or would be ignored there.
+            SampleTimeoutError: Requests were not answered in time; the others are in its `rollouts`.
+            EngineDeadError: No replica answers any more; what had finished is in its `rollouts`.
+            LogpError: An answer holds other tokens than it has log-probabilities, or is to another prompt.
+            ModelError: The server cut an answer off by a limit of its own, or cannot serve the model.
+        """
+        requests = self._requests(prompts, sampling)
+        return self._events.run(self._answer_all(requests))
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt; cancelling the future closes its connection, which ends it at the server.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns, and it raises the same.
+        """
+        try:
+            check_single(sampling)
+            (request,) = self._requests([prompt], [sampling.for_request(seed)])
+            return self._events.start(self._answer_one(request))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+            return failed_request(error)
+
+    def explain(self) -> str:
+        """Which servers these are, and how they do. For people."""
+        facts = self._facts
+        reports = {
+            "rl-generation": "reported with each token",
+            "vllm": "committed here: plain vLLM reports none",
+            "sglang": "committed here: SGLang reports a label of its own",
+        }
+        seeds = "kept" if facts.seeded else "refused: start SGLang with --enable-deterministic-inference"
+        lines = [
+            f"engine: RemoteEngine over {len(self._replicas)} of {facts.kind}, model {facts.model!r}",
+            f"version: {self.version}, {reports[facts.kind]}",
+            f"limits: vocabulary {facts.vocab_size}, positions {facts.max_length}",
+            f"requests: {self._timeout_s} s each, sent again up to {self._retries} times",
+            f"logp: {self._logp_of}",
+            f"seeds: {seeds}",
+        ]
+        for replica in self._replicas:
+            down = "" if replica.why_down is None else f"; not reachable: {replica.why_down}"
+            lines.append(f"replica: {replica.url}, {replica.sent} requests sent, {replica.under_way} under way{down}")
+        return "\n".join(lines)
+
+    def metrics(self) -> EngineMetrics:
+        """What this client has asked for and got; a server's cache and its other clients are not seen from here."""
+        with self._counting:
+            counts = dict(self._counts)
+        return EngineMetrics(
+            time_s=time.monotonic(),
+            running=counts.get("running", 0),
+            waiting=counts.get("unfinished", 0) - counts.get("running", 0),
+            prompt_tokens=counts.get("prompt_tokens", 0),
+            cached_prompt_tokens=0,
+            generated_tokens=counts.get("generated_tokens", 0),
+            preemptions=0,
+            cache_usage=0.0,
+            finished={reason: counts[reason] for reason in get_args(FinishReason) if counts.get(reason)},
+            version=self.version,
+        )
+
+    def commit_version(self, version: int) -> None:
+        """Say that the servers have the weights of `version` now; requests that are sent from here on carry it.
+
+        Raises:
+            EngineOptionError: The servers report the version of their weights themselves.
+        """
+        if self._facts.kind == "rl-generation":
+            raise EngineOptionError("these servers report the version of their weights: commit it there")
+        self._version = version
+
+    def close(self) -> None:
+        """End requests that are under way with EngineDeadError, and the connections; it can be called again."""
+        self._closed = True
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RemoteEngine({[replica.url for replica in self._replicas]!r}, model={self._facts.model!r})"
+
+    # -- Requests, before anything is sent ---------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> list[tuple[Request, int]]:
+        """What is sent, each with the index of its first sample; refuses what the servers would not do, or ignore."""
+        if self._closed:
+            raise EngineDeadError("the engine is closed")
+        sent: list[tuple[Request, int]] = []
+        for request in make_requests(prompts, sampling, self._limits):
+            asked, index = request.sampling, request.prompt_index
+            if self._facts.kind == "rl-generation":
+                if any(math.isinf(bias) for _, bias in asked.logit_bias):
+                    raise PromptError(f"prompt {index} asks for a logit_bias of -inf, which JSON cannot hold: use -100")
+                sent.append((request, 0))
+                continue
+            if self._facts.kind == "vllm":
+                check_for_vllm(request, self._limits)
+                sent.append((request, 0))
+                continue
+            off = Sampling(max_new_tokens=1)
+            for name in ("bad_words", *EMBEDDED_ONLY):
+                if getattr(asked, name) != getattr(off, name):
+                    raise PromptError(
+                        f"prompt {index} asks for {name}={getattr(asked, name)!r:.100}, which SGLang does not do as "
+                        f"the embedded engine does: leave it out, or use a server of rl-generation"
+                    )
+            if asked.ignore_eos and asked.stop_token_ids:
+                raise PromptError(
+                    f"prompt {index} asks for stop_token_ids={asked.stop_token_ids!r} beside ignore_eos, with which "
+                    f"SGLang ignores them too"
+                )
+            cut = {"top_p": asked.top_p != 1.0, "top_k": asked.top_k != 0, "min_p": asked.min_p != 0.0}
+            if self._logp_of == "sampled" and not asked.greedy and any(cut.values()):
+                names = ", ".join(f"{name}={getattr(asked, name)}" for name, given in cut.items() if given)
+                raise PromptError(
+                    f"prompt {index} asks for {names}, and SGLang's logp are those before the cut, not of what was "
+                    f"drawn from: leave it out, or take logp_of='raw' of a server started with "
+                    f"SGLANG_RETURN_ORIGINAL_LOGPROB=1"
+                )
+            seed = asked.seed
+            if seed is not None and not asked.greedy and not self._facts.seeded:
+                raise PromptError(
+                    f"prompt {index} asks for seed={seed}, which SGLang ignores unless it is started with "
+                    f"--enable-deterministic-inference"
+                )
+            if seed is None and self._facts.seeded:  # a deterministic SGLang would take the same seed for all requests
+                seed = secrets.randbelow(MAX_SEED - asked.n)
+            for sample in range(asked.n):
+                own = replace(asked, n=1, seed=None if seed is None else seed + sample)
+                sent.append((replace(request, sampling=own), sample))
+        return sent
+
+    # -- On the event loop -------------------------------------------------------------------------------------------
+
+    async def _answer_all(self, requests: Sequence[tuple[Request, int]]) -> list[Rollout]:
+        """Answer all; of those that time out the others are kept, and any other error ends all."""
+        answering = [asyncio.create_task(self._answer(request, sample)) for request, sample in requests]
+        rollouts: list[Rollout] = []
+        late: list[SampleTimeoutError] = []
+        try:
+            for answered in asyncio.as_completed(answering):
+                try:
+                    rollouts += await answered
+                except SampleTimeoutError as error:
+                    late.append(error)
+        except EngineDeadError as error:
+            raise EngineDeadError(str(error), rollouts=in_order(rollouts)) from error
+        finally:
+            for task in answering:
+                task.cancel()
+            await asyncio.gather(*answering, return_exceptions=True)
+        if late:
+            more = f" (and {len(late) - 1} more requests)" if len(late) > 1 else ""
+            lost = sorted(
+                (sample for error in late for sample in error.timed_out),
+                key=lambda sample: (sample.prompt_index, sample.sample_index),
+            )
+            raise SampleTimeoutError(f"{late[0]}{more}", timed_out=lost, rollouts=in_order(rollouts))
+        return in_order(rollouts)
+
+    async def _answer_one(self, request: tuple[Request, int]) -> Rollout:
+        (rollout,) = await self._answer(*request)
+        return rollout
+
+    async def _answer(self, request: Request, first_sample: int) -> list[Rollout]:
+        """Answer one request: wait for a place, send it, and send it again as long as that may help."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        asked, trying = request.sampling, _Trying()
+        self._count(unfinished=asked.n)
+        try:
+            async with self._places:
+                self._count(running=asked.n)
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        rollouts = await self._send_until_answered(request, first_sample, trying)
+                finally:
+                    self._count(running=-asked.n)
+        except TimeoutError:
+            samples = range(first_sample, first_sample + asked.n)
+            raise SampleTimeoutError(
+                f"{trying.url}: {_name(request)} was not answered within request_timeout_s={self._timeout_s}"
+                + "".join(f"; before, {earlier}" for earlier in trying.failures),
+                timed_out=[
+                    TimedOutSample(prompt_index=request.prompt_index, sample_index=sample, tokens=())
+                    for sample in samples
+                ],
+            ) from None
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineDeadError("the engine was closed while this request was under way") from None
+            raise
+        finally:
+            self._count(unfinished=-asked.n)
+            self._tasks.discard(task)
+        self._count(
+            prompt_tokens=len(request.prompt), generated_tokens=sum(len(rollout.tokens) for rollout in rollouts)
+        )
+        for rollout in rollouts:
+            self._count(**{rollout.finish_reason: 1})
+        return rollouts
+
+    async def _send_until_answered(self, request: Request, first_sample: int, trying: "_Trying") -> list[Rollout]:
+        for attempt in range(self._retries + 1):
+            replica = self._choose(trying.replicas)
+            trying.replicas.append(replica)
+            trying.url = replica.url
+            try:
+                if replica.why_down is not None:  # it may have come back as another
+                    await self._probed_again(replica)
+                return await self._send(replica, request, first_sample)
+            except _ServerFailedError as failure:
+                trying.failures.append(f"{replica.url} {failure}")
+                if failure.rest:
+                    replica.rest(str(failure))
+                level = logging.WARNING if replica.why_down is None else logging.INFO  # named when it was rested
+                LOG.log(level, "%s %s; %s", replica.url, failure, _name(request))
+                others = any(other.why_down is None for other in self._replicas if other is not replica)
+                if attempt < self._retries and (not others or failure.pause_s):
+                    pause_s = failure.pause_s or FIRST_PAUSE_S * 2.0**attempt
+                    await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
+        raise EngineDeadError(
+            f"{_name(request)} was sent {self._retries + 1} times, and not answered: {'; '.join(trying.failures)}"
+        )
+
+    def _choose(self, tried: Sequence["_Replica"]) -> "_Replica":
+        """The replica with the fewest requests under way; one that failed this request or is rested comes last."""
+        now = time.monotonic()
+        return min(
+            self._replicas,
+            key=lambda replica: (replica.rested_until > now, replica in tried, replica.under_way, replica.sent),
+        )
+
+    async def _send(self, replica: "_Replica", request: Request, first_sample: int) -> list[Rollout]:
+        facts, version = self._facts, self._version
+        replica.under_way += 1
+        replica.sent += 1
+        try:
+            if facts.kind == "sglang":
+                answer = await self._post(replica, "/generate", _sglang_body(request, seeded=facts.seeded))
+            else:
+                body = _completion_body(request, model=facts.model, ours=facts.kind == "rl-generation")
+                answer = await self._post(replica, "/v1/completions", body)
+        finally:
+            replica.under_way -= 1
+        read = _read_sglang if facts.kind == "sglang" else _read_completions
+        try:
+            rollouts = read(answer, request, kind=facts.kind, logp_of=self._logp_of, version=version)
+        except (LogpError, ModelError) as error:
+            raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise LogpError(
+                f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+        if facts.kind == "rl-generation":
+            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
+        return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
+
+    async def _post(self, replica: "_Replica", path: str, body: Mapping[str, Any] | None) -> Any:
+        """Send one request, or fetch where `body` is None, and return the JSON of the answer.
+
+        Raises:
+            _ServerFailedError: It may be sent again.
+        """
+        import httpx
+
+        url = f"{replica.url}{path}"
+        try:
+            if body is None:
+                response = await self._http.get(url)
+            else:
+                response = await self._http.post(url, json=body)
+        except httpx.HTTPError as error:
+            said = str(error) or type(error).__name__
+            raise _ServerFailedError(f"cannot be reached: {said}", rest=True) from None
+        status, said = response.status_code, _error_of(response)
+        if status == 200:
+            try:
+                return json.loads(response.content)
+            except ValueError:
+                raise EngineOptionError(f"{url} answers {response.text[:80]!r}, which is no JSON") from None
+        if status == 429:
+            wait = response.headers.get("retry-after", "")
+            pause_s = float(wait) if wait.isdecimal() else FIRST_PAUSE_S
+            raise _ServerFailedError(f"takes no more requests now: {said}", rest=False, pause_s=pause_s)
+        if status == 500 and '"engine_error"' in response.text:  # our server: sending it again cannot help
+            raise LogpError(f"{url}: {said}") if "logp" in said else ModelError(f"{url}: {said}")
+        if status >= 500:
+            raise _ServerFailedError(f"answers with status {status}: {said}", rest=status in (502, 503))
+        if status in (401, 403):
+            raise EngineOptionError(f"{url} answers with status {status}: {said}: name its API key by api_key_env=")
+        if status == 404 or status < 400:
+            raise EngineOptionError(f"{url} answers with status {status}: {said}")
+        raise PromptError(f"{url} refuses the request: {said}")
+
+    def _count(self, **changes: int) -> None:
+        with self._counting:
+            self._counts.update(changes)
+
+    # -- The probe ---------------------------------------------------------------------------------------------------
+
+    async def _probe_all(self) -> "_Facts":
+        """Probe each replica, and refuse those that cannot be one engine together."""
+        found = await asyncio.gather(*(self._probe_first(replica) for replica in self._replicas))
+        for replica, facts in zip(self._replicas, found, strict=True):
+            different = facts.difference(found[0])
+            if different is not None:
+                raise EngineOptionError(f"{self._replicas[0].url} and {replica.url} are no replicas: {different}")
+        return found[0]
+
+    async def _probe_first(self, replica: "_Replica") -> "_Facts":
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._probe(replica)
+        except TimeoutError:
+            raise EngineDeadError(f"{replica.url} did not answer within request_timeout_s={self._timeout_s}") from None
+        except _ServerFailedError as failure:
+            raise EngineDeadError(f"{replica.url} {failure}") from None
+        except (PromptError, LogpError, ModelError) as error:
+            raise EngineOptionError(f"it does not answer as the engine needs it: {error}") from None
+
+    async def _probed_again(self, replica: "_Replica") -> None:
+        """Use a replica that was rested, if it is there again and still the same; one probe answers all who wait."""
+        if replica.probing is None:
+            replica.probing = asyncio.create_task(self._probe_again(replica))
+        failure = await asyncio.shield(replica.probing)
+        if failure is not None:
+            raise _ServerFailedError(failure, rest=False)
+
+    async def _probe_again(self, replica: "_Replica") -> str | None:
+        replica.rested_until = math.inf  # for requests that may go elsewhere
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                different = (await self._probe(replica)).difference(self._facts)
+            if different is None:
+                LOG.warning("%s answers again", replica.url)
+                replica.recovered()
+                return None
+            failure = f"came back as another: {different}"
+        except _ServerFailedError as error:
+            failure = str(error)
+        except TimeoutError:
+            failure = f"did not answer a probe within request_timeout_s={self._timeout_s}"
+        except (EngineOptionError, PromptError, LogpError, ModelError) as error:
+            failure = f"came back as another: {error}"
+        finally:
+            replica.probing, replica.rested_until = None, 0.0
+        replica.rest(failure)
+        return failure
+
+    async def _probe(self, replica: "_Replica") -> "_Facts":
+        """What one server is, from what it says and from a few answers of one token."""
+        cards = {card["id"]: card for card in await self._cards(replica)}
+        name = self._model
+        if name is None:
+            # Adapters of LoRA are listed as models with a parent.
+            bases = [each for each, card in cards.items() if not card.get("parent")]
+            if len(bases) != 1:
+                raise EngineOptionError(f"{replica.url} serves {sorted(cards)}: say which by model=")
+            name = bases[0]
+        if name not in cards:
+            raise EngineOptionError(f"{replica.url} serves {sorted(cards)}, not model={name!r}")
+        card = cards[name]
+        kind = self._kind or card.get("owned_by")
+        if kind not in get_args(ServerKind):
+            raise EngineOptionError(
+                f"{replica.url} says that it is {kind!r}, and token ids in and out are known of "
+                f"{', '.join(get_args(ServerKind))}: if it is one of them behind another name, say which by kind="
+            )
+        vocab_size = self._vocab_size_of(replica, card)
+        facts = _Facts(
+            kind=cast("ServerKind", kind),
+            model=name,
+            max_length=card.get("max_model_len"),
+            vocab_size=vocab_size,
+            seeded=True,
+        )
+        if kind == "sglang":
+            facts = await self._probe_sglang(replica, facts)
+        await self._compare_tokenizers(replica, facts)
+        # The last id of the vocabulary must be known there, and come back as it was sent.
+        prompts = [(vocab_size - 1, 0), (0, vocab_size - 1), (vocab_size // 2,)]
+        ask = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        probes = [Request(prompt=prompt, sampling=ask) for prompt in prompts]
+        if kind == "rl-generation":
+            if card.get("logp_of") != self._logp_of:
+                raise EngineOptionError(
+                    f"{replica.url} gives the logp of the distribution {card.get('logp_of')!r}, and "
+                    f"logp_of={self._logp_of!r} is asked for: make its engine with that, or ask for the other"
+                )
+            body = _completion_body(probes[0], model=name, ours=True)
+            answer = await self._post(replica, "/v1/completions", body)
+            (rollout,) = _read_completions(answer, probes[0], kind=kind, logp_of=self._logp_of, version=0)
+            replica.version = rollout.version
+        elif kind == "vllm":
+            await self._probe_logp_of_vllm(replica, facts, probes)
+        else:
+            await self._probe_logp_of_sglang(replica, probes)
+        return facts
+
+    async def _cards(self, replica: "_Replica") -> list[dict[str, Any]]:
+        answer = await self._post(replica, "/v1/models", None)
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+            raise EngineOptionError(f"{replica.url}/v1/models answers no list of models: is the URL without /v1?")
+        return cards
+
+    def _vocab_size_of(self, replica: "_Replica", card: Mapping[str, Any]) -> int:
+        reported, given = card.get("vocab_size"), self._vocab_size
+        tokens = None if self._tokenizer is None else len(self._tokenizer)
+        if reported is not None and given is not None and reported != given:
+            raise EngineOptionError(f"{replica.url} serves a model of vocab_size={reported}, not {given}")
+        size = reported if reported is not None else given if given is not None else tokens
+        if size is None:
+            raise EngineOptionError(
+                f"{replica.url} does not report the model's vocabulary: give vocab_size= (in its config.json), or "
+                f"tokenizer="
+            )
+        if tokens is not None and tokens > size:
+            raise EngineOptionError(
+                f"the tokenizer has {tokens} tokens, and the model at {replica.url} {size}: it is another model's"
+            )
+        return int(size)
+
+    async def _compare_tokenizers(self, replica: "_Replica", facts: "_Facts") -> None:
+        if self._tokenizer is None:
+            return
+        here = encode_text(self._tokenizer, SAMPLE_TEXT, add_special_tokens=False)
+        ask = {"model": facts.model, "prompt": SAMPLE_TEXT, "add_special_tokens": False}
+        there = (await self._post(replica, "/tokenize", ask)).get("tokens")
+        if there != here:
+            raise EngineOptionError(
+                f"the tokenizer of {replica.url} is another: of {SAMPLE_TEXT!r} it makes {there}, and tokenizer= {here}"
+            )
+
+    async def _probe_logp_of_vllm(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:
+        """Find `--logprobs-mode` out: drawn from one token, its logp is 0 as processed, and as it was in the model."""
+        logps: list[float] = []
+        for probe in probes:
+            one_token = replace(probe, sampling=replace(probe.sampling, temperature=1.0, top_k=1))
+            answer = await self._post(
+                replica, "/v1/completions", _completion_body(one_token, model=facts.model, ours=False)
+            )
+            choice = answer["choices"][0]
+            if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
+                raise EngineOptionError(
+                    f"{replica.url} ignores return_token_ids, and so cannot give the tokens that it sampled: vLLM has "
+                    f"it since 0.10.2"
+                )
+            if not choice.get("logprobs"):
+                raise EngineOptionError(
+                    f"{replica.url} ignores logprobs=0, which asks for the logp of the sampled token"
+                )
+            (logp,) = choice["logprobs"]["token_logprobs"]
+            if logp is not None and logp > 1e-4:
+                raise EngineOptionError(
+                    f"{replica.url} gives {logp} as a log-probability, which is a logit: start it with "
+                    f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
+                )
+            (rollout,) = _read_completions(answer, one_token, kind="vllm", logp_of=self._logp_of, version=0)
+            logps.append(rollout.logp[0])
+        found: LogpOf = "raw" if min(logps) < -1e-4 else "sampled"
+        if found != self._logp_of:
+            flag = {"sampled": "processed_logprobs", "raw": "raw_logprobs"}
+            raise EngineOptionError(
+                f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is asked "
+                f"for: start it with --logprobs-mode {flag[self._logp_of]}, or ask for logp_of={found!r}"
+            )
+
+    async def _probe_sglang(self, replica: "_Replica", facts: "_Facts") -> "_Facts":
+        """What SGLang's own pages say: what it prefers to what it is asked, and whether it keeps seeds."""
+        preferred = (await self._post(replica, "/get_model_info", None)).get("preferred_sampling_params") or {}
+        if isinstance(preferred, str):
+            preferred = json.loads(preferred)
+        changed = sorted(set(preferred) - SGLANG_SETS)
+        if changed:
+            raise EngineOptionError(
+                f"{replica.url} adds {', '.join(changed)} to each request: start it without them in "
+                f"--preferred-sampling-params"
+            )
+        server = await self._post(replica, "/get_server_info", None)
+        length = facts.max_length or server.get("context_length")
+        return replace(facts, max_length=length, seeded=bool(server.get("enable_deterministic_inference")))
+
+    async def _probe_logp_of_sglang(self, replica: "_Replica", probes: Sequence[Request]) -> None:
+        """Find `SGLANG_RETURN_ORIGINAL_LOGPROB` out: with it, a token's logp does not move with the temperature."""
+        for probe in probes:
+            answer = await self._post(replica, "/generate", _sglang_body(probe, seeded=False))
+            if not answer["meta_info"].get("output_token_logprobs"):
+                raise EngineOptionError(f"{replica.url} ignores return_logprob, and gives no output_token_logprobs")
+            (rollout,) = _read_sglang(answer, probe, kind="sglang", logp_of=self._logp_of, version=0)
+            hot = replace(probe, sampling=replace(probe.sampling, temperature=2.0))
+            body = _sglang_body(hot, seeded=False) | {"token_ids_logprob": list(rollout.tokens)}
+            answer = await self._post(replica, "/generate", body)
+            ((logp, *_),) = answer["meta_info"]["output_token_ids_logprobs"][0]
+            if rollout.logp[0] > -1e-3:
+                continue  # the model is too sure of this token for a temperature to show
+            found: LogpOf = "raw" if abs(logp - rollout.logp[0]) < 1e-4 else "sampled"
+            if found != self._logp_of:
+                value = 1 if self._logp_of == "raw" else 0
+                raise EngineOptionError(
+                    f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is "
+                    f"asked for: start it with SGLANG_RETURN_ORIGINAL_LOGPROB={value}, or ask for logp_of={found!r}"
+                )
+            return
+
+
+# -- What is known of servers and of attempts --------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What replicas must have in common."""
+
+    kind: ServerKind
+    model: str
+    max_length: int | None
+    vocab_size: int
+    seeded: bool
+    """Whether the server keeps the seeds of requests."""
+
+    def difference(self, other: "_Facts") -> str | None:
+        """The first thing in which two servers differ, in words."""
+        for name in ("kind", "model", "max_length", "vocab_size", "seeded"):
+            if getattr(self, name) != getattr(other, name):
+                return f"{name} is {getattr(other, name)!r} and {getattr(self, name)!r}"
+        return None
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """One server, as the event loop knows it."""
+
+    url: str
+    version: int | None = None
+    """Of the newest weights in its last answer; None where it reports none."""
+
+    under_way: int = 0
+    sent: int = 0
+    why_down: str | None = None
+    """None while it is in use."""
+
+    rested_until: float = 0.0
+    rests: int = 0
+    """In a row."""
+
+    probing: "asyncio.Task[str | None] | None" = None
+    """Finds out whether it is there again."""
+
+    def rest(self, why: str) -> None:
+        """Use the others for a while, longer each time; a server that dies loses many requests, and counts once."""
+        now = time.monotonic()
+        if self.rested_until > now:
+            return
+        pause_s = min(FIRST_PAUSE_S * 2.0**self.rests, LONGEST_PAUSE_S)
+        self.why_down, self.rested_until = why, now + pause_s
+        self.rests += 1
+        LOG.warning("%s %s; it is left alone for %g s", self.url, why, pause_s)
+
+    def recovered(self) -> None:
+        """Use it again."""
+        self.why_down, self.rested_until, self.rests = None, 0.0, 0
+
+
+@final
+class _Trying:
+    """How a request has fared so far."""
+
+    def __init__(self) -> None:
+        self.replicas: list[_Replica] = []
+        self.failures: list[str] = []
+        self.url = ""
+
+
+@final
+class _ServerFailedError(Exception):
+    """A failure after which the same request may be sent again, to another replica first.
+
+    Args:
+        message: What happened, after the URL.
+        rest: Whether the replica is left alone for a while.
+        pause_s: Seconds that the server asks to wait; 0 where it does not.
+    """
+
+    def __init__(self, message: str, *, rest: bool, pause_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.rest, self.pause_s = rest, pause_s
+
+
+def _base_urls(urls: str | Sequence[str]) -> list[str]:
+    given = [urls] if isinstance(urls, str) else list(urls)
+    if not given:
+        raise EngineOptionError("urls is empty: give the base URL of one server or of several replicas")
+    found = []
+    for url in given:
+        parts = urlsplit(url)
+        if parts.username is not None or parts.password is not None:
+            raise EngineOptionError("a URL holds a user or password, which would be in logs: use api_key_env=")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise EngineOptionError(f"urls must hold base URLs as http://host:8000; got {url!r}")
+        found.append(url.rstrip("/"))
+    if len(set(found)) < len(found):
+        raise EngineOptionError(f"urls names one server twice: {found}")
+    return found
+
+
+def _api_key(variable: str) -> str:
+    key = os.environ.get(variable)
+    if not key:
+        raise EngineOptionError(f"api_key_env={variable!r}: this environment variable is not set, or empty")
+    if not (key.isascii() and key.isprintable() and key.strip()):
+        raise EngineOptionError(f"api_key_env={variable!r}: its value is no text that a header can hold")
+    return key
+
+
+def _name(request: Request) -> str:
+    sampling = request.sampling
+    seed = "" if sampling.seed is None else f", seed={sampling.seed}"
+    return (
+        f"prompt {request.prompt_index} ({len(request.prompt)} tokens, max_new_tokens={sampling.max_new_tokens}, "
+        f"n={sampling.n}{seed})"
+    )
+
+
+def _error_of(response: "httpx.Response") -> str:
+    """What an answer says is wrong, in any of the servers' ways to say it."""
+    with contextlib.suppress(ValueError):
+        said = json.loads(response.content)
+        for name in ("error", "message", "detail"):
+            if isinstance(said, dict) and name in said:
+                said = said[name]
+        if isinstance(said, str):
+            return said[:500]
+    return response.text[:200]
+
+
+def _end(events: EventLoop, http: "httpx.AsyncClient", tasks: set["asyncio.Task[Any]"]) -> None:
+    """Cancel what is under way, close the connections, and end the loop."""
+
+    async def end() -> None:
+        under_way = list(tasks)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await http.aclose()
+
+    def end_all() -> None:
+        with contextlib.suppress(EngineDeadError):
+            events.run(end())
+        events.close()
+
+    if events.is_current:  # garbage is collected anywhere
+        threading.Thread(target=end_all).start()
+    else:
+        end_all()
+
+
+# -- The two interfaces: what is sent, and what is read ----------------------------------------------------------------
+
+
+def _completion_body(request: Request, *, model: str, ours: bool) -> dict[str, Any]:
+    """A request to `/v1/completions`. All that a generation config of the server could fill in is said."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(request.prompt),
+        "max_tokens": sampling.max_new_tokens,
+        "n": sampling.n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "bad_words": list(sampling.bad_words),
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": sampling.top_logp,  # with 0, of the sampled token alone
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "stream": False,
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if ours:  # the others were refused before
+        if sampling.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+        if sampling.min_new_tokens:
+            body["min_tokens"] = sampling.min_new_tokens
+        if sampling.json_schema is not None:
+            body["structured_outputs"] = {"json": sampling.json_schema}
+        if sampling.regex is not None:
+            body["structured_outputs"] = {"regex": sampling.regex}
+    return body
+
+
+def _read_completions(
+    answer: Any, request: Request, *, kind: ServerKind, logp_of: LogpOf, version: int
+) -> list[Rollout]:
+    """The rollouts of an answer of `/v1/completions`; LogpError where they are not exact."""
+    choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    if len(choices) != request.sampling.n:
+        raise LogpError(f"holds {len(choices)} answers of n={request.sampling.n}")
+    if kind == "rl-generation" and answer["logp_of"] != logp_of:
+        raise LogpError(f"has logp of the distribution {answer['logp_of']!r}, and not {logp_of!r}: its engine changed")
+    rollouts = []
+    for index, choice in enumerate(choices):
+        if tuple(choice["prompt_token_ids"]) != request.prompt:
+            raise LogpError(f"is to another prompt, of {len(choice['prompt_token_ids'])} tokens")
+        given = choice["logprobs"]
+        spans = None
+        if kind == "rl-generation":
+            spans = tuple(VersionSpan(**span) for span in choice["weight_versions"])
+        rollouts.append(
+            _rollout(
+                request,
+                tokens=choice["token_ids"],
+                logp=given["token_logprobs"],
+                finish_reason=choice["finish_reason"],
+                stop_reason=choice["stop_reason"],
+                logp_of=logp_of,
+                versions=spans or version,
+                top_logp=_top_logp(given, request.sampling.top_logp),
+                sample_index=index,
+            )
+        )
+    return rollouts
+
+
+def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
+    """The likeliest tokens of each place, of a mapping that also holds the sampled one, wherever it ranks."""
+    if not count:
+        return ()
+    places = []
+    for sampled, values in zip(given["tokens"], given["top_logprobs"], strict=True):
+        # Of two that are equally likely, the sampled one may be there only because it was sampled.
+        ranked = sorted(values.items(), key=lambda pair: (-pair[1], pair[0] == sampled))
+        places.append(tuple((int(name.removeprefix("token_id:")), value) for name, value in ranked[:count]))
+    return tuple(places)
+
+
+def _sglang_body(request: Request, *, seeded: bool) -> dict[str, Any]:
+    """A request to SGLang's `/generate`. All that `--preferred-sampling-params` could fill in is said."""
+    sampling = request.sampling
+    parameters: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if seeded and sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    return {"input_ids": list(request.prompt), "sampling_params": parameters, "return_logprob": True, "stream": False}
+
+
+def _read_sglang(answer: Any, request: Request, *, kind: ServerKind, logp_of: LogpOf, version: int) -> list[Rollout]:
+    """The one rollout of an answer of SGLang's `/generate`; LogpError where it is not exact."""
+    assert kind == "sglang"
+    said = answer["meta_info"]
+    if said["prompt_tokens"] != len(request.prompt):
+        raise LogpError(f"is to another prompt, of {said['prompt_tokens']} tokens: is --allow-auto-truncate set?")
+    pairs = said["output_token_logprobs"]
+    # The ids beside the logp are what was sampled, with the stop token; output_ids may lack it.
+    if len(pairs) != said["completion_tokens"]:
+        raise LogpError(f"has {said['completion_tokens']} tokens and {len(pairs)} logp")
+    reason = said["finish_reason"]
+    if reason.get("matched") == "NaN happened":  # what SGLang calls an id outside of the vocabulary
+        raise LogpError("was ended by NaN in the logits: look for it in the weights")
+    return [
+        _rollout(
+            request,
+            tokens=[pair[1] for pair in pairs],
+            logp=[pair[0] for pair in pairs],
+            finish_reason=reason["type"],
+            stop_reason=reason.get("matched"),
+            logp_of=logp_of,
+            versions=version,
+        )
+    ]
+
+
+def _rollout(
+    request: Request,
+    *,
+    tokens: Sequence[int],
+    logp: Sequence[float | None],
+    finish_reason: str,
+    stop_reason: int | str | None,
+    logp_of: LogpOf,
+    versions: int | tuple[VersionSpan, ...],
+    top_logp: TopLogp = (),
+    sample_index: int = 0,
+) -> Rollout:
+    """One rollout, or why it cannot be one: after `the answer to prompt 3 (…)`."""
+    if len(tokens) != len(logp):
+        raise LogpError(f"has {len(tokens)} tokens and {len(logp)} logp")
+    for place, (token, value) in enumerate(zip(tokens, logp, strict=True)):
+        if value is None or not LOWEST_LOGP < value < math.inf:
+            raise LogpError(f"has logp={value} at token {place}, id {token}")
+    if finish_reason not in get_args(FinishReason):
+        raise ModelError(f"ended for the reason {finish_reason!r}, which is none of {get_args(FinishReason)}")
+    most = request.sampling.max_new_tokens
+    if len(tokens) > most or (finish_reason == "length" and len(tokens) < most):
+        raise ModelError(
+            f"was cut off after {len(tokens)} tokens, by a limit of the server's own: at vLLM, max_new_tokens of the "
+            f"generation config (--generation-config vllm ignores it)"
+        )
+    if finish_reason == "stop" and stop_reason is None:  # vLLM does not repeat an eos token here
+        stop_reason = tokens[-1]
+    spans = (VersionSpan(version=versions, start=0, end=len(tokens)),) if isinstance(versions, int) else versions
+    return Rollout(
+        tokens=tuple(tokens),
+        logp=tuple(float(value) for value in logp if value is not None),
+        logp_of=logp_of,
+        finish_reason=cast("FinishReason", finish_reason),
+        stop_reason=stop_reason if finish_reason == "stop" else None,
+        versions=spans,
+        top_logp=top_logp,
+        prompt_index=request.prompt_index,
+        sample_index=sample_index,
+    )
