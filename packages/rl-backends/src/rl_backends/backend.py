@@ -214,10 +214,8 @@ class DistributedModel(ABC):
         error: BatchError | None = None
         try:
             cut, own = dealing.cut_of(examples)
-        except (
-            BatchError
-        ) as caught:  # raised below, once every rank knows: others would wait in the model's collectives
-            error = caught
+        except BatchError as caught:
+            error = caught  # raised below, once every rank knows: others would wait in the model's collectives
         require_same_deal(examples, error=error)
         return examples.examples, own, cut
 
