@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         prune,
         save_checkpoint,
     )
-    from rl_backends.dry_run.explanation import Explanation, explain
-    from rl_backends.dry_run.predict import DryRun, predict
+    from rl_backends.dry_run.explanation import Explanation, explain, predict
+    from rl_backends.dry_run.result import DryRun
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
     from rl_backends.errors import (
@@ -59,8 +59,8 @@ _HOMES = {
         "backend": "Backend TrainingBackend",
         "checkpoint_directory": "megatron_checkpoint_dir",
         "checkpoints": "CheckpointState CheckpointWrite find_latest load_checkpoint prune save_checkpoint",
-        "dry_run.explanation": "explain Explanation",
-        "dry_run.predict": "DryRun predict",
+        "dry_run.explanation": "explain Explanation predict",
+        "dry_run.result": "DryRun",
         "dtensor.backend": "DTensorBackend",
         "dtensor.config": "DTensorConfig",
         "errors": "BatchError CheckpointError MissingDependencyError ModelError NonFiniteGradientError RankError",

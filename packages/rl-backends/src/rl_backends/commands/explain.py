@@ -71,40 +71,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.dry_run.explanation import Explanation, answer_here
-
-    # This process has nothing to keep: no other one need be started.
-    explanation = Explanation(answer_here(_request(arguments)))
-    return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes
-
-
-def _request(arguments: argparse.Namespace) -> dict[str, Any]:
-    from rl_backends.dry_run.predict import request_of, step_asked
+    from rl_backends.dry_run.explanation import explain
     from rl_backends.lora import LoraConfig
     from rl_backends.optimizers import OptimizerConfig
 
-    rank = arguments.lora_rank
-    config = chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank))
-    name = arguments.optimizer
-    asked = step_asked(
-        config,
+    rank, name = arguments.lora_rank, arguments.optimizer
+    explanation = explain(
+        arguments.model,
+        chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank)),
         world_size=arguments.ranks,
         optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
         rows=arguments.rows,
         length=arguments.length,
-        lengths=None,
-        temperature=1.0,
         reference=arguments.reference or arguments.offload_reference,
         offload_reference=arguments.offload_reference,
-    )
-    return request_of(
-        arguments.model,
-        config,
-        asked,
-        world_size=arguments.ranks,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
+    return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes
 
 
 def _optimizers() -> tuple[str, ...]:

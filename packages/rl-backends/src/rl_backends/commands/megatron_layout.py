@@ -16,7 +16,7 @@ from torch import nn
 from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.console import CommandError
-from rl_backends.dry_run.predict import format_bytes
+from rl_backends.dry_run.result import format_bytes
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
@@ -238,8 +238,7 @@ def explain_megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]
 
     No ranks, no weights, and no megatron-core are needed.
     """
-    from rl_backends.dry_run.explanation import release_of
-    from rl_backends.dry_run.predict import skeleton_of
+    from rl_backends.dry_run.explanation import release_of, skeleton_of
     from rl_backends.megatron.cpu_compat import entries
 
     skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_backends.dry_run.predict import DIFFERENT_TOKENS, Collective, DryRun, Phase, StepRequest
+from rl_backends.dry_run.result import DIFFERENT_TOKENS, Collective, DryRun, Phase, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
@@ -184,7 +184,7 @@ def dry_run_here(
     if dist.is_initialized():
         raise ModelError(
             "this process has a process group, and a dry run needs one of its own that sends nothing: call it before "
-            "init_process_group, or name the model (a folder, config.json or hub id), which is run in another process"
+            "init_process_group, or run `rl-backends explain` beside it"
         )
     vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
