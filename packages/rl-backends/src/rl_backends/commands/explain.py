@@ -8,15 +8,14 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from rl_backends.commands.backend_flags import (
+from rl_backends.commands.console import CommandError, show, show_json
+from rl_backends.commands.flags import (
     add_backend_flags,
     add_model_arguments,
     chosen_backend,
     chosen_config,
+    one_of,
 )
-from rl_backends.commands.config_flags import one_of
-from rl_backends.commands.console import CommandError, show, show_json
-from rl_backends.commands.megatron_layout import explain_megatron
 
 GIB = 2**30
 
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain, and return the exit code."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
         raise CommandError(f"--device-memory-gib must be above 0; got {given}")
-    text, document, peak = (explain_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
+    text, document, peak = (_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
     show(text)
     holds = given is None or peak <= given * GIB
     if given is not None:
@@ -68,6 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show_json({**document, "holds": holds})
     return 0 if holds else 1
+
+
+def _megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    from rl_backends.commands.megatron_layout import describe_layout
+    from rl_backends.dry_run.explanation import skeleton_of
+
+    skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    return describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
 
 
 def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:

@@ -18,13 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.commands.backend_flags import (
+from rl_backends.commands.console import CommandError, say, show, show_json
+from rl_backends.commands.flags import (
     add_backend_flags,
     add_model_arguments,
     chosen_backend,
     chosen_config,
 )
-from rl_backends.commands.console import CommandError, say, show, show_json
 
 if TYPE_CHECKING:
     from rl_backends.commands.verify_plain import Check, SmallModel
@@ -105,7 +105,7 @@ def _checks(
     shortest, longest = LENGTHS[arguments.backend]
     sizes = {"rows": 2 * arguments.ranks + 1, "vocabulary": small.vocabulary, "padding": small.padding}
     rows = {**sizes, "seed": arguments.seed, "shortest": shortest, "longest": longest}
-    task = {"folder": str(folder), "backend": arguments.backend, "config": asdict(config), "ranks": arguments.ranks}
+    task = {"folder": str(folder), "backend": arguments.backend, "config": config, "ranks": arguments.ranks}
     run_ranks({**task, "rows": rows}, deadline_s=arguments.deadline_s)
     truth = plain_result(folder / "model", make_rows(**rows))
     untrained = getattr(torch, config.precision) if megatron else None

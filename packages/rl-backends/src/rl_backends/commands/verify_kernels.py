@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from torch import Tensor
 
-from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.console import say, show, show_json
+from rl_backends.commands.flags import chosen_config
 from rl_backends.commands.verify_plain import Check, Plain, check, loss_of, make_rows, plain_result, save_small_model
 from rl_backends.commands.verify_rank import gradients
 from rl_backends.dtensor.backend import DTensorBackend

@@ -1,25 +1,22 @@
-"""One rank of a comparison: the backend takes the steps, and writes the parts that it holds. Started by `run_ranks`.
+"""The ranks of a comparison: in each the backend takes the steps, and writes the parts that it holds.
 
-    python -m rl_backends.commands.verify_rank TASK      (JSON)
-
-Files: <rank>.safetensors with `logp` and, for each box, `<kind>|<name>|<offsets>`; <rank>.json with what went wrong.
+Files: <rank>.safetensors with `logp` and, for each box, `<kind>|<name>|<offsets>`; <rank>.json with what was refused.
 """
 
-import contextlib
 import functools
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from rl_backends.commands.console import CommandError
 from rl_backends.commands.verify_plain import (
@@ -33,9 +30,7 @@ from rl_backends.commands.verify_plain import (
     make_rows,
 )
 from rl_backends.dtensor.backend import DTensorBackend
-from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import MissingDependencyError
-from rl_backends.kernels import KernelsConfig
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans import named_shards
 
@@ -46,10 +41,41 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def main() -> None:
-    """Do the task on the command line; what is refused is written down, and other failures are raised."""
-    task = json.loads(sys.argv[1])
-    folder, rank = Path(task["folder"]), task["rank"]
+def run_ranks(task: Mapping[str, Any], *, deadline_s: float) -> None:
+    """Run the task on `task["ranks"]` processes over gloo; what they found lies in `task["folder"]`.
+
+    All of them are ended when one fails, and at the deadline.
+    """
+    folder, ranks = Path(task["folder"]), int(task["ranks"])
+    # Ranks are CPU ranks, and Megatron takes a GPU where it sees one.
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"):
+        started = start_processes(  # type: ignore[no-untyped-call]
+            _run_rank, args=(task,), nprocs=ranks, join=False, start_method="spawn"
+        )
+    until = time.monotonic() + deadline_s
+    try:
+        while not started.join(timeout=max(0.0, until - time.monotonic())):
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"the ranks were not done after {deadline_s:g} s, and were ended; raise --deadline-s"
+                )
+    except ProcessException as failure:
+        raise RuntimeError(f"rank {failure.error_index}: {str(failure).strip().splitlines()[-1]}") from failure
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.join()
+    for rank in range(ranks):
+        note = folder / f"{rank}.json"
+        if note.is_file():
+            raise CommandError(json.loads(note.read_text(encoding="utf-8"))["refused"])
+
+
+def _run_rank(rank: int, task: Mapping[str, Any]) -> None:
+    """Do the task as one rank; what is refused is written down, and other failures are raised."""
+    for output in (1, 2):  # what libraries say is no result, and what goes wrong is raised
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    folder = Path(task["folder"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=task["ranks"])
     try:
@@ -60,7 +86,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _result(task: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+def _result(task: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
     backend = _load(folder / "model", task)
     rows = make_rows(**task["rows"])
     loss = functools.partial(loss_of, num_tokens=int(rows.trainable.sum()))
@@ -81,17 +107,15 @@ def _result(task: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _load(model: Path, task: dict[str, Any]) -> Any:
+def _load(model: Path, task: Mapping[str, Any]) -> Any:
     """The backend over a folder. What Megatron was given is saved again beside it before it trains."""
     if task["backend"] == "megatron":
         from rl_backends.megatron.backend import MegatronBackend
-        from rl_backends.megatron.config import MegatronConfig
 
-        megatron = MegatronBackend.from_pretrained(str(model), MegatronConfig(**task["config"]))
+        megatron = MegatronBackend.from_pretrained(str(model), task["config"])
         megatron.save_pretrained(model.parent / "untrained")
         return megatron
-    kernels = KernelsConfig(**task["config"]["kernels"])
-    return DTensorBackend.from_pretrained(str(model), DTensorConfig(**{**task["config"], "kernels": kernels}))
+    return DTensorBackend.from_pretrained(str(model), task["config"])
 
 
 def gradients(backend: Any) -> Iterator[Part]:
@@ -116,62 +140,3 @@ def _boxes(kind: str, parts: Iterable[Part]) -> dict[str, Tensor]:
         f"{kind}|{name}|{','.join(map(str, offsets))}": numbers.clone(memory_format=torch.contiguous_format)
         for name, offsets, numbers in parts
     }
-
-
-# ---- Starting all ranks, under one deadline; all are ended when one fails.
-
-PROGRAM = "rl_backends.commands.verify_rank"
-POLL_S = 0.1
-
-
-def run_ranks(task: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Run the task on `task["ranks"]` processes over gloo; what they found lies in `task["folder"]`."""
-    folder, ranks = Path(task["folder"]), int(task["ranks"])
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(_ended(_start(task, rank, folder))) for rank in range(ranks)]
-        _wait(processes, folder, deadline_s=deadline_s)
-    for rank in range(ranks):
-        note = folder / f"{rank}.json"
-        if note.is_file():
-            raise CommandError(json.loads(note.read_text(encoding="utf-8"))["refused"])
-
-
-def _start(task: Mapping[str, Any], rank: int, folder: Path) -> "subprocess.Popen[bytes]":
-    found = [os.environ.get("PYTHONPATH", ""), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, found)), "OMP_NUM_THREADS": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # ranks are CPU ranks, and Megatron takes a GPU where it sees one
-    with (folder / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(  # noqa: S603 - this interpreter, this package
-            [sys.executable, "-m", PROGRAM, json.dumps({**task, "rank": rank})],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-
-
-@contextlib.contextmanager
-def _ended(process: "subprocess.Popen[bytes]") -> Any:
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, *, deadline_s: float) -> None:
-    until = time.monotonic() + deadline_s
-    codes = [process.poll() for process in processes]
-    while None in codes and not any(codes):
-        if time.monotonic() > until:
-            raise TimeoutError(f"the ranks were not done after {deadline_s:g} s, and were ended; raise --deadline-s")
-        time.sleep(POLL_S)
-        codes = [process.poll() for process in processes]
-    for rank, process in enumerate(processes):
-        if process.poll():
-            said = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise RuntimeError(f"rank {rank} ended with status {process.poll()}: {said[-1] if said else 'no word'}")
-
-
-if __name__ == "__main__":
-    main()

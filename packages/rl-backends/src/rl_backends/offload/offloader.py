@@ -30,7 +30,7 @@ from rl_backends.metrics.memory import (
     optimizer_tensors,
     plain_tensors,
 )
-from rl_backends.offload.stores import DiskStore, HostStore, Store
+from rl_backends.offload.stores import DiskStore, HostStore
 from rl_parallel_plans.checkpoints import reshard
 
 Part = Literal["weights", "gradients", "optimizer"]
@@ -130,7 +130,7 @@ class Offloader:
         self._extra = extra
         self._to: Literal["host", "disk"] = to
         self._directory = Path(directory) if directory is not None else None
-        self._stores: dict[Part, Store] = {}
+        self._stores: dict[Part, HostStore | DiskStore] = {}
         self._away: dict[Part, list[NamedStorage]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._placeholders: MetaPlaceholders | None = None
@@ -269,7 +269,7 @@ class Offloader:
             for part in parts
         }
 
-    def _store(self, part: Part) -> Store:
+    def _store(self, part: Part) -> HostStore | DiskStore:
         if part not in self._stores:
             pinned = torch.cuda.is_available()
             self._stores[part] = HostStore(pinned=pinned) if self._directory is None else DiskStore(self._directory)

@@ -1,6 +1,7 @@
 """Where bytes go that leave a device: host memory that is used again, or files in a folder of this process alone.
 
-A store keeps one sequence of bytes; `put` copies and changes nothing at the source.
+A store keeps one sequence of bytes at a time, given and taken as contiguous uint8 tensors of one dim on any device;
+`put` copies and changes nothing at the source.
 """
 
 import shutil
@@ -8,7 +9,6 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,27 +16,6 @@ from torch import Tensor
 # A power of two, since torch rounds pinned memory up to one; what is packed into such chunks wastes one at most.
 CHUNK_BYTES = 64 * 2**20
 FILE_BYTES = 256 * 2**20
-
-
-@runtime_checkable
-class Store(Protocol):
-    """Keeps one sequence of bytes at a time. Pieces are contiguous uint8 tensors of one dim, on any device."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that the store holds now."""
-
-    def put(self, pieces: Sequence[Tensor]) -> None:
-        """Copy `pieces`; copies to pinned memory may still be under way afterwards."""
-
-    def get(self, into: Sequence[Tensor]) -> None:
-        """Copy back what was put, piece by piece, into tensors of the same sizes."""
-
-    def clear(self) -> None:
-        """Forget what was put."""
-
-    def close(self) -> None:
-        """Give back everything."""
 
 
 class HostStore:

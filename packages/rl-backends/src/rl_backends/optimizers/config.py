@@ -5,8 +5,6 @@ from typing import ClassVar, Literal
 
 from rl_backends.choices import check_choices, check_finite
 
-__all__ = ["MuonConfig", "OptimizerConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonConfig:
