@@ -334,7 +334,6 @@ def test_layers_of_stages_are_those_that_are_asked_for(fields, layers):
         ({"pipeline_model_parallel_layout": "Et*2|t*5L"}, "it has 2 stages and 7 layers"),
         ({"pipeline_model_parallel_layout": "E|t*8L"}, "gives stage 0 no layer"),
         ({"pipeline_model_parallel_layout": "tE|t*7L"}, "E first, L last"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "needs a multiple of the stages as the number of microbatches"),
     ],
 )
 def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(fields, why):

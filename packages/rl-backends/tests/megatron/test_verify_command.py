@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from rl_backends import OptimizerConfig
 from rl_backends.__main__ import main
-from rl_backends.commands import megatron_layout, verify_rank
+from rl_backends.commands import comparison, megatron_layout
 from rl_backends.commands.flags import field_docs
 from rl_backends.megatron.architecture import read_architecture
 from rl_backends.megatron.config import MegatronConfig
@@ -50,12 +50,12 @@ def verify(world, tmp_path, capsys, monkeypatch, on_ranks):
         def one(task, rank):
             broken()
             folder = Path(task["folder"])
-            save_file(verify_rank._result(task, folder), folder / f"{rank}.safetensors")
+            save_file(comparison._result(task, folder), folder / f"{rank}.safetensors")
 
         def run_ranks(task, *, deadline_s):
             on_ranks(lambda rank: one(task, rank), ranks=task["ranks"])
 
-        monkeypatch.setattr("rl_backends.commands.verify_rank.run_ranks", run_ranks)
+        monkeypatch.setattr("rl_backends.commands.comparison.run_ranks", run_ranks)
         world.make_model(family, **config).config.save_pretrained(tmp_path)
         given = ["verify", str(tmp_path / "config.json"), "--backend", "megatron", "--ranks", "2", "--json", *flags]
         code = main(given)

@@ -1,4 +1,4 @@
-"""Save a checkpoint, either complete or not at all, at once or while training goes on.
+"""Save a checkpoint, either complete or not at all, at once or while training goes on; find and remove old ones.
 
 The order of a save: the previous save is awaited; all ranks agree on what to write; rank 0 makes a folder beside the
 target; each rank writes its file there; rank 0 writes the marker and renames the folder. `write_checkpoint` does this

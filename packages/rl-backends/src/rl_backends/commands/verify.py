@@ -27,7 +27,7 @@ from rl_backends.commands.flags import (
 )
 
 if TYPE_CHECKING:
-    from rl_backends.commands.verify_plain import Check, SmallModel
+    from rl_backends.commands.comparison import Check, SmallModel
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 """Of the largest relative difference where nobody said another; bfloat16 has 8 bits."""
@@ -96,8 +96,7 @@ def _checks(
 ) -> "tuple[SmallModel, list[Check]]":
     import torch
 
-    from rl_backends.commands.verify_plain import compare, make_rows, plain_result
-    from rl_backends.commands.verify_rank import run_ranks
+    from rl_backends.commands.comparison import compare, make_rows, plain_result, run_ranks
 
     megatron = arguments.backend == "megatron"
     small = _save_small_model(folder / "model", arguments, config)
@@ -123,7 +122,7 @@ def _megatron_config(arguments: argparse.Namespace) -> Any:
 
 
 def _save_small_model(folder: Path, arguments: argparse.Namespace, config: Any) -> "SmallModel":
-    from rl_backends.commands.verify_plain import save_small_model
+    from rl_backends.commands.comparison import save_small_model
 
     megatron = arguments.backend == "megatron"
     return save_small_model(

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_backends.optimizers import OptimizerConfig
+from rl_parallel_plans.forecast.report import PhasePeak
 
 GIB = 2**30
 MIB = 2**20
@@ -31,26 +32,12 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """The worst moment of one phase of a step, on rank 0, whose shards are the largest."""
-
-    name: str
-    """between steps, logp, reference logp, forward_backward or optim_step."""
-    num_bytes: int
-    """Alive at that moment."""
-    by_category: Mapping[str, int]
-    """What they are, largest first."""
-    largest: tuple[tuple[str, str, int], ...]
-    """The largest shares: category, module that ran when they were made ("" outside of all), bytes."""
-
-    @property
-    def by_column(self) -> dict[str, int]:
-        """The categories in the words of the table."""
-        found = dict.fromkeys(COLUMNS, 0)
-        for category, size in self.by_category.items():
-            found[KINDS.get(category, "working memory")] += size
-        return found
+def by_column(phase: PhasePeak) -> dict[str, int]:
+    """The categories of a phase in the words of the table."""
+    found = dict.fromkeys(COLUMNS, 0)
+    for category, size in phase.by_category.items():
+        found[KINDS.get(category, "working memory")] += size
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +74,9 @@ class DryRun:
     """Of the whole batch, padding left out."""
     num_microbatches: int
     """That each rank works on."""
-    phases: tuple[Phase, ...]
-    """In their order. A phase's peak counts what was alive when it began."""
+    phases: tuple[PhasePeak, ...]
+    """between steps, logp, reference logp, forward_backward, optim_step, on rank 0, whose shards are the largest. A
+    phase's peak counts what was alive when it began."""
     host_bytes: int
     """Held in host memory beside, where parameters or the reference are offloaded from a GPU; else 0."""
     collectives: tuple[Collective, ...]
@@ -97,11 +85,11 @@ class DryRun:
     """What the figures rest on, and what they leave out."""
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> PhasePeak:
         """The worst moment of the step."""
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> PhasePeak:
         """The phase of this name.
 
         Raises:
@@ -115,7 +103,7 @@ class DryRun:
     def text(self) -> str:
         """For people."""
         rows = [["on one rank", "peak", *COLUMNS]]
-        rows += [[p.name, format_bytes(p.num_bytes), *map(format_bytes, p.by_column.values())] for p in self.phases]
+        rows += [[p.name, format_bytes(p.num_bytes), *map(format_bytes, by_column(p).values())] for p in self.phases]
         used = [0, 1, *(i for i in range(2, len(rows[0])) if any(row[i] != "-" for row in rows[1:]))]
         smallest = self.peak.num_bytes / 50
         return "\n".join(

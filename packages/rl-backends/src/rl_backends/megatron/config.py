@@ -131,10 +131,6 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are shared out to; microbatches go through them in turn (1F1B)."""
 
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks that each stage holds in turn (interleaved 1F1B). Refused: Megatron's schedule for it needs a
-    multiple of the stages as the number of microbatches, and rows of any length make any number."""
-
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, which also holds the embedding; None shares the layers out evenly."""
 
@@ -196,10 +192,6 @@ class MegatronConfig:
     """Gather updated parameters over data-parallel ranks while the next forward runs. Needs `overlap_grad_reduce` and
     `use_distributed_optimizer`."""
 
-    tp_comm_overlap: bool = False
-    """Overlap tensor-parallel communication with matrix multiplications. Refused: its buffers have one sequence length,
-    and rows have several."""
-
     lora_cfg: LoraConfig | None = None
     """Train low-rank adapters in the place of the weights, in plain torch's layers (`transformer_impl="local"`)."""
 
@@ -257,12 +249,6 @@ class MegatronConfig:
                 "pipeline_model_parallel_layout says how many layers each stage has: leave the other fields of "
                 "pipeline stages out"
             )
-        if self.virtual_pipeline_model_parallel_size is not None:
-            yield (
-                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: Megatron's "
-                f"interleaved schedule needs a multiple of the stages as the number of microbatches, and rows of any "
-                f"length make any number; leave it out, or use uneven stages"
-            )
         plain = self.transformer_impl == "local" or (self.transformer_impl is None and self.device == "cpu")
         of_engine = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "gradient_accumulation_fusion")
         for name in of_engine:
@@ -289,11 +275,6 @@ class MegatronConfig:
                     f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron "
                     f"frozen weights are in the precision of the others; set base_dtype to it"
                 )
-        if self.tp_comm_overlap:
-            yield (
-                "tp_comm_overlap=True: Transformer Engine's buffers for it have one fixed sequence length, and rows of "
-                "post-training have many; leave it out"
-            )
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             yield (
                 "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True: without "

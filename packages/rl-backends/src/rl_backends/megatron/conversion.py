@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -400,9 +400,6 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("torch.serialization", "_get_layout"),
         }
     )
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self.ALLOWED or (
