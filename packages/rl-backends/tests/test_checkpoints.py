@@ -19,6 +19,7 @@ from rl_backends.checkpoints.manifest import (
     FileRecord,
     Manifest,
     read_manifest,
+    record_of,
     write_json,
     write_manifest,
     write_safetensors,
@@ -706,7 +707,8 @@ def test_the_file_of_tensors_is_one_that_safetensors_reads(tmp_path):
     tensors = {str(dtype): torch.randn(5, 3).to(dtype) for dtype in dtypes}
     fused = torch.randn(6, 4)  # boxes of one storage
     tensors |= {"q": fused[:4], "k": fused[4:], "number": torch.tensor(7), "nothing": torch.zeros(0, 4)}
-    record = write_safetensors(tmp_path / "file.safetensors", tensors)
+    write_safetensors(tmp_path / "file.safetensors", tensors)
+    record = record_of(tmp_path / "file.safetensors")
     assert record.sha256 == hashlib.sha256((tmp_path / "file.safetensors").read_bytes()).hexdigest()
     assert record.num_bytes == (tmp_path / "file.safetensors").stat().st_size
     read = load_file(tmp_path / "file.safetensors")

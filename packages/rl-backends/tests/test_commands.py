@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from rl_backends import DTensorBackend, DTensorConfig, KernelsConfig, OptimizerConfig
 from rl_backends.__main__ import main
-from rl_backends.commands.config_flags import config_of, field_docs
-from rl_backends.commands.verify_plain import Plain, compare
+from rl_backends.commands.comparison import Plain, compare
+from rl_backends.commands.flags import config_of, field_docs
 
 
 @pytest.fixture

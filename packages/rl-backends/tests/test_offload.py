@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from rl_backends.metrics import memory_by_category
-from rl_backends.offload import PARTS, Offloader
-from rl_backends.offload.stores import DiskStore, HostStore
+from rl_backends.offload import PARTS, DiskStore, HostStore, Offloader
 
 PROGRAM = Path(__file__).parent / "programs" / "offload.py"
 

@@ -157,7 +157,6 @@ def test_two_ranks_take_the_optimizer_steps_of_one_plain_process(world, program,
     for result in (rank[name] for rank in results):
         torch.testing.assert_close(result["weights"], expected, **tolerance)
         assert result["norms"] == pytest.approx(norms, rel=1e-6)
-        assert result["state_bytes"] == result["predicted_state_bytes"]
 
 
 @pytest.mark.parametrize("name", ["Muon, FSDP", "Muon, TP", "Muon, fused rows in the order of the ranks"])
@@ -182,7 +181,6 @@ def test_moments_in_8_bits_take_nearly_the_same_steps(world, program, results, n
         apart = {name: not torch.equal(result["weights"][name], expected[name]) for name in expected}
         assert apart["lm_head.weight"]  # it is quantized
         torch.testing.assert_close(result["weights"]["model.norm.weight"], expected["model.norm.weight"])  # it is not
-        assert result["state_bytes"] == result["predicted_state_bytes"]
 
 
 @pytest.mark.parametrize("name", BADS)

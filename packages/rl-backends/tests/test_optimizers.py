@@ -191,7 +191,7 @@ def test_an_implementation_that_torch_does_not_have_there_is_refused():
     model = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ValueError, match=r"no implementation='fused' of AdamW for torch\.complex64 on cpu"):
         make_optimizers(model, OptimizerConfig(lr=1.0), num_steps=2)
-    assert make_optimizers(model, OptimizerConfig(lr=1.0, implementation="foreach"), num_steps=2).state_bytes == 104
+    assert make_optimizers(model, OptimizerConfig(lr=1.0, implementation="foreach"), num_steps=2).groups
 
 
 def test_settings_of_muon_are_refused_without_it():
@@ -296,7 +296,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(world):
     assert {name for name in after if torch.equal(after[name], before[name])} == {"lm_head.weight"}
 
 
-def test_explain_tells_groups_and_bytes_that_are_those_of_the_state(world):
+def test_explain_tells_groups(world):
     model = world.make_model("Llama")
     config = OptimizerConfig(lr=1e-3, name="muon", weight_decay=0.1, warmup_steps=1, final_lr_ratio=0.1)
     optimizers = make_optimizers(model, config, num_steps=3)
@@ -304,9 +304,6 @@ def test_explain_tells_groups_and_bytes_that_are_those_of_the_state(world):
     assert "Muon, lr=0.001, 1 steps of warm-up, then linear to 0.0001, 3 steps in all" in text
     assert "model.layers.0.self_attn.q_proj.weight" in text
     assert f"{sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1):,}" in text
-    _step(model, optimizers, config, 0)
-    held = [value for state in _state_of(optimizers) for value in state.values()]
-    assert optimizers.state_bytes == sum(value.numel() * value.element_size() for value in held)
 
 
 @pytest.mark.parametrize(
@@ -331,10 +328,9 @@ def test_8_bits_take_nearly_the_steps_of_adamw(world):
     model, plain = (world.make_model("Llama", vocab_size=256) for _ in range(2))
     run(plain, dataclasses.replace(eight, name="adamw"))
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, a minute for every shape
-        optimizers, _ = run(model, eight)
+        run(model, eight)
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=0, atol=0.3e-2)
     assert not torch.equal(model.lm_head.weight, plain.lm_head.weight)
-    assert optimizers.state_bytes < make_optimizers(plain, OptimizerConfig(**ADAMW), num_steps=1).state_bytes
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_backends.backend import Backend, TrainingBackend
-    from rl_backends.checkpoint_directory import megatron_checkpoint_dir
     from rl_backends.checkpoints import (
         CheckpointState,
         CheckpointWrite,
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
         prune,
         save_checkpoint,
     )
-    from rl_backends.dry_run.explanation import Explanation, explain
-    from rl_backends.dry_run.predict import DryRun, predict
+    from rl_backends.dry_run.explanation import Explanation, explain, predict
+    from rl_backends.dry_run.result import DryRun
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
     from rl_backends.errors import (
@@ -46,7 +45,12 @@ if TYPE_CHECKING:
     )
     from rl_backends.lora import LoraConfig, MergedWeights
     from rl_backends.megatron.backend import MegatronBackend
-    from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+    from rl_backends.megatron.config import (
+        MegatronConfig,
+        MegatronOptimizerConfig,
+        MegatronSchedulerConfig,
+        megatron_checkpoint_dir,
+    )
     from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
     from rl_backends.offload import Offloader, OffloadReport
     from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
@@ -57,10 +61,9 @@ _HOMES = {
     name: home
     for home, names in {
         "backend": "Backend TrainingBackend",
-        "checkpoint_directory": "megatron_checkpoint_dir",
         "checkpoints": "CheckpointState CheckpointWrite find_latest load_checkpoint prune save_checkpoint",
-        "dry_run.explanation": "explain Explanation",
-        "dry_run.predict": "DryRun predict",
+        "dry_run.explanation": "explain Explanation predict",
+        "dry_run.result": "DryRun",
         "dtensor.backend": "DTensorBackend",
         "dtensor.config": "DTensorConfig",
         "errors": "BatchError CheckpointError MissingDependencyError ModelError NonFiniteGradientError RankError",
@@ -71,7 +74,7 @@ _HOMES = {
         "materialize ModelSource open_model",
         "lora": "LoraConfig MergedWeights",
         "megatron.backend": "MegatronBackend",
-        "megatron.config": "MegatronConfig MegatronOptimizerConfig MegatronSchedulerConfig",
+        "megatron.config": "megatron_checkpoint_dir MegatronConfig MegatronOptimizerConfig MegatronSchedulerConfig",
         "metrics": "memory_by_category MemoryUse ModelFlops peak_flops_per_s StepMetrics",
         "offload": "Offloader OffloadReport",
         "optimizers": "clip_and_step GradientStep make_optimizers MuonConfig OptimizerConfig",

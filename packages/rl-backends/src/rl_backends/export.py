@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.checkpoints.folders import probe_file, sees
-from rl_backends.checkpoints.manifest import sync
+from rl_backends.checkpoints.manifest import sync, write_safetensors
 from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
 from rl_backends.loading.pretrained import dtype_of_config
@@ -261,7 +261,9 @@ class _ShardFiles:
         self._held.setdefault(file, {})[name] = tensor if alone else tensor.contiguous().clone()
         self._missing[file].remove(name)
         if not self._missing[file]:
-            self._writing = self._thread.submit(self._write, file, self._held.pop(file))
+            self._writing = self._thread.submit(
+                write_safetensors, self._folder / file, self._held.pop(file), metadata={"format": "pt"}
+            )
 
     def finish(self, failure: BaseException | None) -> None:
         """Wait until this rank's files are on disk."""
@@ -279,16 +281,6 @@ class _ShardFiles:
             index = {"metadata": {"total_size": self._total_size}, "weight_map": self._file_of}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-    def _write(self, file: str, tensors: dict[str, Tensor]) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        try:
-            save_file(tensors, self._folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # its own name for an error of the operating system
-            raise OSError(f"{self._folder / file} cannot be written: {error}") from error
-        sync([self._folder / file])
 
 
 # ---- From the layout of the model to that of files.

@@ -14,8 +14,8 @@ import pytest
 import torch
 from forked import RanksFailedError
 
-from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.errors import CheckpointError
+from rl_backends.megatron.config import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 
 
 def test_the_directory_is_nemo_rls_and_says_why(monkeypatch):

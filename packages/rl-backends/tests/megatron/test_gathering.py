@@ -36,9 +36,8 @@ def gathered(gatherer):
 
 
 def one_rank(world, layout, rank):
-    from rl_backends.megatron.gathering import Gatherer
     from rl_backends.megatron.model import MegatronModel
-    from rl_backends.megatron.weights import from_hugging_face
+    from rl_backends.megatron.weights import Gatherer, from_hugging_face
 
     hugging_face = make_model(world, layout)
     config = MegatronConfig(precision="bfloat16", **LAYOUTS[layout][1])

@@ -39,7 +39,7 @@ def trained(world, *, family="Qwen3", **config):
 
 def contents(backend):
     """Weights, gradients, masters and moments."""
-    from rl_backends.megatron.masters import masters_of
+    from rl_backends.megatron.optimizer import masters_of
 
     tensors = {name: parameter.detach() for name, parameter in backend.model.named_parameters()}
     tensors |= {f"{name}.main_grad": each.main_grad for name, each in backend.model.named_parameters()}

@@ -173,7 +173,6 @@ def test_bfloat16_weights_follow_float32_masters():
         step(ddp, optimizers, seed=number)
     rounded = {name: weight.bfloat16() for name, weight in weights_of(plain).items()}
     assert sum(torch.equal(weights_of(model)[name], rounded[name]) for name in rounded) == len(rounded)
-    assert optimizers.state_bytes == sum(12 * each.numel() + 4 for each in model.parameters())
 
 
 @alone

@@ -155,7 +155,7 @@ def run(world, case, folder):
         with adapters_disabled(model):
             reference = token_logp(model, TOKENS)
     merged = MergedWeights(model)
-    objects = {name: id(tensor) for name, tensor in merged.items()}
+    objects = {shard.name: id(shard.tensor) for shard in merged.shards()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)
     first_gradients = None
     for _ in range(STEPS):
@@ -165,11 +165,12 @@ def run(world, case, folder):
         optimizer.zero_grad()
     after = whole_tensors(model)
     merged.refresh()
-    same = {name: id(tensor) for name, tensor in merged.items()} == objects
+    same = {shard.name: id(shard.tensor) for shard in merged.shards()} == objects
+    tensors = {shard.name: shard.tensor for shard in merged.shards()}
     layout = {
-        name: shard.tensor.placements == merged[name].placements
+        name: shard.tensor.placements == tensors[name].placements
         for name, shard in {s.name.replace(".base_layer", ""): s for s in shards_of(model)}.items()
-        if name in merged and isinstance(merged[name], DTensor)
+        if isinstance(tensors.get(name), DTensor)
     }
     gathered = {shard.name: gather(shard.tensor, shard.row_order) for shard in merged.shards()}
     exported = dict(export_merged(model, every_rank=True))

@@ -52,9 +52,9 @@ def fake_gpu():
 
     As ("copy" | "wait" | "give back", bytes that the tensors to be moved have at that time).
     """
+    from rl_backends import offload
     from rl_backends.metrics.memory import NamedStorage, named_storages
-    from rl_backends.offload import offloader
-    from rl_backends.offload.stores import HostStore
+    from rl_backends.offload import HostStore
 
     events, known = [], {}
 
@@ -79,7 +79,7 @@ def fake_gpu():
         return copy
 
     with (
-        mock.patch.object(offloader, "named_storages", find),
+        mock.patch.object(offload, "named_storages", find),
         mock.patch.object(HostStore, "put", copying(HostStore.put)),
         mock.patch.object(HostStore, "get", copying(HostStore.get)),
         mock.patch("torch.cuda.synchronize", side_effect=lambda _: note("wait")),

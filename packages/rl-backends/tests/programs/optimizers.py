@@ -93,15 +93,10 @@ def take_steps(world, task):
             put_gradients(shards, step=step)
             norms.append(clip_and_step(model, optimizers, config, version=step).norm)
     muon.orthogonalized = orthogonalized
-    held = sum(
-        _bytes(value) for optimizer in optimizers.each for state in optimizer.state.values() for value in state.values()
-    )
     return {
         "weights": whole_weights(model),
         "norms": norms,
         "orthogonalized": count[0],
-        "state_bytes": held,
-        "predicted_state_bytes": optimizers.state_bytes,
     }
 
 
@@ -185,15 +180,6 @@ def step_over_meshes(_, task):
 def three_matrices():
     torch.manual_seed(0)
     return nn.ModuleDict({name: nn.Linear(3, 5, bias=False) for name in ("plain", "line", "grid")})
-
-
-def _bytes(value):
-    from rl_parallel_plans import to_local_if_dtensor
-
-    local = to_local_if_dtensor(value)
-    if hasattr(local, "__tensor_flatten__"):
-        return sum(_bytes(getattr(local, name)) for name in local.__tensor_flatten__()[0])
-    return local.numel() * local.element_size()
 
 
 def _state(optimizers):

@@ -2,8 +2,13 @@
 
 from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
 from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers
-from rl_backends.checkpoints.retention import find_latest, prune
-from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers, save_checkpoint
+from rl_backends.checkpoints.saving import (
+    CheckpointWrite,
+    find_latest,
+    prune,
+    release_staging_buffers,
+    save_checkpoint,
+)
 
 __all__ = [
     "CheckpointState",

@@ -40,10 +40,19 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from rl_backends.checkpoints.manifest import INDEX, STATE, Manifest, sync, write_json, write_manifest, write_safetensors
+from rl_backends.checkpoints.manifest import (
+    INDEX,
+    STATE,
+    Manifest,
+    record_of,
+    sync,
+    write_json,
+    write_manifest,
+    write_safetensors,
+)
 from rl_backends.checkpoints.shards import FlatBox, TensorShard, dtype_name
 from rl_backends.errors import CheckpointError
-from rl_backends.file_names import is_plain_name
+from rl_backends.loading.source import is_plain_name
 from rl_parallel_plans import Box
 
 CHUNK_BYTES = 64 * 2**20
@@ -277,7 +286,9 @@ class CheckpointWriter(FileSystemWriter):
                 shared = tensor.data_ptr() in addresses and tensor.numel() > 0
                 tensors[key] = tensor.detach().clone() if shared else tensor.detach().contiguous()
                 addresses.add(tensor.data_ptr())
-            record = write_safetensors(self._unfinished / plan.storage_data, tensors)
+            path = self._unfinished / plan.storage_data
+            write_safetensors(path, tensors)
+            record = record_of(path)
             results = [
                 WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=record)
                 for item, tensor in zip(plan.items, tensors.values(), strict=True)

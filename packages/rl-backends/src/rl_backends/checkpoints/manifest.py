@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from rl_backends.errors import CheckpointError
-from rl_backends.file_names import is_plain_name
+from rl_backends.loading.source import is_plain_name
 
 MARKER, INDEX, STATE = "checkpoint.json", "tensors.json", "state.json"
 FORMAT, FORMAT_VERSION = "rl-backends checkpoint", 1
@@ -60,30 +60,29 @@ class Manifest:
 # ---- Files that are on disk when the call returns.
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
-    """Write contiguous CPU tensors into a new file and wait until it is on disk.
-
-    safetensors writes from the tensors' own memory, without a copy. The digest is computed from the file, so that it
-    is the digest of what a reader gets.
-    """
+def write_safetensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous CPU tensors into a new file, from their own memory without a copy; wait until it is on disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path)
+        save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:  # its own name for an error of the operating system
         raise OSError(f"{path} cannot be written: {error}") from error
     sync([path])
+
+
+def record_of(path: Path) -> FileRecord:
+    """Of a file that was written; the digest is read from the file, so that it is that of what a reader gets."""
     return FileRecord(name=path.name, num_bytes=path.stat().st_size, sha256=digest_of(path))
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
     """Write a value as JSON into a new file and wait until it is on disk."""
-    data = json.dumps(value).encode()
     with path.open("xb") as file:
-        file.write(data)
+        file.write(json.dumps(value).encode())
     sync([path])
-    return FileRecord(name=path.name, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return record_of(path)
 
 
 def sync(paths: Iterable[Path]) -> None:

@@ -7,9 +7,9 @@ checked; 1 it cannot be written, or the one that is there is damaged; 2 refused.
 
 import argparse
 
-from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
 from rl_backends.commands.console import CommandError, say, show, show_json
 from rl_backends.errors import MissingDependencyError
+from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpoint_dir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from rl_backends.loading import open_model
-    from rl_backends.megatron.config import MegatronConfig
     from rl_backends.megatron.groups import ParallelGroups
 
     config = MegatronConfig(

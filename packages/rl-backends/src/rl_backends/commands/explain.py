@@ -8,15 +8,14 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from rl_backends.commands.backend_flags import (
+from rl_backends.commands.console import CommandError, show, show_json
+from rl_backends.commands.flags import (
     add_backend_flags,
     add_model_arguments,
     chosen_backend,
     chosen_config,
+    one_of,
 )
-from rl_backends.commands.config_flags import one_of
-from rl_backends.commands.console import CommandError, show, show_json
-from rl_backends.commands.megatron_layout import explain_megatron
 
 GIB = 2**30
 
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain, and return the exit code."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
         raise CommandError(f"--device-memory-gib must be above 0; got {given}")
-    text, document, peak = (explain_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
+    text, document, peak = (_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
     show(text)
     holds = given is None or peak <= given * GIB
     if given is not None:
@@ -70,41 +69,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if holds else 1
 
 
+def _megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    from rl_backends.commands.megatron_layout import describe_layout
+    from rl_backends.dry_run.explanation import skeleton_of
+
+    skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    return describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
+
+
 def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.dry_run.explanation import Explanation, answer_here
-
-    # This process has nothing to keep: no other one need be started.
-    explanation = Explanation(answer_here(_request(arguments)))
-    return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes
-
-
-def _request(arguments: argparse.Namespace) -> dict[str, Any]:
-    from rl_backends.dry_run.predict import request_of, step_asked
+    from rl_backends.dry_run.explanation import explain
     from rl_backends.lora import LoraConfig
     from rl_backends.optimizers import OptimizerConfig
 
-    rank = arguments.lora_rank
-    config = chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank))
-    name = arguments.optimizer
-    asked = step_asked(
-        config,
+    rank, name = arguments.lora_rank, arguments.optimizer
+    explanation = explain(
+        arguments.model,
+        chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank)),
         world_size=arguments.ranks,
         optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
         rows=arguments.rows,
         length=arguments.length,
-        lengths=None,
-        temperature=1.0,
         reference=arguments.reference or arguments.offload_reference,
         offload_reference=arguments.offload_reference,
-    )
-    return request_of(
-        arguments.model,
-        config,
-        asked,
-        world_size=arguments.ranks,
         revision=arguments.revision,
         trust_remote_code=arguments.trust_remote_code,
     )
+    return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes
 
 
 def _optimizers() -> tuple[str, ...]:

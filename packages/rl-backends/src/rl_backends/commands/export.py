@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_backends.commands.config_flags import one_of
 from rl_backends.commands.console import CommandError, say, show, show_json
+from rl_backends.commands.flags import one_of
 from rl_backends.errors import MissingDependencyError
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ Ranks are counted as megatron-core counts them: tensor-parallel ones first, then
 from the first rank of a stage on, over tensor, context and data ranks alike.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,14 +12,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
-from rl_backends.commands.backend_flags import chosen_config
 from rl_backends.commands.console import CommandError
-from rl_backends.dry_run.predict import format_bytes
+from rl_backends.dry_run.result import format_bytes
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
-from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.installed import INSTALL
 from rl_backends.megatron.transformer_config import layers_of_stages, padded_vocab_size, require_layout
@@ -34,10 +31,6 @@ DOES = {
     "dp": "have rows of their own, and sum gradients",
     "pp": "share the layers, as stages of a pipeline",
 }
-CHOSEN = (
-    "by --backend megatron; in a recipe policy.megatron_cfg.enabled=true chooses it, and takes precedence over "
-    "policy.dtensor_cfg.enabled"
-)
 SHOWN_GROUPS, SHOWN_RANKS = 4, 8
 GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
@@ -76,25 +69,6 @@ class Stage:
     def num_bytes(self) -> int:
         """All of it; activations and buffers of communication come on top."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-
-
-def describe_layout(skeleton: nn.Module, make_config: Callable[[], MegatronConfig], *, ranks: int) -> tuple[str, int]:
-    """Describe the axes and the memory of the fullest rank, and return that rank's bytes, without activations."""
-    architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
-    fullest = max(
-        stages_of(architecture, shapes_of(skeleton, config), config, ranks=ranks), key=lambda stage: stage.num_bytes
-    )
-    parts = {
-        "weights": fullest.weight_bytes,
-        "gradients": fullest.gradient_bytes,
-        "optimizer": fullest.optimizer_bytes,
-        "total": fullest.num_bytes,
-    }
-    lines = [f"Megatron backend of {type(skeleton).__name__} on {ranks} {config.device} rank{'s' * (ranks > 1)}"]
-    lines += [f"  {axis.name:<4}{axis.size:>5}  {axis.does}" for axis in axes_of(config, ranks=ranks)]
-    lines += ["memory of the fullest rank, without activations and communication"]
-    lines += [f"  {name:<10}{format_bytes(size):>12}" for name, size in parts.items()]
-    return "\n".join(lines), fullest.num_bytes
 
 
 def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[int, ...]]:
@@ -230,34 +204,32 @@ def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks:
     return (-(-dense // sharing) + -(-experts // sharing_experts)) * per_number
 
 
-# ---- `rl-backends explain --backend megatron`.
+# ---- In words and in plain values.
 
 
-def explain_megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+def describe_layout(
+    skeleton: nn.Module, make_config: Callable[[], MegatronConfig], *, ranks: int
+) -> tuple[str, dict[str, Any], int]:
     """Layout, memory without activations, vocabulary, files: for people, in plain values, and the most bytes of a rank.
 
     No ranks, no weights, and no megatron-core are needed.
     """
     from rl_backends.dry_run.explanation import release_of
-    from rl_backends.dry_run.predict import skeleton_of
-    from rl_backends.megatron.cpu_compat import entries
 
-    skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
-    architecture, config = readable_layout(skeleton.config, lambda: chosen_config(arguments), ranks=arguments.ranks)
-    axes = axes_of(config, ranks=arguments.ranks)
-    stages = stages_of(architecture, shapes_of(skeleton, config), config, ranks=arguments.ranks)
+    architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
+    axes = axes_of(config, ranks=ranks)
+    stages = stages_of(architecture, shapes_of(skeleton, config), config, ranks=ranks)
     fullest = max(stages, key=lambda stage: stage.num_bytes)
     padded = padded_vocab_size(architecture, config)
     directory = {"directory": str(megatron_checkpoint_dir().absolute()), "told": explain_megatron_checkpoint_dir()}
     document = {
         "backend": "megatron",
-        "reason": CHOSEN,
         "model": {
             "class": type(skeleton).__name__,
             "type": architecture.model_type,
             "parameters": sum(parameter.numel() for parameter in skeleton.parameters()),
         },
-        "world_size": arguments.ranks,
+        "world_size": ranks,
         "config": asdict(config),
         "versions": {name: release_of(name) for name in ("megatron-core", "torch", "transformers")},
         "layout": [asdict(axis) for axis in axes],
@@ -270,10 +242,6 @@ def explain_megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]
             "rows_of_rank": padded // config.tensor_model_parallel_size,
         },
         "checkpoint_dir": directory,
-        "workarounds": [
-            {"name": entry.name, "reason": entry.reason, "seen_in": entry.seen_in}
-            for entry in (entries() if config.device == "cpu" else ())
-        ],
     }
     return "\n".join(_told(document, axes, stages, fullest=fullest)), document, fullest.num_bytes
 
@@ -284,7 +252,6 @@ def _told(document: dict[str, Any], axes: Sequence[Axis], stages: Sequence[Stage
         f"MegatronBackend of {model['class']} ({model['parameters']:,} parameters) on {ranks} {config['device']} "
         f"rank{'s' if ranks > 1 else ''}"
     )
-    yield f"chosen {document['reason']}"
     yield ", ".join(
         f"{name} {release}" if release else f"{name} is not installed, and training needs it: {INSTALL}"
         for name, release in document["versions"].items()
@@ -312,9 +279,6 @@ def _told(document: dict[str, Any], axes: Sequence[Axis], stages: Sequence[Stage
     yield f"  together   {format_bytes(fullest.num_bytes):>12}"
     yield "\nweights are read from the Hugging Face files, each rank its own parts; nothing is converted"
     yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {document['checkpoint_dir']['told']}"
-    if found := document["workarounds"]:
-        yield f"\nwithout CUDA {len(found)} assumptions of megatron-core are worked around"
-    yield from (f"  {entry['name']} (seen in {entry['seen_in']})" for entry in found)
 
 
 def _listed(ranks: Sequence[int]) -> str:

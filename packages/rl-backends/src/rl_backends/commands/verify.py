@@ -18,16 +18,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.commands.backend_flags import (
+from rl_backends.commands.console import CommandError, say, show, show_json
+from rl_backends.commands.flags import (
     add_backend_flags,
     add_model_arguments,
     chosen_backend,
     chosen_config,
 )
-from rl_backends.commands.console import CommandError, say, show, show_json
 
 if TYPE_CHECKING:
-    from rl_backends.commands.verify_plain import Check, SmallModel
+    from rl_backends.commands.comparison import Check, SmallModel
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 """Of the largest relative difference where nobody said another; bfloat16 has 8 bits."""
@@ -96,8 +96,7 @@ def _checks(
 ) -> "tuple[SmallModel, list[Check]]":
     import torch
 
-    from rl_backends.commands.verify_plain import compare, make_rows, plain_result
-    from rl_backends.commands.verify_rank import run_ranks
+    from rl_backends.commands.comparison import compare, make_rows, plain_result, run_ranks
 
     megatron = arguments.backend == "megatron"
     small = _save_small_model(folder / "model", arguments, config)
@@ -105,7 +104,7 @@ def _checks(
     shortest, longest = LENGTHS[arguments.backend]
     sizes = {"rows": 2 * arguments.ranks + 1, "vocabulary": small.vocabulary, "padding": small.padding}
     rows = {**sizes, "seed": arguments.seed, "shortest": shortest, "longest": longest}
-    task = {"folder": str(folder), "backend": arguments.backend, "config": asdict(config), "ranks": arguments.ranks}
+    task = {"folder": str(folder), "backend": arguments.backend, "config": config, "ranks": arguments.ranks}
     run_ranks({**task, "rows": rows}, deadline_s=arguments.deadline_s)
     truth = plain_result(folder / "model", make_rows(**rows))
     untrained = getattr(torch, config.precision) if megatron else None
@@ -123,7 +122,7 @@ def _megatron_config(arguments: argparse.Namespace) -> Any:
 
 
 def _save_small_model(folder: Path, arguments: argparse.Namespace, config: Any) -> "SmallModel":
-    from rl_backends.commands.verify_plain import save_small_model
+    from rl_backends.commands.comparison import save_small_model
 
     megatron = arguments.backend == "megatron"
     return save_small_model(

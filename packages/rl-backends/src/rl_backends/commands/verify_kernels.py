@@ -16,10 +16,18 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from torch import Tensor
 
-from rl_backends.commands.backend_flags import chosen_config
+from rl_backends.commands.comparison import (
+    Check,
+    Plain,
+    check,
+    gradients,
+    loss_of,
+    make_rows,
+    plain_result,
+    save_small_model,
+)
 from rl_backends.commands.console import say, show, show_json
-from rl_backends.commands.verify_plain import Check, Plain, check, loss_of, make_rows, plain_result, save_small_model
-from rl_backends.commands.verify_rank import gradients
+from rl_backends.commands.flags import chosen_config
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import MissingDependencyError

@@ -28,29 +28,20 @@ from textwrap import indent
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from rl_backends.dry_run.predict import (
-    Collective,
-    DryRun,
-    StepRequest,
-    aligned,
-    ask_child,
-    config_from_dict,
-    format_bytes,
-    request_of,
-    skeleton_of,
-    step_asked,
-    step_from_dict,
-)
+from rl_backends.dry_run.result import Collective, DryRun, StepRequest, aligned, format_bytes
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
+from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.optimizers import OptimizerConfig
+from rl_backends.reference import without_weights
 from rl_parallel_plans import as_json
 
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
+MICROBATCHES = 2
+"""That a rank works on where nobody said how many rows there are: the second finds the gradient of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +50,8 @@ class Explanation:
 
     document: Mapping[str, Any]
     """Plain values, whose keys `rl_backends.dry_run.explanation` lists."""
-
-    @property
-    def dry_run(self) -> DryRun:
-        """The predicted memory."""
-        return DryRun.from_dict(self.document["memory"])
+    dry_run: DryRun
+    """The predicted memory."""
 
     def as_json(self) -> str:
         """The document as one line of JSON."""
@@ -95,9 +83,10 @@ def explain(
     offload_reference: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    timeout_s: float = 600.0,
 ) -> Explanation:
     """The mesh, the plan, dtypes, the batch, FLOPs, collectives and the memory of a step on each rank.
+
+    Call it in a process without a process group: a step of `DTensorBackend` runs here, on fake tensors and ranks.
 
     Args:
         model: a causal LM, which is not changed; or a folder, a config.json or a hub id, of which no weights are read.
@@ -112,32 +101,48 @@ def explain(
         offload_reference: keep that copy in host memory.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run the model's own Python code. Only for code that you have read.
-        timeout_s: after which another process is given up.
 
     Raises:
-        ModelError: the model cannot be built or run so; or this process has a process group, and a module no `config`.
+        ModelError: the model cannot be built or run so; or this process has a process group.
         PlanError, ValueError: what the backend would refuse.
-        TimeoutError: the other process took too long.
     """
-    asked = step_asked(
-        config,
-        world_size=world_size,
+    for name, value in (("world_size", world_size), ("rows", rows), ("length", length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be >= 1")
+    if lengths is not None and (not lengths or min(lengths) < 1):
+        raise ValueError(f"lengths={list(lengths)} must be those of one row or more, each of 1 token or more")
+    if rows is None:
+        rows = config.micro_batch_size
+        if config.micro_batch_tokens is not None:
+            rows = max(1, min(rows, config.micro_batch_tokens // length))
+        rows *= MICROBATCHES * max(1, world_size // (config.tensor_parallel_size * config.context_parallel_size))
+    asked = StepRequest(
+        lengths=tuple([length] * rows if lengths is None else lengths),
         optimizer=optimizer,
-        rows=rows,
-        length=length,
-        lengths=lengths,
         temperature=temperature,
         reference=reference,
         offload_reference=offload_reference,
     )
-    if isinstance(model, nn.Module) and not dist.is_initialized():
-        from rl_backends.reference import without_weights
+    if isinstance(model, nn.Module):
+        skeleton = without_weights(model)
+    else:
+        skeleton = skeleton_of(str(model), revision=revision, trust_remote_code=trust_remote_code)
+    return _explanation_of(skeleton, config, asked, world_size=world_size)
 
-        return Explanation(document_of(without_weights(model), config, asked, world_size=world_size))
-    request = request_of(
-        model, config, asked, world_size=world_size, revision=revision, trust_remote_code=trust_remote_code
-    )
-    return Explanation(ask_child(request, timeout_s=timeout_s))
+
+def predict(
+    model: nn.Module | str | Path,
+    config: DTensorConfig,
+    *,
+    world_size: int,
+    optimizer: OptimizerConfig | None = None,
+    **asked: Any,
+) -> DryRun:
+    """Run a step of `DTensorBackend` on fake tensors and ranks, and count what one of them holds.
+
+    Args and errors as `explain`, which tells more; without an optimizer there is no state and no step.
+    """
+    return explain(model, config, world_size=world_size, optimizer=optimizer, **asked).dry_run
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[str]:
@@ -212,20 +217,8 @@ AXES = {
 }
 
 
-def answer_here(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request in plain values asks for, in this process, which must have no process group."""
-    config, asked = config_from_dict(request["config"]), step_from_dict(request["asked"])
-    skeleton = skeleton_of(
-        request["source"],
-        revision=request["revision"],
-        trust_remote_code=request["trust_remote_code"],
-        model_config=request["model_config"],
-    )
-    return document_of(skeleton, config, asked, world_size=request["world_size"])
-
-
-def document_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int) -> dict[str, Any]:
-    """The document of a model on the meta device, which is taken over."""
+def _explanation_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int) -> Explanation:
+    """Of a model on the meta device, which is taken over."""
     from rl_backends.dry_run.fake import dry_run_here
 
     started = time.monotonic()
@@ -233,7 +226,7 @@ def document_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, 
     model_type = getattr(getattr(skeleton, "config", None), "model_type", None)
     made, plan = dry_run_here(skeleton, config, asked, world_size=world_size)
     sharded_over = made.mesh["dp"] * made.mesh["ep"] * made.mesh["cp"]
-    return {
+    document = {
         "format": FORMAT,
         "model": {"class": made.model, "parameters": made.num_parameters, "model_type": model_type},
         "versions": {name: release_of(name) for name in ("torch", "transformers", "rl-backends")},
@@ -261,6 +254,7 @@ def document_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, 
         "plan_text": plan.explain(dp=sharded_over),
         "seconds": round(time.monotonic() - started, 3),
     }
+    return Explanation(document, made)
 
 
 def _flops(skeleton: nn.Module, asked: StepRequest) -> dict[str, float] | None:
@@ -279,3 +273,24 @@ def release_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+# ---- The model, without its weights.
+
+
+def skeleton_of(source: str, *, revision: str | None, trust_remote_code: bool) -> nn.Module:
+    """The model of a folder, a config.json, a hub id or a type such as qwen3, in float32 on the meta device."""
+    import transformers
+
+    if Path(source).expanduser().is_file() or (source in transformers.CONFIG_MAPPING and not Path(source).exists()):
+        from rl_parallel_plans.model_source import read_config
+
+        opened = ModelSource(
+            model_name=source,
+            folder=Path(),
+            config=read_config(source, trust_remote_code=trust_remote_code),
+            head="causal_lm",
+            trust_remote_code=trust_remote_code,
+        )
+        return opened._bare()  # noqa: SLF001 - ours; a folder's generation configuration is not there
+    return open_model(source, revision=revision, trust_remote_code=trust_remote_code).skeleton()

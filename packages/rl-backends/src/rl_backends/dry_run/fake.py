@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_backends.dry_run.predict import DIFFERENT_TOKENS, Collective, DryRun, Phase, StepRequest
+from rl_backends.dry_run.result import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
@@ -46,6 +46,7 @@ from rl_parallel_plans.forecast import (
     fused_attention,
     gathered_labels,
 )
+from rl_parallel_plans.forecast.report import PhasePeak
 from rl_parallel_plans.forecast.tracker import (
     ACTIVATIONS,
     BUFFERS,
@@ -184,7 +185,7 @@ def dry_run_here(
     if dist.is_initialized():
         raise ModelError(
             "this process has a process group, and a dry run needs one of its own that sends nothing: call it before "
-            "init_process_group, or name the model (a folder, config.json or hub id), which is run in another process"
+            "init_process_group, or run `rl-backends explain` beside it"
         )
     vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
@@ -261,9 +262,9 @@ def _forget_floats(skeleton: nn.Module) -> None:
                     held[name] = value.to("meta")
 
 
-def _phase(name: str, peak: Peak) -> Phase:
+def _phase(name: str, peak: Peak) -> PhasePeak:
     largest = tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST])
-    return Phase(name=name, num_bytes=peak.total, by_category=peak.by_category, largest=largest)
+    return PhasePeak(name=name, num_bytes=peak.total, by_category=peak.by_category, largest=largest)
 
 
 def _in_host_memory(config: DTensorConfig, asked: StepRequest) -> tuple[str, ...]:

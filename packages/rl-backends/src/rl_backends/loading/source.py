@@ -8,7 +8,7 @@ safetensors files come into the Hub's cache, all of one commit.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from rl_backends.errors import ModelError, RankError
-from rl_backends.file_names import is_plain_name
 from rl_backends.loading.pretrained import check_generation_config, dtypes_in_files
 from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
@@ -251,6 +250,11 @@ def _indexed(index: Path) -> list[str]:
             f"{index.parent} are read"
         )
     return sorted(set(names))
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a name that a file gives is of a file beside it: no folder, no `..`, no root."""
+    return isinstance(name, str) and name not in {"", ".", ".."} and PurePosixPath(name).name == name
 
 
 def _download(model_name: str, *, revision: str | None, patterns: list[str]) -> Path:

@@ -8,8 +8,6 @@ import torch
 
 from rl_backends.choices import check_choices, check_finite
 
-__all__ = ["LoraConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:

@@ -7,13 +7,15 @@ each of which copies its own part. The folder names the model that it belongs to
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_backends.checkpoints.folders import atomic_folder
+from rl_backends.checkpoints.manifest import write_safetensors
 from rl_backends.errors import CheckpointError
+from rl_backends.loading.weights import Shard
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import (
     ADAPTER,
@@ -27,31 +29,9 @@ from rl_backends.lora.layers import (
     unwrapped,
 )
 from rl_backends.rank_agreement import on_every_rank, on_rank_0
-from rl_parallel_plans import Box, export_state_dict, named_shards
-
-__all__ = ["load_adapter", "save_adapter"]
+from rl_parallel_plans import export_state_dict, named_shards
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
-@runtime_checkable
-class ShardOfAdapter(Protocol):
-    """What a rank holds of one tensor."""
-
-    @property
-    def name(self) -> str:
-        """In the model."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the unsharded tensor."""
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's memory."""
-
-    def boxes(self) -> list[Box]:
-        """Which slices of the unsharded tensor `local` holds."""
 
 
 TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
@@ -104,7 +84,7 @@ def save_adapter(
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: str | Path, *, shards: Sequence[ShardOfAdapter] | None = None) -> None:
+def load_adapter(model: nn.Module, folder: str | Path, *, shards: Sequence[Shard] | None = None) -> None:
     """Put the values of a saved adapter into the model's, in place; every rank must call it, and reads only its part.
 
     Strict: the same layers, rank, scaling, shapes and names. Nothing is copied before every rank has read its part.
@@ -124,7 +104,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, shards: Sequence[Shard
         target.copy_(saved)
 
 
-def _read(model: nn.Module, folder: Path, *, shards: Sequence[ShardOfAdapter] | None) -> list[tuple[Tensor, Tensor]]:
+def _read(model: nn.Module, folder: Path, *, shards: Sequence[Shard] | None) -> list[tuple[Tensor, Tensor]]:
     """Views of this rank's adapters, and what the folder has for each."""
     from safetensors import SafetensorError, safe_open
 
@@ -133,7 +113,7 @@ def _read(model: nn.Module, folder: Path, *, shards: Sequence[ShardOfAdapter] | 
         _check_config(_read_config(folder), model, folder)
         with safe_open(str(folder / WEIGHTS), framework="pt") as file:
             in_file = peft_names(model)
-            own: dict[str, ShardOfAdapter] = {
+            own: dict[str, Shard] = {
                 in_file(shard.name): shard for shard in (named_shards(model) if shards is None else shards)
             }
             wanted = {
@@ -165,13 +145,11 @@ def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
-    from safetensors.torch import save
-
     if folder.exists():
         raise FileExistsError(f"{folder} exists already; a saved adapter is never overwritten, choose another folder")
     with atomic_folder(folder) as unfinished:
         config.save_pretrained(str(unfinished))
-        (unfinished / WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
+        write_safetensors(unfinished / WEIGHTS, weights, metadata={"format": "pt"})
 
 
 def _peft_config(model: Any, layers: list[AdaptedLayer], base_model_name: str) -> Any:

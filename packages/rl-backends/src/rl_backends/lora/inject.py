@@ -30,17 +30,6 @@ from rl_parallel_plans import named_shards, to_local_if_dtensor
 from rl_parallel_plans.sharding.fsdp import FP32_PARAMETERS, kept_in_fp32
 from rl_parallel_plans.structure import collapsed, text_layers, tied_names
 
-__all__ = [
-    "add_lora",
-    "fill_with_adapters",
-    "find_experts",
-    "find_targets",
-    "find_trained_whole",
-    "first_value",
-    "initialise_adapters",
-    "require_peft",
-]
-
 
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0, layers_only: bool = False) -> nn.Module:
     """Freeze `model` and put adapters into it; before it is sharded. The model is changed in place and returned.

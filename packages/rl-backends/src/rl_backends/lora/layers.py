@@ -20,26 +20,6 @@ from rl_backends.errors import ModelError
 from rl_backends.lora.config import LoraConfig
 from rl_parallel_plans.checkpoints import WRAPPERS, reshard
 
-__all__ = [
-    "ADAPTER",
-    "AdaptedLayer",
-    "AdapterSize",
-    "adapt_experts",
-    "adapted_head",
-    "adapted_layers",
-    "adapter_size",
-    "adapter_tensors",
-    "adapters_disabled",
-    "base_name",
-    "from_peft",
-    "is_base",
-    "named_places",
-    "peft_names",
-    "to_peft",
-    "trained_whole",
-    "unwrapped",
-]
-
 ADAPTER = "default"
 """peft's name of the one adapter of a layer."""
 
@@ -143,19 +123,6 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     in_file = peft_names(model)
     named = ((unwrapped(name), parameter) for name, parameter in model.named_parameters())
     return {in_file(name): parameter for name, parameter in named if _of_adapter(name) or parameter.requires_grad}
-
-
-def named_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Where parameters, then buffers, are registered, by name in the model without adapters; both ends of ties.
-
-    As (name, module, attribute): what is found there may be another object after sharding or offloading.
-    """
-    for registered in ("_parameters", "_buffers"):
-        for path, module in model.named_modules(remove_duplicate=False):
-            for own, tensor in getattr(module, registered).items():
-                name = f"{unwrapped(path)}.{own}" if path else own
-                if tensor is not None and not _of_adapter(name):
-                    yield base_name(name), module, own
 
 
 def unwrapped(name: str) -> str:

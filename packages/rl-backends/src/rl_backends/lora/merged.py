@@ -7,31 +7,21 @@ computes its own part of W' from its parts of W and B and the columns of A that 
 ranks that FSDP has cut its few rows over.
 """
 
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import Iterator
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from rl_backends.checkpoints.shards import this_rank
 from rl_backends.lora.layers import (
-    A_TAIL,
-    B_TAIL,
-    EMBEDDING_A_TAIL,
-    EMBEDDING_B_TAIL,
-    EXPERTS_A_TAIL,
-    EXPERTS_B_TAIL,
-    MAGNITUDE_TAIL,
     TAILS,
     AdaptedLayer,
     adapted_layers,
     base_name,
-    named_places,
 )
-from rl_parallel_plans import NamedShard, export_state_dict, named_shards, to_local_if_dtensor
-from rl_parallel_plans.checkpoints import reshard
+from rl_parallel_plans import NamedShard, named_shards, to_local_if_dtensor
 from rl_parallel_plans.dtensor import is_dtensor
-
-__all__ = ["MergedWeights", "export_merged", "merged_weight"]
 
 
 @torch.no_grad()
@@ -50,8 +40,8 @@ def merged_weight(
 
 
 @final
-class MergedWeights(Mapping[str, Tensor]):
-    """Parameters and buffers by Hugging Face name, adapters merged: what an engine is fed from.
+class MergedWeights:
+    """What this rank holds of a model with its adapters merged, by Hugging Face name: what an engine is fed from.
 
     Weights with an adapter have memory of their own here, as large as this rank's part of them and placed alike; all
     other tensors are the model's own. Both are the same objects at every refresh.
@@ -66,7 +56,6 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._model = model
-        self._places = {name: (module, own) for name, module, own in named_places(model)}
         self._merged = {
             layer.weight: torch.empty_like(layer.base, dtype=dtype, requires_grad=False)
             for layer in adapted_layers(model)
@@ -99,39 +88,16 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def shards(self) -> Iterator[NamedShard]:
         """What this rank holds of each parameter and persistent buffer, as `named_shards` of the merged model would."""
-        self._require_memory()
+        if self._released:
+            raise RuntimeError("the merged weights were released; call refresh() before they are read")
         for shard in named_shards(self._model):
             if not shard.name.endswith(TAILS):
                 name = base_name(shard.name)
                 tensor = self._merged.get(name, shard.tensor)
                 yield NamedShard(name=name, tensor=tensor, shape=shard.shape, row_order=shard.row_order)
 
-    def __getitem__(self, name: str) -> Tensor:
-        reshard(self._model)
-        return self._found(name)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def items(self) -> ItemsView[str, Tensor]:
-        """Names and tensors, all looked up now."""
-        reshard(self._model)
-        return {name: self._found(name) for name in self._places}.items()
-
-    def _require_memory(self) -> None:
-        if self._released:
-            raise RuntimeError("the merged weights were released; call refresh() before they are read")
-
-    def _found(self, name: str) -> Tensor:
-        self._require_memory()
-        module, own = self._places[name]
-        tensor: Tensor = self._merged[name] if name in self._merged else getattr(module, own)
-        return tensor
-
-
+@torch.no_grad()
 def export_merged(
     model: nn.Module,
     *,
@@ -142,36 +108,24 @@ def export_merged(
     """Names and whole tensors as of `rl_parallel_plans.export_state_dict`, adapters merged in float32.
 
     A collective: every rank must iterate to the end; only rank 0 is given anything, unless `every_rank`. Beside what is
-    yielded, one frozen weight is in memory.
+    yielded, this rank's part of one merged weight is in memory.
 
     dtype: of floating-point tensors; None keeps each one's own.
     """
-    layers = {layer.name: layer for layer in adapted_layers(model)}
-    held: dict[str, Tensor] = {}
-    for name, tensor in export_state_dict(model, every_rank=every_rank, device=device):
-        if name.endswith((A_TAIL, EMBEDDING_A_TAIL, EXPERTS_A_TAIL, ".base_layer.weight")) or name in layers:
-            held[name] = tensor
+    layers = {layer.weight: layer for layer in adapted_layers(model)}
+    for shard in named_shards(model):
+        if shard.name.endswith(TAILS):
             continue
-        if name.endswith(EXPERTS_B_TAIL):
-            layer = name.removesuffix(EXPERTS_B_TAIL)
-            base, lora_a = held.pop(layer), held.pop(f"{layer}{EXPERTS_A_TAIL}")
-            yield layer, _merged_experts(layers[layer], base, lora_a=lora_a, lora_b=tensor).to(dtype or base.dtype)
-        elif name.endswith(B_TAIL) and layers[name.removesuffix(B_TAIL)].magnitude is not None:
-            held[name] = tensor  # its magnitudes come next
-        elif name.endswith(EMBEDDING_B_TAIL):
-            layer = name.removesuffix(EMBEDDING_B_TAIL)
-            base, lora_a = held.pop(f"{layer}.base_layer.weight"), held.pop(f"{layer}{EMBEDDING_A_TAIL}")
-            merged = merged_weight(base, tensor.t(), lora_a.t(), scaling=layers[layer].scaling)
-            yield f"{layer}.weight", merged.to(dtype or base.dtype)
-        elif name.endswith((B_TAIL, MAGNITUDE_TAIL)):
-            layer = name.removesuffix(B_TAIL).removesuffix(MAGNITUDE_TAIL)
-            magnitude = tensor if name.endswith(MAGNITUDE_TAIL) else None
-            lora_b = tensor if magnitude is None else held.pop(f"{layer}{B_TAIL}")
-            base, lora_a = held.pop(f"{layer}.base_layer.weight"), held.pop(f"{layer}{A_TAIL}")
-            merged = merged_weight(base, lora_a, lora_b, scaling=layers[layer].scaling, magnitude=magnitude)
-            yield f"{layer}.weight", merged.to(dtype or base.dtype)
-        else:
-            yield base_name(name), tensor.to(dtype) if tensor.is_floating_point() and dtype else tensor
+        name, tensor = base_name(shard.name), shard.tensor.detach()
+        if name in layers:
+            tensor = torch.empty_like(tensor)
+            _merge(layers[name], out=tensor)
+        if is_dtensor(tensor):
+            # Offloaded shards lie in host memory, where the mesh of a GPU cannot gather them.
+            tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+        if every_rank or this_rank() == 0:
+            whole = tensor if shard.row_order is None else shard.row_order.undealt(tensor)
+            yield name, whole.to(device=device, dtype=dtype if whole.is_floating_point() else None)
 
 
 def _give_memory(tensor: Tensor) -> None:

@@ -25,15 +25,13 @@ from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.megatron.gathering import Gatherer
 from rl_backends.megatron.gradients import accumulate, clip_and_step, discard
 from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import HeldTensor, names_in_hugging_face
-from rl_backends.megatron.masters import masters_of
 from rl_backends.megatron.model import Fill, MegatronModel, require_trainable
-from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
+from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers, masters_of
 from rl_backends.megatron.proof import prove, require_own_code
-from rl_backends.megatron.weights import at_random, from_files, from_hugging_face, from_megatron
+from rl_backends.megatron.weights import Gatherer, at_random, from_files, from_hugging_face, from_megatron
 from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import host_group, on_every_rank, require_same_model

@@ -40,8 +40,7 @@ from rl_backends.checkpoints.shards import (
 )
 from rl_backends.errors import CheckpointError
 from rl_backends.megatron.mapping import HeldTensor
-from rl_backends.megatron.masters import Master, masters_of
-from rl_backends.megatron.optimizer import MegatronOptimizers
+from rl_backends.megatron.optimizer import Master, MegatronOptimizers, masters_of
 from rl_backends.rank_agreement import gather_text, on_every_rank
 
 ADAMW = f"{AdamW.__module__}.{AdamW.__qualname__}"

@@ -27,12 +27,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any, final
+from typing import Any, final
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_backends.checkpoint_directory import VARIABLE, explain_megatron_checkpoint_dir, megatron_checkpoint_dir
 from rl_backends.checkpoints.dcp import describe_failure
 from rl_backends.checkpoints.folders import in_threads, read_marker, sync_tree, write_marker
 from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
@@ -41,11 +40,15 @@ from rl_backends.errors import CheckpointError, RankError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource
 from rl_backends.loading.source import local_folder, weight_files
-from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.config import (
+    VARIABLE,
+    MegatronConfig,
+    explain_megatron_checkpoint_dir,
+    megatron_checkpoint_dir,
+)
 from rl_backends.megatron.cpu_compat import cpu_compat
-from rl_backends.megatron.gathering import Gatherer
 from rl_backends.megatron.model import MegatronModel
-from rl_backends.megatron.weights import from_files
+from rl_backends.megatron.weights import Gatherer, from_files
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 
 MANIFEST = "conversion.json"
@@ -397,9 +400,6 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("torch.serialization", "_get_layout"),
         }
     )
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self.ALLOWED or (

@@ -1,7 +1,7 @@
-"""Every workaround by which megatron-core runs without CUDA, and the one place for them.
+"""Every workaround by which megatron-core (0.16.1) runs without CUDA, and the one place for them.
 
 `with cpu_compat():` around calls of Megatron, `with user_code():` inside it around what is not Megatron's. Where CUDA
-is available both do nothing. `entries()` lists what is worked around, why, and in which release it was seen.
+is available both do nothing. `ATTRIBUTES`, `ABSENT_ATTRIBUTES` and `CALLS` are what is worked around.
 
 Attributes of modules are shared by all threads: they are replaced when the first thread enters and restored when the
 last one leaves, under a lock. In between a replaced function answers only threads that are inside `cpu_compat` and
@@ -13,7 +13,6 @@ import functools
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -25,25 +24,6 @@ from rl_backends.megatron.rope import rotate
 
 CallRule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Answers a call of a torch function: rule(function, args, kwargs) -> result."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Workaround:
-    """One assumption of megatron-core that does not hold without CUDA."""
-
-    name: str
-    """What megatron-core does."""
-    reason: str
-    """Where it does it, what comes of it without CUDA, and what happens instead."""
-    seen_in: str = "megatron-core 0.16.1"
-    """The release in which it was seen."""
-    attributes: Mapping[str, object] = field(default_factory=dict)
-    """Replacements by dotted name. A function answers only where a thread is inside `cpu_compat`, else the original
-    does; anything else is put there as it is."""
-    absent_attributes: Mapping[str, object] = field(default_factory=dict)
-    """What is put under a dotted name that does not exist, and left alone where it does."""
-    calls: Mapping[Callable[..., Any], CallRule] = field(default_factory=dict)
-    """Torch functions and methods whose calls are answered by a rule, in a thread inside `cpu_compat`."""
 
 
 class _Thread(threading.local):
@@ -83,14 +63,12 @@ class NullStream:
         """It is empty."""
 
 
-def null_stream(*_: Any) -> NullStream:
-    """What `torch.cuda.current_stream()` answers: all null streams are alike."""
+def _null_stream(*_: Any) -> NullStream:
     stream: NullStream = NullStream()
     return stream
 
 
-def use_stream(_stream: Any) -> contextlib.AbstractContextManager[None]:
-    """What `torch.cuda.stream(stream)` answers."""
+def _use_stream(_stream: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -113,73 +91,40 @@ def _scatter_contiguous(
     return torch.distributed.distributed_c10d.scatter(tensor, whole, *args, **kwargs)
 
 
-ATTRIBUTE_WORKAROUNDS = (
-    Workaround(
-        name="torch.cuda.current_device() as the device of new tensors",
-        reason="rotary embedding, tensor-parallel mappings, pipeline communication and gradient buffers ask for it in "
-        "every pass, and no setting avoids it. Answers the CPU.",
-        attributes={"torch.cuda.current_device": lambda: torch.device("cpu")},
-    ),
-    Workaround(
-        name="torch.cuda.synchronize()",
-        reason="pipeline communication of unequal lengths and saving of checkpoints wait for the GPU. Returns at once.",
-        attributes={"torch.cuda.synchronize": _nothing},
-    ),
-    Workaround(
-        name="torch.cuda streams and events",
-        reason="the all-to-all dispatcher of experts copies split sizes on a stream of its own: 'torch.cuda.Stream "
-        "requires CUDA support'. Streams on which nothing is ever under way.",
-        attributes={
-            "torch.cuda.Stream": NullStream,
-            "torch.cuda.current_stream": null_stream,
-            "torch.cuda.default_stream": null_stream,
-            "torch.cuda.stream": use_stream,
-        },
-    ),
-    Workaround(
-        name="CUDA's random state",
-        reason="recomputation saves and restores it: saving fails, and each restoring is queued, with a stack trace, "
-        "for a CUDA that never starts, so that memory grows with every step. An empty state; restoring does nothing.",
-        attributes={
-            "torch.cuda.get_rng_state": _no_cuda_rng_state,
-            "torch.cuda.random.get_rng_state": _no_cuda_rng_state,
-            "megatron.core.tensor_parallel.random._set_cuda_rng_state": _nothing,
-        },
-    ),
-    Workaround(
-        name="advice about CUDA_DEVICE_MAX_CONNECTIONS",
-        reason="linear layers under tensor parallelism warn that the variable should be 1 for the speed of a GPU. "
-        "Marked as said.",
-        attributes={
-            "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce.warned": True
-        },
-    ),
-    Workaround(
-        name="te_general_gemm of moe_utils",
-        reason="the name is bound only where Transformer Engine is installed, and the router reads it: NameError. "
-        "Bound to None, which the router takes for an absent kernel.",
-        absent_attributes={"megatron.core.transformer.moe.moe_utils.te_general_gemm": None},
-    ),
-    Workaround(
-        name="split sizes of the expert all-to-all",
-        reason="they become numbers only where they were on a GPU; on the CPU they stay tensors, for which "
-        "all_to_all_single raises TypeError. Converted as on a GPU.",
-        attributes={"megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _splits_as_on_gpu},
-    ),
-    Workaround(
-        name="torch.distributed.scatter of tensors that are not contiguous",
-        reason="gloo reads their storage from the first element on, and hands out wrong numbers without an error. Made "
-        "contiguous before.",
-        seen_in="torch 2.13.0, megatron-bridge 0.3.1",
-        attributes={"torch.distributed.scatter": _scatter_contiguous},
-    ),
-    Workaround(
-        name="rotary positions outside of fused kernels",
-        reason="plain code turns packed rows one by one, and copies queries and keys five times. Turned at once, by "
-        "the same angles.",
-        attributes={"megatron.core.transformer.attention.apply_rotary_pos_emb": rotate},
-    ),
-)
+ATTRIBUTES: Mapping[str, object] = {
+    # Rotary embedding, tensor-parallel mappings, pipeline communication and gradient buffers ask for the device of new
+    # tensors in every pass, and no setting avoids it.
+    "torch.cuda.current_device": lambda: torch.device("cpu"),
+    # Pipeline communication of unequal lengths and saving of checkpoints wait for the GPU.
+    "torch.cuda.synchronize": _nothing,
+    # The all-to-all dispatcher of experts copies split sizes on a stream of its own, and there are no streams.
+    "torch.cuda.Stream": NullStream,
+    "torch.cuda.current_stream": _null_stream,
+    "torch.cuda.default_stream": _null_stream,
+    "torch.cuda.stream": _use_stream,
+    # Recomputation saves CUDA's random state, which fails, and restores it: each restoring is queued, with a stack
+    # trace, for a CUDA that never starts, so that memory grows with every step.
+    "torch.cuda.get_rng_state": _no_cuda_rng_state,
+    "torch.cuda.random.get_rng_state": _no_cuda_rng_state,
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state": _nothing,
+    # Advice about CUDA_DEVICE_MAX_CONNECTIONS, which is about the speed of a GPU, counts as given.
+    "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce.warned": True,
+    # Split sizes of the expert all-to-all become numbers only where they were on a GPU; all_to_all_single takes no
+    # tensors.
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": _splits_as_on_gpu,
+    # Gloo scatters what lies in memory from the first element on, whatever the strides (torch 2.13.0).
+    "torch.distributed.scatter": _scatter_contiguous,
+    # Plain code turns packed rows one by one, and copies queries and keys five times.
+    "megatron.core.transformer.attention.apply_rotary_pos_emb": rotate,
+}
+"""Replacements by dotted name. A function answers only where a thread is inside `cpu_compat`, else the original does;
+anything else is put there as it is."""
+
+ABSENT_ATTRIBUTES: Mapping[str, object] = {
+    # Bound only where Transformer Engine is installed, and read by the router, which takes None for an absent kernel.
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,
+}
+"""What is put under a dotted name that does not exist, and left alone where it does."""
 
 
 class CpuCalls(TorchFunctionMode):
@@ -257,42 +202,26 @@ _FACTORIES = (
     torch.Tensor.new_zeros,
 )
 
-CALL_WORKAROUNDS = (
-    Workaround(
-        name='device="cuda" and pin_memory=True',
-        reason="the schedules' token count, gradient clipping, optimizers, gradient buffers and checkpoint exchange "
-        'make tensors with device="cuda"; the rope of context parallelism pins memory. Made on the CPU, not pinned.',
-        calls=dict.fromkeys(_FACTORIES, _on_cpu),
-    ),
-    Workaround(
-        name="Tensor.cuda(), Tensor.to('cuda') and Tensor.pin_memory()",
-        reason="initialization of tied embeddings, the rope of context parallelism, exchange of loaded checkpoint "
-        "shards and optimizer state on its way back from offloading move tensors to the GPU. They stay where they are.",
-        calls={torch.Tensor.cuda: _itself, torch.Tensor.pin_memory: _itself, torch.Tensor.to: _to_cpu},
-    ),
-    Workaround(
-        name="Tensor.type() compared with 'torch.cuda.FloatTensor'",
-        reason="both optimizers and gradient clipping tell dtypes by that string, and raise TypeError for "
-        "'torch.FloatTensor'. A CPU tensor spells its type as a CUDA tensor would.",
-        calls={torch.Tensor.type: _cuda_type},
-    ),
-)
-
-
-_ENTRIES = (*ATTRIBUTE_WORKAROUNDS, *CALL_WORKAROUNDS)
-_RULES: dict[Callable[..., Any], CallRule] = {
-    function: rule for entry in _ENTRIES for function, rule in entry.calls.items()
+CALLS: Mapping[Callable[..., Any], CallRule] = {
+    # The schedules' token count, gradient clipping, optimizers, gradient buffers and checkpoint exchange make tensors
+    # with device="cuda"; the rope of context parallelism pins memory.
+    **dict.fromkeys(_FACTORIES, _on_cpu),
+    # Initialization of tied embeddings, the rope of context parallelism, exchange of loaded checkpoint shards and
+    # optimizer state on its way back from offloading move tensors to the GPU.
+    torch.Tensor.cuda: _itself,
+    torch.Tensor.pin_memory: _itself,
+    torch.Tensor.to: _to_cpu,
+    # Optimizers and gradient clipping tell dtypes by "torch.cuda.FloatTensor", and raise TypeError for
+    # "torch.FloatTensor".
+    torch.Tensor.type: _cuda_type,
 }
+"""Torch functions and methods whose calls are answered by a rule, in a thread inside `cpu_compat`."""
+
 _ABSENT = object()
 
 _lock = threading.Lock()
 _threads_inside = 0
 _replaced: list[tuple[Any, str, object]] = []
-
-
-def entries() -> tuple[Workaround, ...]:
-    """All that is worked around where CUDA is absent, whether it is at this moment or not."""
-    return _ENTRIES
 
 
 @contextlib.contextmanager
@@ -334,7 +263,7 @@ def _applied() -> Iterator[None]:
             _replace_all()
         _threads_inside += 1
     try:
-        with CpuCalls(_RULES):
+        with CpuCalls(CALLS):
             _thread.inside = True
             yield
     finally:
@@ -347,11 +276,10 @@ def _applied() -> Iterator[None]:
 
 def _replace_all() -> None:
     try:
-        for entry in _ENTRIES:
-            for name, value in entry.attributes.items():
-                _replace(name, value, only_absent=False)
-            for name, value in entry.absent_attributes.items():
-                _replace(name, value, only_absent=True)
+        for name, value in ATTRIBUTES.items():
+            _replace(name, value, only_absent=False)
+        for name, value in ABSENT_ATTRIBUTES.items():
+            _replace(name, value, only_absent=True)
     except BaseException:
         _restore_all()
         raise

@@ -19,9 +19,8 @@ from rl_backends.batching.microbatches import Microbatch
 from rl_backends.examples import BatchT
 from rl_backends.losses import LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.megatron.cpu_compat import cpu_compat, user_code
-from rl_backends.megatron.masters import masters_of
 from rl_backends.megatron.model import MegatronModel
-from rl_backends.megatron.optimizer import MegatronOptimizers
+from rl_backends.megatron.optimizer import MegatronOptimizers, masters_of
 from rl_backends.megatron.passes import run_passes
 from rl_backends.optimizers import GradientStep
 from rl_backends.optimizers.optimizers import NAMED, nonfinite_error

@@ -26,52 +26,33 @@ class _Arrangement:
     sizes: dict[str, int]
     groups: tuple[dist.ProcessGroup, ...]
     """All that were made."""
-    members: "WeakSet[_Place]" = field(default_factory=WeakSet)
+    members: "WeakSet[ParallelGroups]" = field(default_factory=WeakSet)
 
 
 _arrangement: _Arrangement | None = None
 
 
-class _Place:
-    """A place in an arrangement and in the process group, until it is given up."""
-
-    def __init__(self, arrangement: _Arrangement, membership: Membership) -> None:
-        self.sizes = arrangement.sizes
-        self.membership = membership
-        self._arrangement = arrangement
-        arrangement.members.add(self)
-
-    def leave(self, *, collect: bool = True) -> None:
-        if self.membership.left:
-            return
-        members = self._arrangement.members
-        members.discard(self)
-        collected = bool(members) and collect
-        if collected:
-            gc.collect()  # models are cycles
-        try:
-            if not members:
-                _dissolve(self._arrangement)
-        finally:
-            self.membership.leave(collect=collect and not collected)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelGroups:
-    """Megatron's process groups, and this rank's place in each."""
+    """Megatron's process groups, and this rank's place in each, from `join` until `leave`."""
 
-    tp: dist.ProcessGroup
-    """Share each matrix multiplication."""
-    cp: dist.ProcessGroup
-    """Share the tokens of each row."""
-    pp: dist.ProcessGroup
-    """Share the layers; the last one reads log-probabilities."""
-    rows: dist.ProcessGroup
-    """Have rows of their own: data-parallel ranks, experts shared out among them or not."""
-    tp_mesh: DeviceMesh | None
-    """Of `tp`, with the one axis "tp"; None where it is one rank."""
-    place: _Place
-    """Of this `join`."""
+    def __init__(self, config: MegatronConfig, arrangement: _Arrangement, membership: Membership) -> None:
+        from megatron.core import parallel_state
+
+        self.tp: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        """Share each matrix multiplication."""
+        self.cp: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+        """Share the tokens of each row."""
+        self.pp: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+        """Share the layers; the last one reads log-probabilities."""
+        self.rows: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        """Have rows of their own: data-parallel ranks, experts shared out among them or not."""
+        sharded = config.tensor_model_parallel_size > 1
+        self.tp_mesh: DeviceMesh | None = _mesh_of(self.tp, config.device) if sharded else None
+        """Of `tp`, with the one axis "tp"; None where it is one rank."""
+        self.sizes = dict(arrangement.sizes)
+        """Of every axis, for people and for checkpoints."""
+        self._arrangement, self._membership = arrangement, membership
+        arrangement.members.add(self)
 
     @classmethod
     def join(cls, config: MegatronConfig) -> "ParallelGroups":
@@ -85,14 +66,11 @@ class ParallelGroups:
         try:
             with cpu_compat():
                 arrangement = _arrange(sizes_of(config, dist.get_world_size()), config)
+            return cls(config, arrangement, membership)
         except BaseException:
+            if _arrangement is not None and not _arrangement.members:
+                _dissolve(_arrangement)
             membership.leave()
-            raise
-        place = _Place(arrangement, membership)
-        try:
-            return _groups(config, place)
-        except BaseException:
-            place.leave()
             raise
 
     def leave(self, *, collect: bool = True) -> None:
@@ -102,22 +80,28 @@ class ParallelGroups:
 
         collect: look for garbage among the others first, which takes a while.
         """
-        self.place.leave(collect=collect)
+        if self.left:
+            return
+        members = self._arrangement.members
+        members.discard(self)
+        collected = bool(members) and collect
+        if collected:
+            gc.collect()  # models are cycles
+        try:
+            if not members:
+                _dissolve(self._arrangement)
+        finally:
+            self._membership.leave(collect=collect and not collected)
 
     @property
     def left(self) -> bool:
         """Whether they were given up, and nothing can be computed any more."""
-        return self.place.membership.left
+        return self._membership.left
 
     @property
     def last_stage(self) -> bool:
         """Whether this rank holds the last layers and the head."""
         return self.pp.rank() == self.pp.size() - 1
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Of every axis, for people and for checkpoints."""
-        return dict(self.place.sizes)
 
 
 def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
@@ -240,20 +224,6 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
 def _groups_of_process() -> list[dist.ProcessGroup]:
     """All that there are, in the order in which they were made."""
     return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public one
-
-
-def _groups(config: MegatronConfig, place: _Place) -> ParallelGroups:
-    from megatron.core import parallel_state
-
-    tp = parallel_state.get_tensor_model_parallel_group()
-    return ParallelGroups(
-        tp=tp,
-        cp=parallel_state.get_context_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        rows=parallel_state.get_data_parallel_group(),
-        tp_mesh=_mesh_of(tp, config.device) if config.tensor_model_parallel_size > 1 else None,
-        place=place,
-    )
 
 
 def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:

@@ -7,21 +7,22 @@ state but the step's number. Megatron leaves norms and biases out of weight deca
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
+from rl_backends.checkpoints.shards import TensorShard, flat_boxes
 from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
-from rl_backends.optimizers.optimizers import StepCount, check_schedule
-from rl_backends.optimizers.report import explain_schedule
-
-STEP_BYTES = 4
+from rl_backends.optimizers.optimizers import StepCount, check_schedule, explain_schedule, table
 
 
 @final
@@ -187,7 +188,7 @@ class MegatronOptimizers(StepCount):
         return tuple(each for each in self.inner.chained_optimizers if not each.is_stub_optimizer)
 
     @property
-    def each(self) -> tuple[torch.optim.Optimizer, ...]:
+    def each(self) -> tuple[Optimizer, ...]:
         """Torch's optimizers inside Megatron's."""
         return tuple(part.optimizer for part in self.parts)
 
@@ -204,11 +205,6 @@ class MegatronOptimizers(StepCount):
     def learning_rate(self) -> float:
         """Of the next step."""
         return self._schedule.learning_rate(self.num_steps_taken)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank from the first step on, float32 masters included."""
-        return sum(self._state_bytes(group) for group in self.inner.param_groups)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -227,30 +223,20 @@ class MegatronOptimizers(StepCount):
             self._ddp.zero_grad_buffer()
 
     def explain(self) -> str:
-        """The optimizer, its schedule, and what each group of parameters holds and needs on this rank."""
+        """The optimizer, its schedule, and what each group of parameters holds on this rank."""
         kinds = dict.fromkeys(f"{type(part).__name__} over {type(part.optimizer).__name__}" for part in self.parts)
         lines = [f"Megatron's {', '.join(kinds)}: {self._schedule.explain()}", *self._notes]
-        rows = [["weight decay", "experts", "parameters", "elements here", "state on this rank"]]
-        rows += [self._row(group) for group in self.inner.param_groups]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        rows = [["weight decay", "experts", "parameters", "elements here"]]
+        rows += [
+            [
+                f"{group['weight_decay']:g}" if group["wd_mult"] else "none",
+                "yes" if group["is_expert_parallel"] else "no",
+                f"{len(group['params']):,}",
+                f"{sum(each.numel() for each in group['params']):,}",
+            ]
+            for group in self.inner.param_groups
         ]
-        return "\n".join(lines)
-
-    def _row(self, group: Mapping[str, Any]) -> list[str]:
-        return [
-            f"{group['weight_decay']:g}" if group["wd_mult"] else "none",
-            "yes" if group["is_expert_parallel"] else "no",
-            f"{len(group['params']):,}",
-            f"{sum(each.numel() for each in group['params']):,}",
-            f"{self._state_bytes(group):,} bytes",
-        ]
-
-    def _state_bytes(self, group: Mapping[str, Any]) -> int:
-        """Two moments and a step for each, and the master where the model holds another dtype."""
-        masters = 1 if any(part.config.bf16 for part in self.parts) else 0
-        return sum((2 + masters) * each.numel() * each.element_size() + STEP_BYTES for each in group["params"])
+        return "\n".join([*lines, *table(rows)])
 
 
 def _settings(megatron: MegatronOptimizerConfig | None, neutral: OptimizerConfig | None) -> MegatronOptimizerConfig:
@@ -313,7 +299,7 @@ def _make_schedule(
 def _fuse(inner: Any) -> None:
     """One kernel for all parameters, as the other backend's AdamW: Megatron leaves torch's at a loop over them."""
     for part in inner.chained_optimizers:
-        if isinstance(getattr(part, "optimizer", None), torch.optim.AdamW):
+        if isinstance(getattr(part, "optimizer", None), AdamW):
             for group in part.optimizer.param_groups:
                 group.update(fused=True, foreach=False)
 
@@ -350,3 +336,101 @@ def _make_inner(
         )
     _fuse(inner)
     return inner
+
+
+# ---- What the optimizers keep on this rank of each parameter: the elements that they step, and state beside them.
+#
+# That is the parameter itself; or a float32 copy of one of 16 bits; or, where data-parallel ranks share the optimizer,
+# a range of either, flattened. Checkpoints, offloading and `verify` read it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Master:
+    """What one of torch's optimizers steps on this rank of one parameter."""
+
+    parameter: nn.Parameter
+    """The model's."""
+    tensor: Tensor
+    """What is stepped: flat where it is a range, else shaped like the parameter."""
+    optimizer: Optimizer
+    """Which has its state."""
+    group: dict[str, Any]
+    """Of the optimizer, in which it is."""
+    start: int | None = None
+    """Where the range begins in the flattened parameter; None where it is all of it."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the numbers are kept apart from the parameter's, in more digits."""
+        return self.tensor.dtype != self.parameter.dtype
+
+    def piece(self, held: HeldTensor, tensor: Tensor | None = None) -> TensorShard:
+        """What it has of one tensor of the model, or of state that is shaped like it; perhaps no box at all."""
+        local = (self.tensor if tensor is None else tensor).detach()
+        if self.start is None:
+            return TensorShard(local=held.view(local), shape=held.shape, boxes=held.parts)
+        boxes = flat_boxes(held.parts, held.local.shape, start=self.start, end=self.start + local.numel())
+        return TensorShard(local=local, shape=held.shape, boxes=tuple(boxes))
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of it, as torch's AdamW has it, which counts the steps of each parameter."""
+        state: dict[str, Any] = self.optimizer.state.get(self.tensor, {})
+        if state and not isinstance(self.optimizer, AdamW):  # Transformer Engine and Apex count those of a group
+            state = {key: state[key] for key in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.tensor(float(self.group["step"]))
+        return state
+
+    def new_step(self) -> Tensor:
+        """A count of steps, to be filled, where torch's optimizers keep it."""
+        on_device = self.group.get("fused") or self.group.get("capturable")
+        return torch.zeros((), device=self.tensor.device if on_device else "cpu")
+
+    def put_state(self, state: dict[str, Any]) -> None:
+        """Give the optimizer what `state` gave, or, where that is empty, let it begin."""
+        counted_by_group = not isinstance(self.optimizer, AdamW)
+        if counted_by_group:
+            self.group.pop("step", None)
+        self.optimizer.state.pop(self.tensor, None)
+        if not state:
+            return
+        if counted_by_group:
+            self.group["step"] = int(state["step"])
+            state = {key: value for key, value in state.items() if key != "step"}
+        self.optimizer.state[self.tensor] = state
+
+
+def masters_of(optimizers: MegatronOptimizers) -> list[Master]:
+    """Everything that is stepped on this rank."""
+    found: list[Master] = []
+    for part in optimizers.parts:
+        groups = {id(tensor): group for group in part.optimizer.param_groups for tensor in group["params"]}
+        found += [
+            Master(parameter=parameter, tensor=tensor, optimizer=part.optimizer, group=groups[id(tensor)], start=start)
+            for parameter, tensor, start in _stepped(part)
+        ]
+    return found
+
+
+def _stepped(part: Any) -> Iterator[tuple[nn.Parameter, Tensor, int | None]]:
+    """Each parameter of one of Megatron's optimizers, what is stepped of it, and where that begins if it is a range."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    if isinstance(part, DistributedOptimizer):
+        copies = _pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups)
+        for parameter, tensor in chain(copies, _pairs(part.model_fp32_groups, part.shard_fp32_groups)):
+            yield parameter, tensor, part._get_model_param_range_map(parameter)["param"].start  # noqa: SLF001 - no public one
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        copies = _pairs(part.float16_groups, part.fp32_from_float16_groups)
+        for parameter, tensor in chain(copies, _pairs(part.fp32_from_fp32_groups, part.fp32_from_fp32_groups)):
+            yield parameter, tensor, None
+    else:
+        assert isinstance(part, FP32Optimizer), type(part)
+        for parameter in part.get_parameters():
+            yield parameter, parameter, None
+
+
+def _pairs(parameters: Sequence[Iterable[Any]], tensors: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, Any]]:
+    """Group by group."""
+    for group, kept in zip(parameters, tensors, strict=True):
+        yield from zip(group, kept, strict=True)

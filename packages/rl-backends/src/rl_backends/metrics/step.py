@@ -13,7 +13,8 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from operator import add
 from typing import Any
 
 import torch
@@ -159,19 +160,12 @@ class Work:
     not known."""
 
     def __add__(self, other: "Work") -> "Work":
-        def added(a: float | None, b: float | None) -> float | None:
-            return None if a is None or b is None else a + b
+        def added(a: Any, b: Any) -> Any:
+            if a is None or b is None:
+                return None
+            return tuple(map(add, a, b)) if isinstance(a, tuple) else a + b
 
-        return Work(
-            tokens=self.tokens + other.tokens,
-            tokens_read=self.tokens_read + other.tokens_read,
-            asked_tokens=self.asked_tokens + other.asked_tokens,
-            microbatches=self.microbatches + other.microbatches,
-            repeated_microbatches=self.repeated_microbatches + other.repeated_microbatches,
-            model_flops=added(self.model_flops, other.model_flops),
-            hardware_flops=added(self.hardware_flops, other.hardware_flops),
-            rank_costs=tuple(a + b for a, b in zip(self.rank_costs, other.rank_costs, strict=True)),
-        )
+        return Work(**{each.name: added(getattr(self, each.name), getattr(other, each.name)) for each in fields(Work)})
 
     @property
     def padding_share(self) -> float:

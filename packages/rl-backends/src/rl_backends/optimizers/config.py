@@ -1,11 +1,10 @@
 """What a user may choose of the optimizer, its learning rate and the gradient step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from rl_backends.choices import check_choices, check_finite
-
-__all__ = ["MuonConfig", "OptimizerConfig"]
+from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,51 +104,40 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_finite(self)
-        for name in ("lr", "eps"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name}={getattr(self, name)} must be > 0")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be > 0, or None not to clip")
-        for name in ("weight_decay", "warmup_steps"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be >= 0")
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
-        if not 0.0 <= self.final_lr_ratio <= 1.0:
-            raise ValueError(f"final_lr_ratio={self.final_lr_ratio} must be between 0 and 1")
-        if not 0.0 <= self.warmup_start_ratio <= 1.0:
-            raise ValueError(f"warmup_start_ratio={self.warmup_start_ratio} must be between 0 and 1")
-        if self.warmup_start_ratio and not self.warmup_steps:
-            raise ValueError(
-                f"warmup_start_ratio={self.warmup_start_ratio} is of a warm-up, and warmup_steps=0; leave it out"
-            )
-        self._refuse_a_schedule_that_does_not_do_what_it_says()
-        self._refuse_choices_of_another_optimizer()
+        refuse(self._problems())
 
-    def _refuse_a_schedule_that_does_not_do_what_it_says(self) -> None:
+    def _problems(self) -> Iterator[str]:
+        yield from out_of_bounds(self, {"> 0": "lr eps max_grad_norm", ">= 0": "weight_decay warmup_steps"})
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            yield f"betas={self.betas} must be two numbers in [0, 1)"
+        for name in ("final_lr_ratio", "warmup_start_ratio"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                yield f"{name}={getattr(self, name)} must be between 0 and 1"
+        # A schedule that does not do what it says.
+        if self.warmup_start_ratio and not self.warmup_steps:
+            yield f"warmup_start_ratio={self.warmup_start_ratio} is of a warm-up, and warmup_steps=0; leave it out"
         if self.schedule == "constant" and self.final_lr_ratio != 1.0:
-            raise ValueError(
+            yield (
                 f"final_lr_ratio={self.final_lr_ratio} has no meaning for schedule='constant': take 'linear', 'cosine' "
                 "or 'wsd', or leave final_lr_ratio at 1"
             )
         if self.schedule in {"cosine", "wsd"} and self.final_lr_ratio == 1.0:
-            raise ValueError(
+            yield (
                 f"schedule={self.schedule!r} with final_lr_ratio=1.0 would never go down: set the share of lr that the "
                 "last step has, such as final_lr_ratio=0.1, or take schedule='constant'"
             )
         if self.schedule == "wsd" and (self.decay_steps is None or self.decay_steps < 1):
-            raise ValueError(f"decay_steps={self.decay_steps} must be >= 1 for schedule='wsd'")
+            yield f"decay_steps={self.decay_steps} must be >= 1 for schedule='wsd'"
         if self.schedule != "wsd" and self.decay_steps is not None:
-            raise ValueError(
+            yield (
                 f"decay_steps={self.decay_steps} belongs to schedule='wsd'; schedule={self.schedule!r} has all steps "
                 "after the warm-up"
             )
-
-    def _refuse_choices_of_another_optimizer(self) -> None:
+        # Choices of another optimizer.
         if self.name != "muon" and self.muon != MuonConfig():
-            raise ValueError(f"{self.muon} is given, and the optimizer is name={self.name!r}: set name='muon'")
+            yield f"{self.muon} is given, and the optimizer is name={self.name!r}: set name='muon'"
         if self.name == "adamw_8bit" and self.implementation != "fused":
-            raise ValueError(
+            yield (
                 f"implementation={self.implementation!r} chooses between torch's AdamWs, and name='adamw_8bit' is "
                 "torchao's: leave it out"
             )

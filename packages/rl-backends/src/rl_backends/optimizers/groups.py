@@ -15,8 +15,6 @@ from rl_backends.errors import ModelError
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans import NamedShard, named_shards
 
-__all__ = ["ParameterGroup", "group_parameters"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:

@@ -24,8 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rl_parallel_plans import to_local_if_dtensor
 
-__all__ = ["Muon", "orthogonalized"]
-
 # Keller Jordan's: steep at 0, so that five steps suffice; they leave singular values between about 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5

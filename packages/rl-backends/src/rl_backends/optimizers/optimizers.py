@@ -28,24 +28,11 @@ from torch.optim import AdamW
 from rl_backends.errors import CheckpointError, NonFiniteGradientError
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.groups import ParameterGroup, group_parameters
-from rl_backends.optimizers.report import BLOCK_SIZE, explain_optimizers, state_bytes
 from rl_parallel_plans import Pipeline, clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
 from rl_parallel_plans.checkpoints import reshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "GradientStep",
-    "Optimizers",
-    "StepCount",
-    "check_schedule",
-    "clip_and_step",
-    "learning_rate_factor",
-    "make_optimizers",
-    "nonfinite_error",
-    "nonfinite_gradients",
-]
 
 
 def check_schedule(config: OptimizerConfig, *, num_steps: int) -> None:
@@ -190,11 +177,6 @@ class Optimizers(StepCount):
         """Of the next step."""
         return self._config.lr * learning_rate_factor(self.num_steps_taken, self._config, num_steps=self._num_steps)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank from the first step on."""
-        return sum(state_bytes(group, self._config) for group in self.groups)
-
     def step(self) -> None:
         """Update every parameter that has a gradient, with the learning rate of this step."""
         learning_rate = self.learning_rate
@@ -213,8 +195,43 @@ class Optimizers(StepCount):
             optimizer.zero_grad()
 
     def explain(self) -> str:
-        """The optimizer, its schedule, and what each group of parameters holds and needs."""
-        return explain_optimizers(self.groups, self._config, num_steps=self._num_steps)
+        """The optimizer, its schedule, and a line for each group of parameters."""
+        config = self._config
+        implementation = f" ({config.implementation})" if config.name == "adamw" else ""
+        schedule = explain_schedule(config, num_steps=self._num_steps)
+        rows = [["trained by", "weight decay", "parameters", "elements", "such as"]]
+        rows += [
+            [
+                NAMES["adamw" if group.trained_by == "adamw" and config.name == "muon" else config.name],
+                f"{config.weight_decay:g}" if group.decays else "none",
+                f"{len(group.names):,}",
+                f"{sum(math.prod(each.shape) for each in group.parameters):,}",
+                group.names[0],
+            ]
+            for group in self.groups
+        ]
+        return "\n".join([f"{NAMES[config.name]}{implementation}, lr={config.lr}, {schedule}", *table(rows)])
+
+
+NAMES = {"adamw": "AdamW", "adamw_8bit": "AdamW in 8 bits", "muon": "Muon"}
+
+
+def explain_schedule(config: OptimizerConfig, *, num_steps: int) -> str:
+    """The learning rate of `num_steps` steps in words, from warm-up to end."""
+    parts = [f"{config.warmup_steps} steps of warm-up"] if config.warmup_steps else []
+    if config.schedule == "constant" or config.final_lr_ratio == 1.0:
+        parts.append("constant")
+    elif config.schedule == "wsd":
+        parts.append(f"stable, over the last {config.decay_steps} steps down to {config.lr * config.final_lr_ratio:g}")
+    else:
+        parts.append(f"{config.schedule} to {config.lr * config.final_lr_ratio:g}")
+    return f"{', then '.join(parts)}, {num_steps} steps in all"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _make_muon(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -246,11 +263,9 @@ def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr
                 f"the optimizer 'adamw_8bit' is torchao's, which cannot be imported here ({error}): "
                 "pip install 'rl-backends[8bit]'"
             ) from error
-        # Moments of a local shard are quantized in blocks (arXiv:2110.02861); a shard that `is_quantized` refuses keeps
-        # them in full. torchao compiles its step with torch.compile, once for each shape.
-        quantized: torch.optim.Optimizer = AdamW8bit(
-            parts, lr=lr, betas=config.betas, eps=config.eps, block_size=BLOCK_SIZE
-        )
+        # Moments of a local shard are quantized in blocks of 256 (arXiv:2110.02861); those of one that is small, or no
+        # multiple of a block, are kept in full. torchao compiles its step with torch.compile, once for each shape.
+        quantized: torch.optim.Optimizer = AdamW8bit(parts, lr=lr, betas=config.betas, eps=config.eps, block_size=256)
         return quantized
     _check_implementation(groups, config)
     return AdamW(parts, lr=lr, betas=config.betas, eps=config.eps, **_implementation(config))

@@ -10,7 +10,6 @@ from typing import Any
 from rl_algorithms import dpo, kto, orpo, ppo, reward_model
 from rl_algorithms.data import ConversationData, LabelledData, PreferenceData
 from rl_backends import BackendSelection, MegatronConfig, select_backend
-from rl_backends.checkpoint_directory import explain_megatron_checkpoint_dir
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checks import preflight
 from rl_launcher.checks.gpu_budget import Gpu
@@ -54,11 +53,7 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS, *, gpu: G
     refusal = preflight.check_all_but_memory(recipe)
     placement, selection = plan_placement(recipe), select_backend(recipe.policy)
     predicted = predict_run(recipe, placement, objects, gpu=gpu)
-    backend = describe_backend(recipe, selection)
-    if isinstance(selection.config, MegatronConfig):
-        backend += "\nweights are read from the Hugging Face files; `rl-backends convert` would write a Megatron-LM "
-        backend += f"checkpoint to {explain_megatron_checkpoint_dir()}"
-    backend += f"\n{_logged(selection)}"
+    backend = f"{describe_backend(recipe, selection)}\n{_logged(selection)}"
     sections = {
         # Credentials are left out, since what is printed ends up in logs.
         "Recipe": Secrets.of(to_plain(recipe)).scrub(resolved.explain(hide=redact)),

@@ -110,7 +110,8 @@ def _policy(recipe: Recipe, skeleton: nn.Module, adapters: AdapterSize | None, *
     if isinstance(config, MegatronConfig):
         from rl_backends.commands.megatron_layout import describe_layout
 
-        return describe_layout(skeleton, lambda: recipe.policy.megatron_cfg, ranks=ranks)
+        text, _, peak = describe_layout(skeleton, lambda: recipe.policy.megatron_cfg, ranks=ranks)
+        return text, peak
     stages = list(recipe.stages.values())
     explained = explain(
         skeleton,
