@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientError
+from rl_backends.metrics import memory_by_category
 from rl_backends.optimizers import MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -326,11 +327,16 @@ def test_explain_tells_the_schedule(world, options, words):
 def test_8_bits_take_nearly_the_steps_of_adamw(world):
     eight = OptimizerConfig(**ADAMW, name="adamw_8bit", final_lr_ratio=0.1)
     model, plain = (world.make_model("Llama", vocab_size=256) for _ in range(2))
-    run(plain, dataclasses.replace(eight, name="adamw"))
+    of_32_bits, _ = run(plain, dataclasses.replace(eight, name="adamw"))
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, a minute for every shape
-        run(model, eight)
+        of_8_bits, _ = run(model, eight)
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=0, atol=0.3e-2)
     assert not torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    held = [
+        memory_by_category(trained, optimizers.each).category("optimizer state")
+        for trained, optimizers in ((model, of_8_bits), (plain, of_32_bits))
+    ]
+    assert 0 < held[0] < held[1]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
