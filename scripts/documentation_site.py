@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 # The order in which a reader wants them; every other page is found by search and by links.
 GUIDES = {
     "First run": "README.md",
-    "Own data and reward": "packages/rl-launcher/README.md",
+    "Own data and reward": "docs/own-data-and-reward.md",
     "Examples to copy": "examples/README.md",
     "From TRL": "docs/from-trl.md",
     "From verl": "docs/from-verl.md",
     "From NeMo-RL": "docs/from-nemo-rl.md",
-    "How to debug a run": "packages/rl-observe/README.md",
+    "How to debug a run": "docs/debugging.md",
     "Clusters": "docs/clusters.md",
     "Every key of a recipe": "packages/rl-launcher/REFERENCE.md",
     "How refit scales": "docs/scaling-refit.md",
