@@ -202,6 +202,33 @@ def test_a_box_enters_a_node_once_and_not_at_all_where_a_source_has_it_there(see
         assert into[node] == needed
 
 
+@settings(max_examples=500)
+@given(seeds)
+def test_the_routes_of_each_way_are_those_of_the_plan_in_their_order(seed):
+    plan = plan_refit(*some_case(seed))
+    by_way = {}
+    for route in plan.routes:
+        by_way.setdefault((route.source_rank, route.sink_ranks), []).append(route)
+    assert plan.ways == tuple(sorted(by_way))
+    assert {way: list(plan.routes_of(way)) for way in plan.ways} == by_way
+    assert plan.num_routes == len(plan.routes)
+    assert plan.bytes_by_way == {way: sum(route.nbytes for route in routes) for way, routes in by_way.items()}
+    assert plan.total_bytes == sum(map(plan.bytes_received, range(MAX_RANKS)))
+
+
+def test_equal_tensors_are_planned_once_and_shared_out_among_replicas():
+    """1,000 equal matrices in two replicas: one kind with one stack for each rank of the sink, and half for each."""
+    layouts = Layout.from_placements((2, 4), (None, 0)), Layout.from_placements((4,), (0,))
+    source, sink = (
+        Manifest(tuple(TensorMeta(name=f"w{n}", shape=(8, 3), dtype="int8", layout=layout) for n in range(1000)))
+        for layout in layouts
+    )
+    plan = plan_refit(source, sink)
+    assert (len(plan.tensors), len(plan.tensors[0].stacks), plan.num_routes) == (1, 4, 4000)
+    assert [plan.bytes_sent(rank) for rank in range(8)] == [3000] * 8
+    play(plan)
+
+
 def test_a_rank_outside_of_the_sink_receives_nothing():
     plan = plan_refit(*pair((4,), Layout.whole(), Layout.whole()))
     assert plan.bytes_received(7) == plan.lower_bound(7) == plan.bytes_sent(7) == plan.bytes_relayed(7) == 0

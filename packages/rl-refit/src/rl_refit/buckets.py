@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rl_refit.layout import Region
 
-__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "Bucket", "Piece", "pack", "size_of", "split"]
+__all__ = ["ALIGNMENT", "DEFAULT_BUCKET_BYTES", "Bucket", "Piece", "check_bucket_bytes", "pack", "size_of", "split"]
 
 ALIGNMENT = 512
 """Bytes between the starts of pieces are a multiple of this: whole cache lines, and what copy engines of GPUs like."""
@@ -40,6 +40,16 @@ def size_of(bucket: Bucket) -> int:
     return bucket[-1].start + bucket[-1].nbytes
 
 
+def check_bucket_bytes(bucket_bytes: int | None) -> None:
+    """Pass if buckets can be as large as this.
+
+    Raises:
+        ValueError: `bucket_bytes` is not a positive multiple of 512.
+    """
+    if bucket_bytes is not None and (bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT):
+        raise ValueError(f"a bucket is a positive multiple of {ALIGNMENT} bytes; got bucket_bytes={bucket_bytes}")
+
+
 def pack(regions: Iterable[tuple[Region, int]], *, bucket_bytes: int | None) -> tuple[Bucket, ...]:
     """Pack regions, given with the bytes of one of their elements, into buckets in order; empty ones take no place.
 
@@ -48,10 +58,9 @@ def pack(regions: Iterable[tuple[Region, int]], *, bucket_bytes: int | None) -> 
     Raises:
         ValueError: `bucket_bytes` is not a positive multiple of 512.
     """
+    check_bucket_bytes(bucket_bytes)
     if bucket_bytes is None:
         bucket_bytes = sys.maxsize // ALIGNMENT * ALIGNMENT
-    if bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
-        raise ValueError(f"a bucket is a positive multiple of {ALIGNMENT} bytes; got bucket_bytes={bucket_bytes}")
     buckets: list[list[Piece]] = [[]]
     end = 0
     for region, itemsize in regions:

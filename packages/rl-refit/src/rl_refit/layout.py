@@ -43,7 +43,7 @@ class Region:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.shape) or min((*self.offsets, *self.shape), default=0) < 0:
+        if len(self.offsets) != len(self.shape) or (self.shape and (min(self.offsets) < 0 or min(self.shape) < 0)):
             raise ValueError(
                 f"a region needs one offset and one size a dim, none negative; "
                 f"got offsets={self.offsets} and shape={self.shape} for {self.name!r}"

@@ -17,10 +17,11 @@ sink rank receives exactly the elements of its own boxes, each once: the lower b
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rl_refit.buckets import split
@@ -30,7 +31,10 @@ from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest
 from rl_refit.topology import Topology
 
-__all__ = ["RefitPlan", "Route", "plan_refit"]
+__all__ = ["EqualTensors", "RefitPlan", "Route", "RouteStack", "Way", "plan_refit"]
+
+Way = tuple[int, tuple[int, ...]]
+"""A source rank, and the sink ranks that a route goes to: the first receives it and relays it to the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +54,81 @@ class Route:
     """Bytes of the box, counted once."""
 
 
+@dataclass(frozen=True, slots=True)
+class RouteStack:
+    """The same box of equal tensors: one route for each of them."""
+
+    box: Region
+    """Where it lies in each tensor; its name is empty."""
+
+    nbytes: int
+    """Bytes of the box, counted once."""
+
+    ways: tuple[Way, ...]
+    """Of each tensor, in order; a single one is that of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class EqualTensors:
+    """Tensors of one shape, size of element and layout on both sides, such as a matrix of every layer."""
+
+    names: tuple[str, ...]
+    """In the order of the sink's manifest."""
+
+    stacks: tuple[RouteStack, ...]
+
+
 @dataclass(frozen=True)
 class RefitPlan:
-    """All routes of a refit, in the order of the sink's manifest, with what they cost."""
+    """All routes of a refit, with what they cost.
 
-    routes: tuple[Route, ...]
+    A model has tens of thousands of tensors and some hundred kinds of them, so routes are kept by kind: a plan of
+    millions of routes takes seconds, and the memory of those that are looked at.
+    """
+
+    tensors: tuple[EqualTensors, ...]
     source: Manifest
     sink: Manifest
     topology: Topology | None = None
+
+    @cached_property
+    def routes(self) -> tuple[Route, ...]:
+        """Every route, in the order of the sink's manifest. Of a large cluster they are millions: see `routes_of`."""
+        return tuple(
+            self._in_order((kind, stack, None) for kind, each in enumerate(self.tensors) for stack in each.stacks)
+        )
+
+    def routes_of(self, way: Way) -> tuple[Route, ...]:
+        """The routes from one source rank to these sink ranks, in the order of the sink's manifest."""
+        return tuple(self._in_order(self._by_way[way]))
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """Every pair of a source rank and the sink ranks of a route, in order."""
+        return tuple(sorted(self._by_way))
+
+    @cached_property
+    def num_routes(self) -> int:
+        """How many routes there are."""
+        return sum(len(each.names) * len(each.stacks) for each in self.tensors)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes that all sink ranks receive."""
+        return sum(nbytes * len(sinks) for (_, sinks), nbytes in self.bytes_by_way.items())
+
+    @cached_property
+    def bytes_by_way(self) -> Counter[Way]:
+        """Bytes of all routes of each way, counted once for all its sink ranks."""
+        total: Counter[Way] = Counter()
+        for each in self.tensors:
+            for stack in each.stacks:
+                if len(stack.ways) == 1:
+                    total[stack.ways[0]] += stack.nbytes * len(each.names)
+                else:
+                    for way in stack.ways:
+                        total[way] += stack.nbytes
+        return total
 
     def bytes_received(self, rank: int) -> int:
         """Bytes that sink rank `rank` receives, from sources and relays."""
@@ -87,32 +158,69 @@ class RefitPlan:
 
     @cached_property
     def _received(self) -> Counter[int]:
-        return _sum_bytes((rank, route.nbytes) for route in self.routes for rank in route.sink_ranks)
+        return _sum_bytes((rank, nbytes) for (_, sinks), nbytes in self.bytes_by_way.items() for rank in sinks)
 
     @cached_property
     def _sent(self) -> Counter[int]:
-        return _sum_bytes((route.source_rank, route.nbytes) for route in self.routes)
+        return _sum_bytes((source, nbytes) for (source, _), nbytes in self.bytes_by_way.items())
 
     @cached_property
     def _relayed(self) -> Counter[int]:
-        return _sum_bytes((route.sink_ranks[0], route.nbytes * (len(route.sink_ranks) - 1)) for route in self.routes)
+        return _sum_bytes((sinks[0], nbytes * (len(sinks) - 1)) for (_, sinks), nbytes in self.bytes_by_way.items())
 
     @cached_property
     def _bounds(self) -> Counter[int]:
         return _sum_bytes(
-            (rank, sum(box.numel for box in boxes) * meta.torch_dtype.itemsize)
-            for meta in self.sink.tensors
-            if meta.travels
+            (rank, len(each.names) * sum(box.numel for box in boxes) * meta.torch_dtype.itemsize)
+            for each in self.tensors
+            for meta in (self.sink.by_name[each.names[0]],)
             for rank, boxes in meta.regions().items()
         )
 
     @cached_property
     def _hash(self) -> str:
         total = hashlib.sha256(f"{self.source.hash()} {self.sink.hash()}".encode())
-        for route in self.routes:
-            box = route.region
-            total.update(f"\n{box.name} {box.offsets} {box.shape} {route.source_rank} {route.sink_ranks}".encode())
+        for each in self.tensors:
+            stacks = [(stack.box.offsets, stack.box.shape, stack.ways) for stack in each.stacks]
+            total.update(f"\n{each.names} {stacks}".encode())
         return total.hexdigest()
+
+    @cached_property
+    def _by_way(self) -> dict[Way, list[tuple[int, RouteStack, list[int] | None]]]:
+        """The stacks of each way: the kind of tensor, and which of its tensors go this way; None for all."""
+        found: dict[Way, list[tuple[int, RouteStack, list[int] | None]]] = {}
+        for kind, each in enumerate(self.tensors):
+            for stack in each.stacks:
+                if len(stack.ways) == 1:
+                    found.setdefault(stack.ways[0], []).append((kind, stack, None))
+                else:
+                    numbers: dict[Way, list[int]] = {}
+                    for number, way in enumerate(stack.ways):
+                        numbers.setdefault(way, []).append(number)
+                    for way, chosen in numbers.items():
+                        found.setdefault(way, []).append((kind, stack, chosen))
+        return found
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each tensor in the sink's manifest."""
+        return {name: number for number, name in enumerate(self.sink.by_name)}
+
+    def _in_order(self, chosen: Iterable[tuple[int, RouteStack, list[int] | None]]) -> Iterator[Route]:
+        """Routes of stacks, tensor by tensor; of one tensor in the order in which its stacks are given."""
+        by_name: dict[str, list[Route]] = {}
+        for kind, stack, numbers in chosen:
+            names = self.tensors[kind].names
+            for number in range(len(names)) if numbers is None else numbers:
+                source_rank, sink_ranks = stack.ways[number if len(stack.ways) > 1 else 0]
+                route = Route(
+                    region=Region(names[number], stack.box.offsets, stack.box.shape),
+                    source_rank=source_rank,
+                    sink_ranks=sink_ranks,
+                    nbytes=stack.nbytes,
+                )
+                by_name.setdefault(names[number], []).append(route)
+        return itertools.chain.from_iterable(by_name[name] for name in sorted(by_name, key=self.places.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +234,16 @@ class _Overlap:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """A box that goes to one node: one of `holders` sends it, to one of `receivers`, who hands it on to the others."""
+    """A box that goes to one node: one of `holders` sends it, to one of `receivers`, who hands it on to the others.
 
-    region: Region
+    The same of each of `count` tensors.
+    """
+
+    box: Region
     nbytes: int
     holders: tuple[int, ...]
     receivers: tuple[int, ...]
+    count: int
 
 
 _WORTH_A_ROUTE = 2**20
@@ -146,43 +258,77 @@ def plan_refit(source: Manifest, sink: Manifest, topology: Topology | None = Non
             every difference.
         ValueError: The topology leaves out a rank.
     """
-    needs = _cut(_needs(source, sink, topology), len(source.ranks), len(sink.ranks))
-    senders = _balance([need.holders for need in needs], [need.nbytes for need in needs])
-    firsts = _balance([need.receivers for need in needs], [need.nbytes * (len(need.receivers) - 1) for need in needs])
-    routes = (
-        Route(
-            region=need.region,
-            source_rank=sender,
-            sink_ranks=(first, *(rank for rank in need.receivers if rank != first)),
-            nbytes=need.nbytes,
+    names, needs = _needs(source, sink, topology)
+    needs = _cut(needs, len(source.ranks), len(sink.ranks))
+    flat = [need for of_kind in needs for need in of_kind]
+    counts = [need.count for need in flat]
+    senders = iter(_balance([need.holders for need in flat], [need.nbytes for need in flat], counts))
+    loads = [need.nbytes * (len(need.receivers) - 1) for need in flat]
+    firsts = iter(_balance([need.receivers for need in flat], loads, counts))
+    tensors = tuple(
+        EqualTensors(
+            tuple(each),
+            tuple(RouteStack(need.box, need.nbytes, _ways(need, next(senders), next(firsts))) for need in of_kind),
         )
-        for need, sender, first in zip(needs, senders, firsts, strict=True)
+        for each, of_kind in zip(names, needs, strict=True)
     )
-    return RefitPlan(tuple(routes), source, sink, topology)
+    return RefitPlan(tensors, source, sink, topology)
 
 
-def _needs(source: Manifest, sink: Manifest, topology: Topology | None) -> list[_Need]:
-    seen: dict[tuple[tuple[int, ...], Layout, Layout], tuple[tuple[_Overlap, ...], tuple[Region, ...]]] = {}
-    needs: list[_Need] = []
-    unheld: list[str] = []
+def _ways(need: _Need, senders: tuple[int, ...], firsts: tuple[int, ...]) -> tuple[Way, ...]:
+    """Who sends to whom, for each tensor; a single way where it is that of all."""
+    if len(need.receivers) == 1:
+        return tuple((sender, need.receivers) for sender in senders)
+    relayed = {first: (first, *(rank for rank in need.receivers if rank != first)) for first in set(firsts)}
+    if len(senders) == 1:
+        senders *= len(firsts)
+    return tuple((sender, relayed[first]) for sender, first in zip(senders, firsts, strict=True))
+
+
+def _needs(source: Manifest, sink: Manifest, topology: Topology | None) -> tuple[list[list[str]], list[list[_Need]]]:
+    """The names of each kind of tensor that is sent, in the order of the first of each; and what is needed of one."""
     if topology is not None:
         topology.check(source_ranks=source.ranks, sink_ranks=sink.ranks)
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    number_of = _numbering()
     for name in prove_coverage(source, sink):
-        meta, layouts = sink.by_name[name], (source.by_name[name].layout, sink.by_name[name].layout)
-        key = (meta.shape, *layouts)  # a model has hundreds of tensors and a handful of shapes
-        if key not in seen:
-            overlaps, holes = _overlaps(meta.shape, *layouts)
-            seen[key] = tuple(part for overlap in overlaps for part in _by_node(overlap, topology)), holes
-        overlaps, holes = seen[key]
-        unheld += [f"{name}: no rank of the source holds {list(box.shape)} at {list(box.offsets)}" for box in holes]
-        itemsize = meta.torch_dtype.itemsize
-        for part in overlaps:
-            region = Region(name, part.box.offsets, part.box.shape)
-            needs.append(_Need(region, region.numel * itemsize, part.holders, part.receivers))
+        meta = sink.by_name[name]
+        layouts = number_of(source.by_name[name].layout), number_of(meta.layout)
+        kinds.setdefault((meta.shape, meta.torch_dtype.itemsize, *layouts), []).append(name)
+    needs: list[list[_Need]] = []
+    unheld: list[str] = []
+    for names in kinds.values():
+        meta = sink.by_name[names[0]]
+        overlaps, holes = _overlaps(meta.shape, source.by_name[names[0]].layout, meta.layout)
+        unheld += [
+            f"{name}: no rank of the source holds {list(box.shape)} at {list(box.offsets)}"
+            for name in names
+            for box in holes
+        ]
+        needs.append(
+            [
+                _Need(part.box, part.box.numel * meta.torch_dtype.itemsize, part.holders, part.receivers, len(names))
+                for overlap in overlaps
+                for part in _by_node(overlap, topology)
+            ]
+        )
     if unheld:
         lines = "".join(f"\n  {line}" for line in unheld)
         raise CoverageError(f"{len(unheld)} parts of tensors that nobody can send:{lines}", mismatched=tuple(unheld))
-    return needs
+    return list(kinds.values()), needs
+
+
+def _numbering() -> Callable[[Layout], int]:
+    """Equal layouts have one number; to hash one takes long, and most tensors have the very object of another."""
+    by_object: dict[int, int] = {}
+    by_value: dict[Layout, int] = {}
+
+    def number_of(layout: Layout) -> int:
+        if id(layout) not in by_object:  # both manifests keep their layouts alive
+            by_object[id(layout)] = by_value.setdefault(layout, len(by_value))
+        return by_object[id(layout)]
+
+    return number_of
 
 
 def _by_node(overlap: _Overlap, topology: Topology | None) -> Iterator[_Overlap]:
@@ -198,38 +344,55 @@ def _by_node(overlap: _Overlap, topology: Topology | None) -> Iterator[_Overlap]
         yield _Overlap(overlap.box, near or overlap.holders, tuple(receivers))
 
 
-def _cut(needs: list[_Need], num_sources: int, num_sinks: int) -> list[_Need]:
+def _cut(needs: list[list[_Need]], num_sources: int, num_sinks: int) -> list[list[_Need]]:
     """Cut what is more than one sender's, or one relay's, fair share, where there is another to share with."""
-    sent = sum(need.nbytes for need in needs)
-    relayed = sum(need.nbytes * (len(need.receivers) - 1) for need in needs)
-    cut: list[_Need] = []
-    for need in needs:
+    flat = [need for of_kind in needs for need in of_kind]
+    sent = sum(need.nbytes * need.count for need in flat)
+    relayed = sum(need.nbytes * (len(need.receivers) - 1) * need.count for need in flat)
+
+    def parts(need: _Need) -> list[_Need]:
         copies = len(need.receivers) - 1
         limits = [sent // num_sources] if len(need.holders) > 1 else []
         limits += [relayed // num_sinks // copies] if copies else []
         limit = max(_WORTH_A_ROUTE, min(limits, default=need.nbytes))
         if need.nbytes <= limit:
-            cut.append(need)
-        else:
-            itemsize = need.nbytes // need.region.numel
-            parts = split(need.region, max_elements=limit // itemsize)
-            cut += [_Need(part, part.numel * itemsize, need.holders, need.receivers) for part in parts]
-    return cut
+            return [need]
+        itemsize = need.nbytes // need.box.numel
+        return [
+            replace(need, box=part, nbytes=part.numel * itemsize)
+            for part in split(need.box, max_elements=limit // itemsize)
+        ]
+
+    return [[part for need in of_kind for part in parts(need)] for of_kind in needs]
 
 
-def _balance(candidates: Sequence[tuple[int, ...]], loads: Sequence[int]) -> list[int]:
-    """For each load the candidate that has the least so far; fewest candidates first, then the largest load.
+def _balance(
+    candidates: Sequence[tuple[int, ...]], loads: Sequence[int], counts: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """For each of `counts[i]` equal loads the candidate that has the least so far; a single one is that of all.
 
-    Let the sets of candidates be nested or disjoint, as the replicas of one mesh are. When a load with candidates H is
-    given out, all that H has so far was given out before, so to subsets of H: the least loaded of H has at most what
-    the best cutting of all loads gives the busiest. So nobody ends above that plus one load that had a choice.
+    Fewest candidates first, then the largest load. Let the sets of candidates be nested or disjoint, as the replicas of
+    one mesh are. When a load with candidates H is given out, all that H has so far was given out before, so to subsets
+    of H: the least loaded of H has at most what the best cutting of all loads gives the busiest. So nobody ends above
+    that plus one load that had a choice.
     """
     totals: Counter[int] = Counter()
-    chosen = [0] * len(loads)
+    chosen: list[tuple[int, ...]] = [()] * len(loads)
     for number in sorted(range(len(loads)), key=lambda number: (len(candidates[number]), -loads[number])):
-        ranks = candidates[number]
-        chosen[number] = rank = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda rank: (totals[rank], rank))
-        totals[rank] += loads[number]
+        ranks, load, count = candidates[number], loads[number], counts[number]
+        if len(ranks) == 1:
+            chosen[number] = ranks
+            totals[ranks[0]] += load * count
+            continue
+        least = [(totals[rank], rank) for rank in ranks]
+        heapq.heapify(least)
+        given = []
+        for _ in range(count):
+            total, rank = least[0]
+            heapq.heapreplace(least, (total + load, rank))
+            given.append(rank)
+        chosen[number] = tuple(given)
+        totals.update({rank: total - totals[rank] for total, rank in least})
     return chosen
 
 

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar, final
 
 from torch import Tensor
@@ -31,7 +32,7 @@ from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.schedule import Schedule, make_schedule
+from rl_refit.schedule import Schedule, Stream, make_schedule
 from rl_refit.transaction.agreement import Agreement, agree, agree_in_process
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.messages import error_from_message, error_to_message
@@ -263,8 +264,8 @@ class Refit:
                 version=version,
                 transport=self._transport.medium,
                 tensors=sum(meta.travels for meta in plan.sink.tensors),
-                bytes=sum(route.nbytes * len(route.sink_ranks) for route in plan.routes),
-                buckets=party.schedule.num_buckets,
+                bytes=plan.total_bytes,
+                buckets=party.num_buckets,
                 seconds={name: seconds for name, seconds in watch.seconds.items() if name != "confirm"},
                 verified={0: "nothing", 1: "every byte"}.get(sample.stride, f"1/{sample.stride} of the chunks"),
                 uncompared=party.uncompared(sample),
@@ -365,11 +366,12 @@ class Refit:
             if self._sides.sink is not None:
                 inbox = Inbox(self._sides.sink, schedule, sink_rank or 0, watch, version=0, refit=0)
             boxes: dict[tuple[int, int], list[tuple[Region, int]]] = {}
-            for route in agreement.plan.routes:
-                itemsize = agreement.plan.sink.by_name[route.region.name].torch_dtype.itemsize
-                for receiver in route.sink_ranks:
-                    if route.source_rank == source_rank or receiver == sink_rank:
-                        boxes.setdefault((route.source_rank, receiver), []).append((route.region, itemsize))
+            for sender, receivers in agreement.plan.ways:
+                mine = [receiver for receiver in receivers if sender == source_rank or receiver == sink_rank]
+                for route in agreement.plan.routes_of((sender, receivers)) if mine else ():
+                    itemsize = agreement.plan.sink.by_name[route.region.name].torch_dtype.itemsize
+                    for receiver in mine:
+                        boxes.setdefault((sender, receiver), []).append((route.region, itemsize))
             self._party = Party(
                 sides=self._sides,
                 agreement=agreement,
@@ -434,7 +436,7 @@ class RefitReport:
     """Bytes that arrived, at all ranks of the sink together."""
 
     buckets: int
-    """Buckets of all streams."""
+    """Buckets that this process sends or receives."""
 
     seconds: Mapping[str, float]
     """Seconds by phase: prepare, transfer, verify, commit."""
@@ -512,6 +514,16 @@ class Party:
     """Whether others may commit by this party's leave, and do not know yet what became of its own commit."""
     _whole: bool = False
     """Whether this party has done its own commit."""
+
+    @cached_property
+    def num_buckets(self) -> int:
+        """Buckets that this process sends or receives."""
+        own = dict[int, Stream]()
+        if self.source_rank is not None:
+            own |= {stream.number: stream for stream in self.schedule.of_source(self.source_rank)}
+        if self.sink_rank is not None:
+            own |= {stream.number: stream for stream in self.schedule.of_sink(self.sink_rank)}
+        return sum(len(stream.buckets) for stream in own.values())
 
     def run(self, version: int, sample: Sample, watch: Watch) -> tuple[str | None, tuple[str, ...]]:
         """All phases. Whatever is raised, the caller aborts.

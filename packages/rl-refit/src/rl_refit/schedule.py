@@ -9,19 +9,19 @@ of all is always the next one of both its ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from rl_refit.buckets import Bucket, pack
+from rl_refit.buckets import Bucket, check_bucket_bytes, pack
 from rl_refit.layout import Region
 from rl_refit.plan import RefitPlan
 
 __all__ = ["Schedule", "Stream", "make_schedule"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Stream:
     """The buckets that one source rank sends to one sink rank, or through it to others."""
 
@@ -32,7 +32,17 @@ class Stream:
     sink_ranks: tuple[int, ...]
     """Those of one node that need the same boxes; where they share no memory with the source, the first relays."""
 
-    buckets: tuple[Bucket, ...]
+    plan: RefitPlan = field(repr=False)
+    bucket_bytes: int | None
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Made when they are asked for: of most streams of a large cluster, a process needs but the number."""
+        metas = self.plan.sink.by_name
+        regions = [route.region for route in self.plan.routes_of((self.source_rank, self.sink_ranks))]
+        ordered = _as_the_source_yields(regions, self.source_rank, self.plan)
+        sized = [(region, metas[region.name].torch_dtype.itemsize) for region in ordered]
+        return pack(sized, bucket_bytes=self.bucket_bytes)
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Schedule:
 
     @cached_property
     def num_buckets(self) -> int:
-        """Buckets of all streams."""
+        """Buckets of all streams, which it makes."""
         return sum(len(stream.buckets) for stream in self.streams)
 
     @cached_property
@@ -69,30 +79,19 @@ def make_schedule(plan: RefitPlan, *, bucket_bytes: int | None) -> Schedule:
     Raises:
         ValueError: `bucket_bytes` is not a positive multiple of 512.
     """
-    boxes: dict[tuple[int, tuple[int, ...]], list[Region]] = {}
-    for route in plan.routes:
-        boxes.setdefault((route.source_rank, route.sink_ranks), []).append(route.region)
-    itemsize = {meta.name: meta.torch_dtype.itemsize for meta in plan.sink.tensors}
+    check_bucket_bytes(bucket_bytes)
     turns = max((*plan.source.ranks, *plan.sink.ranks), default=0) + 1
-    ordered = sorted(boxes, key=lambda way: ((way[1][0] - way[0]) % turns, way[0], way[1]))
+    ordered = sorted(plan.ways, key=lambda way: ((way[1][0] - way[0]) % turns, way[0], way[1]))
     streams = (
-        Stream(
-            number=number,
-            source_rank=way[0],
-            sink_ranks=way[1],
-            buckets=pack(
-                [(region, itemsize[region.name]) for region in _as_the_source_yields(boxes[way], way[0], plan)],
-                bucket_bytes=bucket_bytes,
-            ),
-        )
-        for number, way in enumerate(ordered)
+        Stream(number=number, source_rank=source, sink_ranks=sinks, plan=plan, bucket_bytes=bucket_bytes)
+        for number, (source, sinks) in enumerate(ordered)
     )
     return Schedule(tuple(streams), plan, bucket_bytes)
 
 
 def _as_the_source_yields(regions: list[Region], source_rank: int, plan: RefitPlan) -> list[Region]:
     """Sorted by tensor, in the sink's order, then by the source rank's box that each lies in, then by place."""
-    order = {name: number for number, name in enumerate(plan.sink.by_name)}
+    order = plan.places
     boxes: dict[str, tuple[Region, ...]] = {}
 
     def place(region: Region) -> tuple[int, int, tuple[int, ...]]:

@@ -124,7 +124,7 @@ def figures_of(plan: RefitPlan, *, bucket_bytes: int, slots: int) -> PlanFigures
         constant=rest["constant"],
         in_boxes=sum(any(len(boxes) > 1 for boxes in meta.layout.boxes or ()) for meta in fed),
         weights=sum(meta.total_bytes for meta in fed),
-        routes=len(plan.routes),
+        routes=plan.num_routes,
         buckets=schedule.num_buckets,
         bucket_bytes=bucket_bytes,
         slots=slots,
@@ -148,12 +148,12 @@ def link_bytes(plan: RefitPlan, *, relayed: bool) -> int:
     """
     out: Counter[int] = Counter()
     into: Counter[int] = Counter()
-    for route in plan.routes:
-        if _stays_on_its_node(plan, route.source_rank, route.sink_ranks[0]):
+    for (source_rank, sink_ranks), nbytes in plan.bytes_by_way.items():
+        if _stays_on_its_node(plan, source_rank, sink_ranks[0]):
             continue
-        for rank in route.sink_ranks[:1] if relayed else route.sink_ranks:
-            out[route.source_rank] += route.nbytes
-            into[rank] += route.nbytes
+        for rank in sink_ranks[:1] if relayed else sink_ranks:
+            out[source_rank] += nbytes
+            into[rank] += nbytes
     return max((*out.values(), *into.values()), default=0)
 
 
@@ -162,11 +162,10 @@ def _into_nodes(plan: RefitPlan) -> dict[str, tuple[int, int]]:
         return {}
     nodes = plan.topology.sink_nodes
     into = dict.fromkeys((nodes[rank] for rank in plan.sink.ranks), (0, 0))
-    for route in plan.routes:
-        if not _stays_on_its_node(plan, route.source_rank, route.sink_ranks[0]):
-            relayed, pulled = into[nodes[route.sink_ranks[0]]]
-            copies = len(route.sink_ranks)
-            into[nodes[route.sink_ranks[0]]] = relayed + route.nbytes, pulled + route.nbytes * copies
+    for (source_rank, sink_ranks), nbytes in plan.bytes_by_way.items():
+        if not _stays_on_its_node(plan, source_rank, sink_ranks[0]):
+            relayed, pulled = into[nodes[sink_ranks[0]]]
+            into[nodes[sink_ranks[0]]] = relayed + nbytes, pulled + nbytes * len(sink_ranks)
     return into
 
 
