@@ -1,22 +1,19 @@
 """An adapter alone as a transaction: it is loaded beside the one that serves, and a failed refit changes nothing."""
 
-import multiprocessing
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+import adapter_engine
+from adapter_engine import adapter
+
 from rl_refit import AdapterSink, Refit, Rendezvous, SlotStream, StateDictSource
 from rl_refit.errors import CoverageError, DigestError, PoisonedError, RefitError
-
-
-def adapter(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        f"layers.{layer}.q_proj.lora_{part}.weight": torch.randn(shape, generator=generator)
-        for layer in range(3)
-        for part, shape in (("A", (4, 32)), ("B", (32, 4)))
-    }
 
 
 class Engine:
@@ -132,28 +129,20 @@ def test_names_that_are_missing_or_too_many_are_refused_before_anything_is_loade
     assert engine.taken == []
 
 
-def engine_process(address, versions):
-    engine = Engine()
-    meeting = Rendezvous(address, num_sources=1, num_sinks=1, sink_rank=0)
-    refit = Refit(sink=engine.sink, transport=SlotStream(), rendezvous=meeting)
-    for version in versions:
-        refit.receive()
-        assert same(engine.slots[engine.sink.current], adapter(version))
-    refit.close()
-
-
 def test_the_bytes_of_the_adapter_alone_go_from_process_to_process(tmp_path):
     address = f"file://{tmp_path / 'store'}"
-    engine = multiprocessing.get_context("spawn").Process(target=engine_process, args=(address, (1, 2)))
-    engine.start()
+    engine = subprocess.Popen([sys.executable, adapter_engine.__file__, address])
     tensors = adapter(1)
     meeting = Rendezvous(address, num_sources=1, num_sinks=1, source_rank=0)
-    refit = Refit(StateDictSource(tensors), transport=SlotStream(), rendezvous=meeting)
-    report = refit(version=1)
-    for name, value in adapter(2).items():
-        tensors[name].copy_(value)
-    refit(version=2)
-    engine.join(60)
-    refit.close()
-    assert engine.exitcode == 0
+    refit = Refit(StateDictSource(tensors), transport=SlotStream(), rendezvous=meeting, deadline_s=120)
+    try:
+        report = refit(version=1)
+        for name, value in adapter(2).items():
+            tensors[name].copy_(value)
+        refit(version=2)
+        assert engine.wait(60) == 0
+        refit.close()
+    finally:
+        engine.kill()
+        engine.wait()
     assert report.bytes == sum(tensor.nbytes for tensor in tensors.values())
