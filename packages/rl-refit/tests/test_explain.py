@@ -46,7 +46,7 @@ def small_plan():
 def test_explain_shows_every_tensor_once_and_the_ranks_beside_their_bound():
     assert small_plan().explain().splitlines() == [
         "3 tensors fed, 1 tied, 1 derived, 1 constant, 0 unmatched",
-        "112 B from 2 ranks to 4: 10 routes in 6 buckets of at most 4 MiB",
+        "112 B from 2 ranks to 4: 10 routes in 10 buckets of at most 4 MiB",
         "",
         "        tensor           shape             dtype     source → sink",
         "     2  layers.{0..1}.w  [4, 6]            bfloat16  dim 0 / 2 → dim 1 / 2, 2 copies",

@@ -125,7 +125,9 @@ def test_opening_and_closing_leaves_no_descriptors_or_threads_behind(world, tran
 
 
 def stream(*sink_ranks):
-    return Stream(number=0, source_rank=0, sink_ranks=sink_ranks, buckets=((Piece(Region("t", (0,), (4,)), 0, 16),),))
+    made = Stream(number=0, source_rank=0, sink_ranks=sink_ranks, plan=None, bucket_bytes=None)
+    vars(made)["buckets"] = ((Piece(Region("t", (0,), (4,)), 0, 16),),)  # as a plan would give them
+    return made
 
 
 def peers(*places, maps=True, device="cpu"):
