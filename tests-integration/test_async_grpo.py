@@ -56,6 +56,7 @@ def learn(
     )
 
 
+@pytest.mark.slow
 def test_it_learns_while_the_engine_takes_weights_between_calls(
     imitated: Mapping[str, Tensor], synchronous: float
 ) -> None:

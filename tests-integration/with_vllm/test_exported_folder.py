@@ -34,8 +34,10 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.mark.parametrize(
     "config",
-    [transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True), transformers.Qwen3MoeConfig(**SHAPE, **MIXTURE)],
-    ids=["tied", "mixture"],
+    [
+        pytest.param(transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True), id="tied", marks=pytest.mark.slow),
+        pytest.param(transformers.Qwen3MoeConfig(**SHAPE, **MIXTURE), id="mixture"),
+    ],
 )
 def test_an_exported_folder_is_served_as_it_was_trained(config, tmp_path):
     config.save_pretrained(tmp_path / "configuration")

@@ -179,6 +179,7 @@ def test_layers_compile_without_a_graph_break_and_with_the_same_gradients():
     assert checks["layers compiled with aot_eager: graph breaks"].detail == "0 breaks, 2 graphs"
 
 
+@pytest.mark.slow
 def test_graph_break_is_named():
     found = wrong(verify(qwen3(), apply=published_plans.with_a_graph_break, compile="aot_eager", only=ONCE))
     assert "graph break" in found["layers compiled with aot_eager: graph breaks"]

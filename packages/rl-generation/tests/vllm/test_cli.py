@@ -54,6 +54,7 @@ def test_greedy_answers_are_those_of_the_embedded_engine(checkpoints, prompts, t
         assert one == other
 
 
+@pytest.mark.slow
 def test_samples_that_time_out_have_lines_of_their_own_and_the_others_are_kept(
     checkpoints, prompts, tmp_path, monkeypatch, capsys
 ):
