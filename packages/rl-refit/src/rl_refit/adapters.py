@@ -155,9 +155,16 @@ class AdapterSink:
         self._stage.ready(self._stage_version())
         if self._waiting is not None:
             return
-        self._slots += 1
         try:
             self._free()
+        except Exception as error:
+            raise RefitError(
+                f"the engine did not free the slot {self._idle[0][0]} of an earlier adapter: {type(error).__name__}: "
+                f"{error}; the committed one goes on, and the next refit tries again",
+                phase="commit",
+            ) from error
+        self._slots += 1
+        try:
             self._waiting = self._slots, self._load(self._slots, self._fresh)
         except RefitError:
             raise

@@ -1,11 +1,12 @@
 """Who sends which box of which tensor to whom: a pure function of two manifests and a topology.
 
 Moves nothing and knows no transport. Every rank that computes a plan from the same manifests gets the same plan. Each
-sink rank receives exactly the elements of its own boxes, each once: the lower bound of any plan.
+sink rank receives exactly the elements of its own boxes, each once: the lower bound of any plan. Tensors of equal
+shape, element size and layouts are planned together, since a model has tens of thousands of tensors of few kinds.
 
 * Where several source ranks hold a box, the one that has the least to send so far sends it. Boxes with the fewest
   holders are given out first and, among those, the largest; a box above its sender's fair share is cut. Where sets of
-  replicas are nested or disjoint, as FSDP, HSDP and tensor parallelism make them, no source rank so sends more than
+  replicas are nested or disjoint, as FSDP, HSDP and tensor parallelism make them, no source rank sends more than
   twice what the best plan of all, which may cut at will, asks of its busiest: see `_balance`. (Where sets cross, a
   choice of the least busy is known to stay within log2(ranks) + 1 of the best choice: Azar, Naor and Rom, 1992.)
 * A source rank on the node that needs the box goes before all others: those bytes touch no network card.

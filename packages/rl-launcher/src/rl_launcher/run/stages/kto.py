@@ -67,9 +67,8 @@ def run(stage: KTOStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
         if is_last or recipe.evaluation.due(index - 1, index):
-            if recipe.generates and (
-                is_last or recipe.env is not None
-            ):  # log-probabilities are the policy's own, and need no engine
+            # Log-probabilities are the policy's own, and need no engine.
+            if recipe.env is not None or (is_last and recipe.generates):
                 with recorder.phase("refit"):
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):

@@ -31,9 +31,8 @@ def run(stage: SFTStage, *, recipe: Recipe, parts: Parts, evaluator: Evaluator, 
         extra = {"learning_rate": learning_rate}
         is_last = index == stage.max_num_steps
         if is_last or recipe.evaluation.due(index - 1, index):
-            if recipe.generates and (
-                is_last or recipe.env is not None
-            ):  # the loss is the policy's own, and needs no engine
+            # The loss is the policy's own, and needs no engine.
+            if recipe.env is not None or (is_last and recipe.generates):
                 with recorder.phase("refit"):
                     parts.weight_sync(version=policy.version)
             with recorder.phase("evaluate"):
