@@ -1,13 +1,12 @@
-"""Run sessions of nox side by side, as many at a time as the machine has cores, up to four.
+"""Run sessions of nox side by side, one more at a time than the machine has cores, up to four.
 
     python scripts/side_by_side.py                             the sessions of a plain `nox`
     python scripts/side_by_side.py -s lint layers -- --fix     these sessions, with arguments for each
     python scripts/side_by_side.py -t rl-refit --at-once 1     by tag, one after the other
 
-Most tests have one thread and wait for processes and disks half of the time, so two sessions on two cores take little
-more than half as long as one after the other. Each session is a separate nox process. Its output is kept in `.nox/logs`
-and printed when it ends; the last lines of failed sessions are printed again at the end. A session that takes longer
-than `LIMIT_S` is killed and named.
+Most tests have one thread and wait for processes and disks a third of the time, so three sessions keep two cores busy.
+Each session is a separate nox process. Its output is kept in `.nox/logs` and printed when it ends; the last lines of
+failed sessions are printed again at the end. A session that takes longer than `LIMIT_S` is killed and named.
 
 It needs only the standard library, and the nox of this interpreter.
 """
@@ -170,7 +169,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], list[str], int]:
     parser.add_argument("-s", "--session", nargs="+", default=[], help="names of sessions")
     parser.add_argument("-t", "--tags", nargs="+", default=[], help="tags of sessions")
     parser.add_argument("-k", "--keywords", help="an expression over names and tags")
-    parser.add_argument("--at-once", type=int, default=min(os.cpu_count() or 1, MOST_AT_ONCE), help="how many")
+    parser.add_argument("--at-once", type=int, default=min((os.cpu_count() or 1) + 1, MOST_AT_ONCE), help="how many")
     asked = parser.parse_args(arguments[:place])
     if asked.at_once < 1:
         parser.error(f"--at-once must be at least 1; got {asked.at_once}")

@@ -14,7 +14,14 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py"))
-SLOW = ("dpo_on_pairs.py", "own_environment.py", "pipeline_stages.py", "plans_in_fsdp2_loop.py")  # nightly
+SLOW = (  # nightly
+    "dpo_on_pairs.py",
+    "own_environment.py",
+    "own_reward.py",
+    "pipeline_stages.py",
+    "plans_in_fsdp2_loop.py",
+    "sft_on_chats.py",
+)
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -62,10 +69,12 @@ def test_ten_lines_of_grpo_learn_the_form_of_an_answer(outputs):
     assert last > 0.8
 
 
+@pytest.mark.slow
 def test_a_reward_that_asks_for_a_column_which_the_rows_lack_is_refused_by_name(outputs):
     assert re.search(r"refused before training: .*asks_too_much.*gold", outputs("own_reward.py"))
 
 
+@pytest.mark.slow
 def test_sft_lowers_the_loss_of_conversations_that_it_did_not_see(outputs):
     before, after = re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", outputs("sft_on_chats.py")).groups()
     assert float(after) < float(before) / 2

@@ -47,7 +47,7 @@ def train(setup: TinySetup, objective: Objective, *, steps_per_generation: int, 
 @pytest.mark.parametrize(
     ("objective", "steps_per_generation", "lr"),
     [
-        pytest.param(grpo.deepseek_grpo(kl_weight=0.001), 4, 5e-4, id="grpo"),
+        pytest.param(grpo.deepseek_grpo(kl_weight=0.001), 4, 5e-4, id="grpo", marks=pytest.mark.slow),
         pytest.param(grpo.dapo(max_length=12, overlong_buffer=3, max_generation_batches=2), 4, 5e-4, id="dapo"),
         pytest.param(grpo.gspo(clip_low=3e-2, clip_high=4e-2), 4, 5e-4, id="gspo", marks=pytest.mark.slow),
         pytest.param(grpo.rloo(kl_weight=0.001), 1, 3e-4, id="rloo", marks=pytest.mark.slow),

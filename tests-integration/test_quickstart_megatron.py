@@ -85,6 +85,7 @@ def test_the_quickstart_learns_on_megatron_and_says_who_trains(megatron_run: tup
     assert max(errors) <= 1.0001  # trainer and engine agree before every batch: each refit brought what was trained
 
 
+@pytest.mark.slow
 def test_one_recipe_gives_the_same_first_steps_on_both_backends(
     megatron_run: tuple[dict, str, Path], tmp_path: Path
 ) -> None:
@@ -107,7 +108,7 @@ def test_one_recipe_gives_the_same_first_steps_on_both_backends(
     ("ranks", "layout"),
     [
         pytest.param(*LAYOUTS["two pipeline stages"], id="two pipeline stages", marks=pytest.mark.slow),
-        pytest.param(*LAYOUTS["tensor by data parallelism"], id="tensor by data parallelism"),
+        pytest.param(*LAYOUTS["tensor by data parallelism"], id="tensor by data parallelism", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_take_the_same_first_step_as_one_process_and_feed_an_engine_each(

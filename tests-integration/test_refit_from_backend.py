@@ -19,7 +19,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=name, marks=pytest.mark.slow if name in {"tied weights, FSDP", "adapters merged, FSDP"} else ()
+        )
+        for name, case in CASES.items()
+    ],
+)
 def test_an_engine_has_the_weights_that_two_ranks_trained(tmp_path, case):
     task = {"lora": False, "alone": False, "folder": str(tmp_path), **case}
     processes = [

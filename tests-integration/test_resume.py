@@ -44,6 +44,7 @@ def _lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

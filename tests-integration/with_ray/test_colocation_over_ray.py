@@ -16,6 +16,7 @@ from rl_generation import Sampling
 SAMPLING = Sampling(max_new_tokens=9, seed=3)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_they_work_alternately_and_nothing_is_moved(tmp_path, ray_cluster):
     world = make_setup(tmp_path, num_engines=1, colocated=True)
     try:

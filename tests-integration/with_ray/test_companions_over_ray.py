@@ -53,6 +53,7 @@ def pairs(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_reward_model_critic_and_policy_as_one_process_does(ray_cluster, tmp_path, pairs):
     logs = run_in_process_and_over_ray(tmp_path, RECIPE, pairs, steps=6, reward_model_steps=4)
     alone, together = ([{key: line[key] for key in COMPARED if key in line} for line in lines] for lines in logs)

@@ -111,6 +111,7 @@ def test_it_learns_over_two_ranks_and_goes_on_after_any_end_as_if_there_had_been
     assert curve(resumed.rows()) == curve(rows)
 
 
+@pytest.mark.slow
 def test_an_engine_and_a_rank_that_are_killed_cost_no_step(launch, run_pause, tmp_path):
     path = recipe(tmp_path, "run", tensor_parallel_size=2)
     run_pause.pause(tmp_path / "run", step=36)

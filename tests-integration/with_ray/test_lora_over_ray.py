@@ -30,6 +30,7 @@ SHORT = [
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_adapters_over_two_ranks_are_those_of_one_process_and_the_engine_has_them_merged(tmp_path):
     (tmp_path / "share.py").write_text(SHARE_OF_DIGITS)
     rows, adapters, model = {}, {}, {}

@@ -101,6 +101,7 @@ def test_flags_go_before_what_a_command_prefers():
     assert config_of(DTensorConfig, argparse.Namespace(), micro_batch_size=2).micro_batch_size == 2
 
 
+@pytest.mark.slow
 def test_verify_proves_a_fused_model_over_two_ranks(world, tmp_path):
     world.make_model("Phi3").config.save_pretrained(tmp_path)
     flags = ["--no-shrink", "--ranks", "2", "--tp", "2", "--sequence-packing", "--json"]

@@ -44,14 +44,17 @@ def alone_cached(prompt, sampling):
     return engine("wide").generate([prompt], [sampling])
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    "setup",
+    [each if each in {"narrow", "short of cache"} else pytest.param(each, marks=pytest.mark.slow) for each in SETUPS],
+)
 @companies.examples(12)
 @given(company=COMPANIES)
 def test_an_answer_is_what_its_request_gives_alone(setup, company):
     companies.check_company(engine(setup), company, alone)
 
 
-@pytest.mark.parametrize("setup", ["wide", "narrow", "short of cache"])
+@pytest.mark.parametrize("setup", [pytest.param("wide", marks=pytest.mark.slow), "narrow", "short of cache"])
 @companies.examples(10)
 @given(schedule=SCHEDULES)
 def test_those_that_come_and_are_aborted_midway_change_nothing(setup, schedule):

@@ -14,6 +14,7 @@ def programs(monkeypatch):
     monkeypatch.syspath_prepend(PROGRAMS)
 
 
+@pytest.mark.slow
 def test_fifty_engines_and_streamers_leave_nothing_behind(programs, tmp_path):
     import leaks
     import saved_model

@@ -93,11 +93,10 @@ def test_responses_begin_and_end_on_both_sides_of_a_place(tiny):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ({"sliding_window": 64}, {"sliding_window": None}),
-        ({"sliding_window": 64}, {"sliding_window": 65}),
-        ({"rope_parameters": ROPE}, {}),
+        pytest.param({"sliding_window": 64}, {"sliding_window": None}, id="without its window", marks=pytest.mark.slow),
+        pytest.param({"sliding_window": 64}, {"sliding_window": 65}, id="with a window of one more"),
+        pytest.param({"rope_parameters": ROPE}, {}, id="without its rope scaling"),
     ],
-    ids=["without its window", "with a window of one more", "without its rope scaling"],
 )
 def test_an_engine_that_is_wrong_from_some_length_on_fails_by_default(tiny, right, wrong):
     policy = tiny("mistral", **{**LONG, "sliding_window": None, **right})

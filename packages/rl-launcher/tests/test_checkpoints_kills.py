@@ -74,7 +74,7 @@ def whole(write_recipe, tmp_path_factory):
 @pytest.mark.parametrize(
     ("place", "count", "resumed_from"),
     [
-        pytest.param(place, *at, marks=[] if place in {"a step", "the marker of a checkpoint"} else pytest.mark.slow)
+        pytest.param(place, *at, marks=[] if place == "the marker of a checkpoint" else pytest.mark.slow)
         for place, at in MOMENTS.items()
     ],
 )

@@ -88,8 +88,13 @@ def test_with_a_reward_answers_to_held_out_prompts_are_judged_too(preferences, t
     assert [*logged(tmp_path, "held_out_greedy")] == [0, 3]
 
 
-@pytest.mark.parametrize("overrides", [[], ["dpo.loss=simpo", "dpo.beta=2.0"]])
-@pytest.mark.parametrize("steps", [2, 8])
+SIMPO = ["dpo.loss=simpo", "dpo.beta=2.0"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "overrides"),
+    [(8, []), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, []), (2, SIMPO), (8, SIMPO)))],
+)
 def test_a_run_that_goes_on_is_the_uninterrupted_run_bit_for_bit(
     preferences, tmp_path, monkeypatch, curve, stop_after, newest, overrides, steps
 ):

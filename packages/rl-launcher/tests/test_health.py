@@ -153,7 +153,7 @@ class RankLostError(RestartableError):
     """As the distributed trainer's."""
 
 
-@pytest.mark.parametrize("save_period", [0, 2])
+@pytest.mark.parametrize("save_period", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_that_loses_a_rank_goes_on_by_itself_from_its_last_checkpoint(
     recipe, tmp_path, monkeypatch, curve, save_period
 ):

@@ -27,7 +27,7 @@ from rl_launcher.schema import Recipe
 from rl_observe import RunDirectory, read_events
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interrupted_run_saves_its_state_and_can_go_on(recipe, tmp_path, number, newest):
     command = [sys.executable, "-m", "rl_launcher", "run", str(recipe), "grpo.max_num_steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -94,7 +94,12 @@ CASES = {
 
 
 # The others end a stage, or stop within it, as these do.
-SLOW = {"in sft", "at the end of grpo", "in grpo with a reference", "in grpo alone with a reference", "in sft alone"}
+QUICK = {
+    "in grpo of several steps a batch and batches a step",
+    "at the end of grpo with a reference",
+    "in distillation",
+}
+SLOW = {name for name in CASES if name not in QUICK and "Megatron" not in name}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +170,7 @@ def test_an_asynchronous_run_goes_on_with_its_buffer_and_says_that_it_is_not_the
     assert "depends on timing (grpo.async_grpo)" in told["message"]
 
 
+@pytest.mark.slow
 def test_a_run_may_be_interrupted_twice(recipe, tmp_path, monkeypatch, newest, stop_after):
     took = []
     whole = run(load_recipe(recipe, schema=Recipe, overrides=[f"run_dir={tmp_path}/whole"]))

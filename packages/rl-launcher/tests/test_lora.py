@@ -98,7 +98,10 @@ def test_peft_opens_the_adapter_on_the_base_and_has_the_models_logits(finished, 
     assert told["base_model_name_or_path"] == f"{finished}/model.py:build"
 
 
-@pytest.mark.parametrize("stages", [[], ["sft=null"]], ids=["after-sft", "from-the-base"])
+@pytest.mark.parametrize(
+    "stages",
+    [pytest.param([], id="after-sft", marks=pytest.mark.slow), pytest.param(["sft=null"], id="from-the-base")],
+)
 def test_an_interrupted_run_goes_on_bit_for_bit(recipe, tmp_path, monkeypatch, stop_after, curve, stages):
     asked = ["grpo.objective.kl.weight=0.1", "checkpointing.save_period=2", *stages]
     run(resolve(recipe, *asked, f"run_dir={tmp_path}/whole"))

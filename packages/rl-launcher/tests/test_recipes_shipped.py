@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_had_is_said_to_be_unknown_and_the_rest_is_explai
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in {"quickstart", "multi-turn"} else pytest.mark.slow) for name in SHORT],
+    [pytest.param(name, marks=[] if name == "multi-turn" else pytest.mark.slow) for name in SHORT],
 )
 def test_a_shipped_recipe_for_a_cpu_runs(name, tmp_path):
     short = [*SHORT[name], f"run_dir={tmp_path}/run", "evaluation.every=0", "evaluation.max_prompts=8"]

@@ -295,7 +295,7 @@ def test_the_shipped_recipes_are_valid(request):
         load_recipe(file, schema=Recipe)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("name", ["grpo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_a_recipe_for_ones_own_takes_model_data_and_reward_by_three_keys(request, recipe, tmp_path, name):
     mine = [
         f"policy.model_name={tmp_path}/model.py:build",

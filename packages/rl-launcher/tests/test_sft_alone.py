@@ -204,6 +204,7 @@ def stop_at(stop_after, monkeypatch):
     return stop
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_same_bits(alone, tmp_path, curve, stop_at):
     run(loaded(alone, f"run_dir={tmp_path}/whole"))
     stop_at(alone, 11)

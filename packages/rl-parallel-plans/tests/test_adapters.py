@@ -19,8 +19,26 @@ def assert_equal_to_one_rank(results):
         assert result["exported"]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("architecture", ["llama_bias", "phi3", "gemma3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("architecture", "sequence_parallel"),
+    [
+        ("llama_bias", True),
+        ("phi3", False),
+        ("gemma3", True),
+        ("qwen3_moe", True),
+        ("deepseek_v3", False),
+        *(
+            pytest.param(architecture, cut, marks=pytest.mark.slow)
+            for architecture, cut in (
+                ("llama_bias", False),
+                ("phi3", True),
+                ("gemma3", False),
+                ("qwen3_moe", False),
+                ("deepseek_v3", True),
+            )
+        ),
+    ],
+)
 def test_adapters_on_two_ranks_equal_one(ranks, architecture, sequence_parallel):
     results = ranks("adapters:parity", 2, architecture=architecture, sequence_parallel=sequence_parallel)
     assert_equal_to_one_rank(results)

@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.slow
 def test_compiled_model_beside_models_of_other_layouts_has_the_gradients_of_one_rank(ranks):
     for errors in ranks("compiled:beside_others", 2):
         assert max(errors) < 1e-5, errors

@@ -98,7 +98,10 @@ def test_packed_rows_over_four_ranks(ranks, architecture):
     assert_equal_to_one_process(ranks(CASES + "parity", 4, shape=[1, 4, 1], **options))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3", "mistral"))],
+)
 def test_sequence_parallelism_beside_context_parallelism(ranks, architecture):
     options = {"architecture": architecture, "documents": DOCUMENTS, "sequence_parallel": True, "fsdp": True}
     assert_equal_to_one_process(ranks(CASES + "parity", 4, shape=[1, 2, 2], **options, **ARCHITECTURES[architecture]))
@@ -114,7 +117,7 @@ def test_packed_rows_of_several_forwards_are_recomputed_with_their_own_documents
 @pytest.mark.parametrize(
     "options",
     [
-        {"shape": [1, 2, 2], "experts_over": "cp"},
+        pytest.param({"shape": [1, 2, 2], "experts_over": "cp"}, marks=pytest.mark.slow),
         {"shape": [1, 2, 2], "experts_over": "cp", "sequence_parallel": True},
         {"shape": [1, 2, 2, 1], "experts_over": "ep"},
     ],

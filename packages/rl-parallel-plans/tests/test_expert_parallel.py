@@ -16,7 +16,10 @@ def assert_equal_to_one_process(results):
         assert found == pytest.approx(truth, rel=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["gpt_oss", "deepseek_v3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_moe", "mixtral"))],
+)
 def test_two_ranks_of_experts_equal_one_process(ranks, architecture):
     assert_equal_to_one_process(ranks("expert_parallel:parity", 2, architecture=architecture, shape=[1, 2, 1]))
 

@@ -12,6 +12,8 @@ from rl_parallel_plans.styles import SequenceShardedParallel, WholeLayer, WholeP
 # What reordered sums may cost, relative to the largest entry: in fp32 after the exponentials of state spaces.
 TOLERANCE = 3e-5
 TOLERANCE_FP64 = 5e-6  # parts of these models compute in fp32 whatever they are given
+# One of each kind of layer: state space, convolution, linear attention, shared keys, latent attention, whole layers.
+QUICK = ("bamba", "lfm2", "qwen3_next", "gemma4_shared", "longcat_flash", "granitemoehybrid", "gemma3n", "opt")
 WHOLE_LAYERS = ["gemma4_moe", "gemma3n", "opt", "nanochat"]
 
 
@@ -20,7 +22,9 @@ def needs(architecture):
         pytest.skip(f"this transformers has no {ARCHITECTURES[architecture][0]}")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in ARCHITECTURES]
+)
 def test_layers_on_two_ranks_equal_one_with_the_stream_whole_and_cut(ranks, architecture):
     needs(architecture)
     tolerance = TOLERANCE_FP64 if architecture in DOUBLE else TOLERANCE
@@ -33,14 +37,19 @@ def test_layers_on_two_ranks_equal_one_with_the_stream_whole_and_cut(ranks, arch
             assert result["all_train"]
 
 
-@pytest.mark.parametrize("architecture", ["nemotron_h", "bamba", "qwen3_next", "jamba"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["bamba", "qwen3_next", *(pytest.param(each, marks=pytest.mark.slow) for each in ("nemotron_h", "jamba"))],
+)
 def test_gradient_adds_up_over_microbatches_and_recomputed_activations(ranks, architecture):
     needs(architecture)
     for results in ranks("hybrids:parity", 2, architecture=architecture, accumulate=3, checkpointing=True):
         assert all(result["worst_gradient"][1] < TOLERANCE for result in results), results
 
 
-@pytest.mark.parametrize("architecture", ["bamba", "qwen3_next", "gemma3n"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_next", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bamba", "gemma3n"))]
+)
 def test_gradient_on_a_mesh_of_two_axes_is_that_of_the_whole_batch(ranks, architecture):
     needs(architecture)
     errors = ranks("hybrids:fsdp_parity", 4, architecture=architecture, sequence_parallel=True)

@@ -280,11 +280,12 @@ def test_pattern_that_a_caller_brings_and_that_matches_nothing_is_left_for_check
     [
         ("gemma3", {"tied": True}),
         ("qwen3_moe", {"accumulate": 3}),
-        ("glm4_moe", {"accumulate": 3}),
         ("deepseek_v3", {}),
-        ("longcat_flash", {}),
         ("llama4", {}),
-        ("apertus", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("glm4_moe", {"accumulate": 3}), ("longcat_flash", {}), ("apertus", {}))
+        ),
         pytest.param("deepseek_v2", {"accumulate": 3}, marks=since(5, 5)),
         pytest.param("gemma4", {"dtype": "float64"}, marks=since(5, 18)),
     ],

@@ -8,13 +8,18 @@ from rl_parallel_plans import plan_for
 TOLERANCE = 1e-5
 CASES = [
     ("llama", 2, {"num_key_value_heads": 1}),
-    ("llama_bias", 2, {"num_key_value_heads": 1}),
-    ("qwen3", 4, {"num_key_value_heads": 2, "num_attention_heads": 8}),
     ("gpt_oss", 2, {"num_key_value_heads": 1}),
-    ("cohere", 4, {"num_key_value_heads": 2, "num_attention_heads": 8}),
-    ("phi3", 2, {"num_key_value_heads": 1}),
     ("phi3", 4, {"num_key_value_heads": 2, "num_attention_heads": 8}),
     ("qwen3_moe", 4, {"num_key_value_heads": 1}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("llama_bias", 2, {"num_key_value_heads": 1}),
+            ("qwen3", 4, {"num_key_value_heads": 2, "num_attention_heads": 8}),
+            ("cohere", 4, {"num_key_value_heads": 2, "num_attention_heads": 8}),
+            ("phi3", 2, {"num_key_value_heads": 1}),
+        )
+    ),
 ]
 
 
@@ -31,7 +36,7 @@ def test_logits_and_gradients_are_those_of_one_rank(ranks, architecture, tp, sha
         assert result["local_bytes"] == result["planned_bytes"]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "phi3"])
+@pytest.mark.parametrize("architecture", ["phi3", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_checkpoint_holds_each_head_once_and_loads_everywhere(ranks, tmp_path, architecture):
     results = ranks(
         "checkpoints:everywhere",

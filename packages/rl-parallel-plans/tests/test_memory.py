@@ -41,10 +41,15 @@ def predicted(*, architecture="llama", vocab_size=VOCABULARY, tied=False, **opti
 @pytest.mark.parametrize(
     "options",
     [
-        {"tp": 2, "dp": 1, "lm_head": "gathered"},
+        pytest.param({"tp": 2, "dp": 1, "lm_head": "gathered"}, marks=pytest.mark.slow),
         {"tp": 2, "dp": 1, "lm_head": "linear_logp"},
-        {"tp": 2, "dp": 2, "lm_head": "gathered", "activation_checkpointing": "full"},
-        {"tp": 2, "dp": 1, "lm_head": "linear_logp", "sequence_parallel": True},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"tp": 2, "dp": 2, "lm_head": "gathered", "activation_checkpointing": "full"},
+                {"tp": 2, "dp": 1, "lm_head": "linear_logp", "sequence_parallel": True},
+            )
+        ),
         {"tp": 2, "dp": 1, "lm_head": "sharded", "sequence_parallel": True, "activation_checkpointing": "full"},
         {"tp": 2, "dp": 1, "lm_head": "linear_logp", "activation_checkpointing": "selective"},
         {"tp": 1, "dp": 2, "lm_head": "linear_logp", "architecture": "qwen3", "tied": True, "vocab_size": 4001},
@@ -65,10 +70,18 @@ def test_predicted_bytes_are_those_of_a_real_step(ranks, options):
     "options",
     [
         {"pp": 2, "tp": 1, "dp": 1, "lm_head": "linear_logp", "schedule": "1f1b", "microbatches": 4},
-        {"pp": 2, "tp": 1, "dp": 1, "lm_head": "gathered", "schedule": "gpipe", "microbatches": 3, "tied": True},
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
+                {
+                    "pp": 2,
+                    "tp": 1,
+                    "dp": 1,
+                    "lm_head": "gathered",
+                    "schedule": "gpipe",
+                    "microbatches": 3,
+                    "tied": True,
+                },
                 {
                     "pp": 2,
                     "tp": 2,
@@ -209,6 +222,7 @@ def test_a_process_with_a_process_group_is_refused(tmp_path):
         sys.excepthook = on_error
 
 
+@pytest.mark.slow
 def test_the_command_predicts_a_configuration_in_another_process(tmp_path, capsys):
     model_on_meta().config.save_pretrained(tmp_path)
     arguments = ["memory", str(tmp_path), "--tp", "2", "--dp", "2", "--batch-size", "4", "--sequence-length", "48"]

@@ -64,10 +64,15 @@ def test_four_stages_compute_what_the_model_does(ranks, architecture):
     ("architecture", "options"),
     [
         ("qwen3", {"tied": True, "hidden_loss": True, "optimizer_steps": 2}),
-        ("qwen3", {"tied": True, "hidden_loss": True, "sequence_parallel": True, "length": 9}),
         ("gemma3", {"tied": True, "sequence_parallel": True}),
         ("qwen3_moe", {"schedule": "interleaved_1f1b"}),
-        ("phi3", {"hidden_loss": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3", {"tied": True, "hidden_loss": True, "sequence_parallel": True, "length": 9}),
+                ("phi3", {"hidden_loss": True}),
+            )
+        ),
     ],
     ids=str,
 )
@@ -78,11 +83,16 @@ def test_stages_of_tensor_parallel_ranks_compute_what_the_model_does(ranks, arch
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        ("qwen3", {"tied": True, "optimizer_steps": 3, "hidden_loss": True}),
-        ("gemma3", {"tied": True, "accumulate": 2}),
         ("qwen3", {"tied": True, "accumulate": 2, "options": {"defer_gradient_sync": True}}),
         ("qwen3_moe", {"schedule": "interleaved_1f1b", "options": {"defer_gradient_sync": True}}),
-        ("llama", {"schedule": "gpipe", "options": {"reshard_after_forward": False}}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3", {"tied": True, "optimizer_steps": 3, "hidden_loss": True}),
+                ("gemma3", {"tied": True, "accumulate": 2}),
+                ("llama", {"schedule": "gpipe", "options": {"reshard_after_forward": False}}),
+            )
+        ),
     ],
     ids=str,
 )

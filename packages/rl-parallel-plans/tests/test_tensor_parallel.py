@@ -24,7 +24,7 @@ def assert_equal_to_unsharded(results):
         assert result["gradients_placed_otherwise"] == []
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_family_on_two_ranks_equals_one(ranks, architecture, tied):
     results = ranks("tp_parity", 2, architecture=architecture, tied=tied)

@@ -109,7 +109,9 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("architecture", PIPELINES)
+@pytest.mark.parametrize(
+    "architecture", ["phi3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", "opt"))]
+)
 def test_pipeline_stages_of_tensor_parallel_ranks_are_exact(architecture):
     report = verify(
         PIPELINES[architecture](),
@@ -425,6 +427,7 @@ def test_function_that_cannot_be_sent_is_refused():
         verify(llama(), custom=lambda _model: {}, only=ONCE)
 
 
+@pytest.mark.slow
 def test_script_without_a_main_guard_verifies_a_plan_beside_it(tmp_path):
     (tmp_path / "my_plans.py").write_text("def plan(model):\n    raise KeyError('no such layer')\n")
     script = tmp_path / "script.py"

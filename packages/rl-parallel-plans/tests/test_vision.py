@@ -6,7 +6,7 @@ ARCHITECTURES = ["gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl"]
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_image_and_text_on_two_ranks_equal_one(ranks, architecture, sequence_parallel):
     results = ranks("vision:parity", 2, architecture=architecture, sequence_parallel=sequence_parallel)

@@ -152,7 +152,7 @@ def test_without_a_refit_in_time_the_sink_is_as_it_was(engine, sink, tmp_path):
     refit.close()
 
 
-@pytest.mark.parametrize("scheme", ["file", "tcp"])
+@pytest.mark.parametrize("scheme", [pytest.param("file", marks=pytest.mark.slow), "tcp"])
 def test_two_engines_of_two_workers_and_a_trainer_elsewhere(tmp_path, scheme):
     address = f"file://{tmp_path}/store" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
     engines = [

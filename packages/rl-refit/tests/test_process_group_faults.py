@@ -1,6 +1,7 @@
 """Transports over torch.distributed when something goes wrong: an error that names it, in time, on every survivor."""
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,16 @@ def world(tmp_path_factory):
 # -- Deaths, through Refit: no case takes as long as its deadline, and the helper ends what hangs -----
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("victim", PARTIES)
-@pytest.mark.parametrize(("deed", "at"), [("kill", 1), ("kill", 16), ("stop", 7)])
+DEATHS = list(itertools.product([("kill", 1), ("kill", 16), ("stop", 7)], PARTIES, TRANSPORTS))
+
+
+@pytest.mark.parametrize(
+    ("deed", "at", "victim", "transport"),
+    [  # of 27, seven in which each deed, each party and each transport is met twice at least
+        pytest.param(*deed, victim, transport, marks=pytest.mark.slow if number % 4 else ())
+        for number, (deed, victim, transport) in enumerate(DEATHS)
+    ],
+)
 def test_a_party_that_dies_or_stops_is_named_and_old_weights_are_intact(world, transport, victim, deed, at):
     number = PARTIES.index(victim)
     found = world.run("death", processes=3, dying=[number], transport=transport, victim=victim, deed=deed, at=at)
@@ -44,7 +52,7 @@ def test_a_party_that_dies_or_stops_is_named_and_old_weights_are_intact(world, t
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("victim", PARTIES[:2])
-@pytest.mark.parametrize("at", [0, 4, 9])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 4, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_lost_connection_names_who_was_at_its_other_end(world, transport, victim, at):
     dying = PARTIES.index(victim)
     found = world.run("bare", processes=2, dying=[dying], transport=transport, victim=victim, deed="kill", at=at)

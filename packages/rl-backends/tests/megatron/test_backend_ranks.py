@@ -26,7 +26,13 @@ OUTPUTS = ("logp_and_entropy", "logp_of_token_ids")
 ADAMW = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+QUICK = ("TP2+SP", "PP2", "EP2", "DP2, distributed optimizer")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS],
+)
 def layout(request):
     return request.param
 

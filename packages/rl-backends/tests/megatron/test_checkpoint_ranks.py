@@ -98,16 +98,21 @@ def written(on_ranks_once, world, tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "source", "target", "options"),
     [
-        ("Qwen3", "tp2", "alone", {}),
-        ("Qwen3", "tp2", "pp2", {}),
-        ("Qwen3", "dp2", "alone", {}),
         ("Qwen3", "tp2 dp2", "pp2", {"precision": "bfloat16"}),
-        ("Qwen3", "tp2 dp2", "tp2", {"precision": "bfloat16"}),
-        ("Llama", "pp2", "tp2 dp2", {"precision": "bfloat16", "tie_word_embeddings": True}),
         ("Llama", "pp2", "pp2", {"precision": "bfloat16", "tie_word_embeddings": True}),
-        ("Qwen3Moe", "ep2", "alone", {}),
         ("Qwen3Moe", "ep2", "ep2 shared", {}),
-        ("Qwen3Moe", "ep2 shared", "alone", {"precision": "bfloat16"}),
+        ("Qwen3Moe", "ep2", "alone", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("Qwen3", "tp2", "alone", {}),
+                ("Qwen3", "tp2", "pp2", {}),
+                ("Qwen3", "dp2", "alone", {}),
+                ("Qwen3", "tp2 dp2", "tp2", {"precision": "bfloat16"}),
+                ("Llama", "pp2", "tp2 dp2", {"precision": "bfloat16", "tie_word_embeddings": True}),
+                ("Qwen3Moe", "ep2 shared", "alone", {"precision": "bfloat16"}),
+            )
+        ),
     ],
     ids=lambda value: " ".join(map(str, value.values())) or "float32" if isinstance(value, dict) else value,
 )

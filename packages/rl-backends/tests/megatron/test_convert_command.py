@@ -32,6 +32,7 @@ def test_a_model_goes_there_and_back_bit_for_bit(world, tmp_path, on_ranks, fami
         assert torch.equal(tensor.view(torch.uint8), back[name].view(torch.uint8)), name
 
 
+@pytest.mark.slow
 def test_the_command_ends_by_itself_and_tells_where_it_is(world, tmp_path):
     """As a process of its own, with pipes: whatever outlived it would hold them, and this would not end."""
     model = conversions.save(world, tmp_path / "model")

@@ -45,6 +45,7 @@ def test_an_error_on_one_rank_is_shown_whole_and_the_others_are_not_waited_for(o
         assert words in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_ended_and_says_where_it_was(on_ranks):
     def hangs_here(rank):
         if rank == 0:

@@ -62,7 +62,10 @@ def goes_on(world, on_ranks, whole):
     return goes_on
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "asynchronous save"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [pytest.param(False, id="save", marks=pytest.mark.slow), pytest.param(True, id="asynchronous save")],
+)
 def test_a_kill_at_any_moment_of_a_save_leaves_the_checkpoint_before_or_the_new_one(
     world, on_ranks, killed, goes_on, tmp_path, asynchronous
 ):
@@ -90,9 +93,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_checkpoint_before_or_the_new_
 @pytest.mark.parametrize(
     ("layout", "victim", "moment", "complete", "asynchronous"),
     [
-        ("DP2", 1, 1, KILLED - 1, False),
+        pytest.param("DP2", 1, 1, KILLED - 1, False, marks=pytest.mark.slow),
         ("PP2", 1, 1, KILLED - 1, True),
-        ("DP2", 0, 6, KILLED - 1, False),
+        pytest.param("DP2", 0, 6, KILLED - 1, False, marks=pytest.mark.slow),
         ("PP2", 0, 7, KILLED, True),
     ],
     ids=["before its file is whole", "before its file is whole, later", "before it has a name", "when it has one"],
@@ -132,8 +135,8 @@ def test_a_process_that_is_killed_in_a_step_has_lost_this_step_alone(killed, goe
     ("layout", "victim", "where"),
     [
         ("DP2", 1, "before gradients meet"),
-        ("DP2", 1, "update"),
-        ("PP2", 0, "forward"),
+        pytest.param("DP2", 1, "update", marks=pytest.mark.slow),
+        pytest.param("PP2", 0, "forward", marks=pytest.mark.slow),
         ("PP2", 1, "backward"),
     ],
 )
@@ -143,9 +146,8 @@ def test_a_rank_that_is_killed_in_a_step_ends_all_and_the_next_run_goes_on(kille
     goes_on(layout, folder, first=KILLED)
 
 
-@pytest.mark.parametrize(
-    ("layout", "where"), [("DP2", "before gradients meet"), pytest.param("PP2", "forward", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("layout", "where"), [("DP2", "before gradients meet"), ("PP2", "forward")])
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_deadline(world, on_ranks, tmp_path, layout, where):
     timeout_s = 40.0  # all else waits for each other as long, on a machine that is busy
 

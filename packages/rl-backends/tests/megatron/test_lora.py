@@ -24,7 +24,7 @@ CASES = {  # family, adapters, ranks, configuration
     "EP2": ("Qwen3Moe", ALL, 2, {EP: 2}),
     "EP2 within TP2+SP": ("Qwen3Moe", ALL, 2, {EP: 2, TP: 2, **SP}),
 }
-QUICK = ("1", "TP2+SP, packed, some", "PP2", "EP2 within TP2+SP")
+QUICK = ("TP2+SP, packed, some", "PP2")
 CASES_OR_SLOW = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 

@@ -254,7 +254,10 @@ def usual():
 
 
 def quick():
-    """All on one rank and all refusals; on several, each mesh once, models and layouts taking turns; most apart."""
+    """All on one rank and all refusals; on several, each mesh once, models and layouts taking turns.
+
+    Of the cells of their own, those that have a model, a mesh or an option that none before them has.
+    """
     chosen = [each for each in table() if each.refusal is not None or each.ranks == 1]
     for number, mesh in enumerate(each for each in MESHES if MESHES[each][0] > 1):
         exact = [each for each in table() if (each.mesh, each.refusal) == (mesh, None)]
@@ -264,9 +267,14 @@ def quick():
     exact = [each for each in table() if each.ranks > 1 and each.refusal is None]
     absent = [model for model in MODELS if not any(each.model == model and each in exact for each in chosen)]
     chosen += [next(each for each in exact if each.model == model) for model in absent]
-    compiled = [each for each in apart() if each.config.get("compile") and each.mesh not in {"1", "FSDP2"}]
-    others = [each for each in apart() if not each.slow and each not in compiled]
-    return [*chosen, *(each for each in small() if each not in chosen), *others]
+    chosen += [each for each in small() if each not in chosen]
+    seen = {name for each in chosen for name in (each.model, each.mesh)}
+    for each in apart():
+        names = {each.model, each.mesh, each.layout.partition(", ")[2]} - {""}
+        if each.refusal is not None or (not each.slow and not names <= seen):
+            chosen.append(each)
+            seen |= names
+    return chosen
 
 
 SMALL = {  # for each release of transformers but the newest: what such a release could break

@@ -17,7 +17,12 @@ ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3"]
 TIED = {"qwen2", "qwen3", "gemma3"}
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        each if each in {"qwen2", "qwen3_moe"} else pytest.param(each, marks=pytest.mark.slow) for each in ARCHITECTURES
+    ],
+)
 def dummy(request, checkpoints, served):
     """An architecture, and an engine of it that has random weights."""
     path = checkpoints(request.param, 0)

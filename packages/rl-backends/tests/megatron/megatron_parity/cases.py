@@ -217,10 +217,19 @@ def usual():
 
 
 def quick():
-    """On each mesh one model, models, ties and layouts taking turns, all on one rank, and all cells of their own."""
+    """On each mesh one model, models, ties and layouts taking turns, and all on one rank.
+
+    Of the cells of their own, those that have a model, a mesh or an option that none before them has.
+    """
     chosen = [each for each in usual() if each.mesh == next(iter(MESHES)) and each not in apart()]
     for number, mesh in enumerate(list(MESHES)[1:]):
         cells = [each for each in usual() if each.mesh == mesh and each not in apart()]
         if cells:
             chosen.append(cells[number % len(cells)])
-    return [*chosen, *apart()]
+    seen = {name for each in chosen for name in (each.model, each.mesh)}
+    for each in apart():
+        names = {each.model, each.mesh, each.layout.partition(", ")[2]} - {""}
+        if each.refusal is not None or not names <= seen:
+            chosen.append(each)
+            seen |= names
+    return chosen
