@@ -66,6 +66,8 @@ LOWEST_LOGP = -9999.0
 
 SAMPLE_TEXT = "Rollouts, 0123 of them: naïve café, 你好 🙂\n\tdef f(x):  return {x!r}"
 """What the tokenizers here and there are compared over: accents, an emoji, digits, code, runs of spaces."""
+SAMPLE_TOKENS = 200
+"""Where a tokenizer has no token for some of that, so many of its own are compared instead."""
 
 SGLANG_SETS = frozenset(
     {
@@ -634,12 +636,18 @@ class RemoteEngine:
     async def _compare_tokenizers(self, replica: "_Replica", facts: "_Facts") -> None:
         if self._tokenizer is None:
             return
-        here = encode_text(self._tokenizer, SAMPLE_TEXT, add_special_tokens=False)
-        ask = {"model": facts.model, "prompt": SAMPLE_TEXT, "add_special_tokens": False}
+        text = SAMPLE_TEXT
+        try:
+            here = encode_text(self._tokenizer, text, add_special_tokens=False)
+        except Exception:  # noqa: BLE001 - tokenizers raise no other: one of a few words that has none for the unknown
+            known = range(min(len(self._tokenizer), SAMPLE_TOKENS))
+            text = str(self._tokenizer.decode(list(known), skip_special_tokens=True))
+            here = encode_text(self._tokenizer, text, add_special_tokens=False)
+        ask = {"model": facts.model, "prompt": text, "add_special_tokens": False}
         there = (await self._post(replica, "/tokenize", ask)).get("tokens")
         if there != here:
             raise EngineOptionError(
-                f"the tokenizer of {replica.url} is another: of {SAMPLE_TEXT!r} it makes {there}, and tokenizer= {here}"
+                f"the tokenizer of {replica.url} is another: of {text!r} it makes {there}, and tokenizer= {here}"
             )
 
     async def _probe_logp_of_vllm(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:

@@ -4,13 +4,13 @@
 
 Each answers `{"paused": …, "weight_version": …}`. Whoever may call it can stop the engine for all of its clients, so it
 asks for a token of its own, even on this machine. Weights do not come in here, and neither does their version: the
-refit that writes them commits it.
+refit that writes them commits it. Whoever arranges refits may add routes of their own behind the same token.
 """
 
 import asyncio
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -39,8 +39,9 @@ class ControlServer(HttpThread):
     Args:
         streaming_engine: A `Streamer` or a `VllmAsyncEngine`, as it is served; it is not closed here.
         token: Clients send it as `Authorization: Bearer …`; see `read_token`.
-        host: Address to listen on.
+        host: Address to listen on. Beyond loopback the token travels as it is: use a network of your own, or a tunnel.
         port: To listen on; 0 takes a free one.
+        routes: Further routes, such as those by which a trainer arranges its refits.
 
     Raises:
         EngineOptionError: The engine cannot pause.
@@ -49,7 +50,13 @@ class ControlServer(HttpThread):
     """
 
     def __init__(
-        self, streaming_engine: StreamingEngine, *, token: str, host: str = "127.0.0.1", port: int = 0
+        self,
+        streaming_engine: StreamingEngine,
+        *,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        routes: Sequence[Route] = (),
     ) -> None:
         check_api_key(token)
         engine: Any = streaming_engine
@@ -67,13 +74,13 @@ class ControlServer(HttpThread):
 
             return route
 
-        routes = [
+        own = [
             Route("/state", state, methods=["GET"]),
             Route("/pause", after(lambda: engine.pause(mode="keep")), methods=["POST"]),
             Route("/resume", after(engine.resume), methods=["POST"]),
         ]
         guard = Middleware(Guard, api_key=token, bounds=ServerLimits())  # compares in constant time
-        app = Starlette(routes=routes, middleware=[guard], exception_handlers=error_handlers())
+        app = Starlette(routes=[*own, *routes], middleware=[guard], exception_handlers=error_handlers())
         super().__init__(app, host=host, port=port, shutdown_timeout_s=1, log_level="warning")
 
 

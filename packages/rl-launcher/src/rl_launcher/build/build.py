@@ -5,6 +5,7 @@ makes the parts in this process; `rl_launcher.ray.build` makes them on Ray.
 """
 
 import copy
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, w
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
 from rl_launcher.build.models import bytes_of, load_policy, load_teacher, named_by_key
 from rl_launcher.build.parts import NoEngine, NoWeightSync, Parts, RunEngine
+from rl_launcher.build.remote_engines import RemoteWeightSync, ServedEngines, read_control_token
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
+from rl_observe.health import EventQueue
 from rl_refit import CountedRefit, Refit
 from rl_refit.counted import CountedWeightSync
 
@@ -43,6 +46,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         return build_on_ray(recipe, run_dir=Path(recipe.run_dir) if run_dir is None else run_dir, objects=objects)
     # Cheap: the backend is installed, rewards can be imported, rows can be read and have the columns they need.
     inputs = read_inputs(recipe, objects)
+    remote, token = recipe.policy.generation.remote, read_control_token(recipe)
 
     # The models and their tokens.
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed, objects=objects)
@@ -52,26 +56,34 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
     weight_bytes = bytes_of(recipe.policy, model)
     # The policy takes `model` over, and the engine has weights of its own.
-    engine_model = copy.deepcopy(model) if recipe.generates else None
+    engine_model = copy.deepcopy(model) if recipe.has_local_engine else None
     with named_by_key(recipe.policy):
         policy = inputs.selection.make(model, seed=recipe.seed)
 
     # The engine, and the way of the policy's weights into it, where responses are sampled.
     engine: ServingEngine = NoEngine()
     weight_sync: CountedWeightSync = NoWeightSync()
-    made = None
-    if recipe.generates:
-        spec = engine_spec(
-            recipe,
-            model_name=recipe.policy.model_name,
-            stop_token_ids=tokenized.chat.stop_token_ids,
-            pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
-            dtypes=dtypes_of(policy.shards()),
-        )
-        made = make_in_process(spec, model=engine_model, tokenizer=tokenizer)
-        refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
-        adapts = inputs.selection.adapters is not None  # then shards are merged copies, refreshed before each refit
-        engine, weight_sync = made.engine, CountedRefit(refit, refresh=policy.shards if adapts else None)
+    made: Any = None
+    events, adapts = EventQueue(), inputs.selection.adapters is not None  # shards are merged copies then, made anew
+    with ExitStack() as unfinished:
+        unfinished.callback(policy.close)
+        if remote is not None and token is not None:
+            engine = ServedEngines(remote, tokenizer=tokenizer)
+            weight_sync = made = RemoteWeightSync(
+                policy, remote, recipe.policy.refit, token=token, refreshes=adapts, events=events
+            )
+        elif recipe.generates:
+            spec = engine_spec(
+                recipe,
+                model_name=recipe.policy.model_name,
+                stop_token_ids=tokenized.chat.stop_token_ids,
+                pad_token_id=pad_token_id(tokenizer, tokenized.chat.stop_token_ids),
+                dtypes=dtypes_of(policy.shards()),
+            )
+            made = make_in_process(spec, model=engine_model, tokenizer=tokenizer)
+            refit = Refit(weight_source(policy), made.sink, **asdict(recipe.policy.refit))
+            engine, weight_sync = made.engine, CountedRefit(refit, refresh=policy.shards if adapts else None)
+        unfinished.pop_all()
     companions = Companions(load=partial(_load_companion, inputs.selection))
     return Parts(
         policy=policy,
@@ -86,8 +98,9 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         reward_pairs=reward_pairs,
         validation=validation,
         tokenizer=tokenizer,
-        placement="everything is in this process",
-        close=closing(inputs.environment, made, teacher, companions, policy),
+        placement="everything is in this process" if remote is None else f"engines at {', '.join(remote.urls)}",
+        close=closing(inputs.environment, engine if remote else None, made, teacher, companions, policy),
+        events=events,
     )
 
 

@@ -108,14 +108,18 @@ def make_engine(
             raise ModelError("the engine has no weights yet: no refit has been committed")
 
     engine = make_training_engine(spec, ready=ready, model=model, tokenizer=tokenizer, own_process=own_process)
-    if spec.vllm is None:
-        sink = ModuleSink(engine.model, on_commit=engine.commit_version)
-    elif spec.asynchronous:
-        pause = "keep" if spec.in_flight else "wait"
-        sink = VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
-    else:
-        sink = VllmSink(engine.llm, cast=spec.casts)
+    sink = make_sink(spec, engine)
     return MadeEngine(engine=engine, sink=sink, close=engine.close)
+
+
+def make_sink(spec: TrainingEngineSpec, engine: Any) -> WeightSink | EngineSink:
+    """What the refits of `engine` fill; a later one takes the engine from an earlier one."""
+    if spec.vllm is None:
+        return ModuleSink(engine.model, on_commit=engine.commit_version)
+    if spec.asynchronous:
+        pause = "keep" if spec.in_flight else "wait"
+        return VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
+    return VllmSink(engine.llm, cast=spec.casts)
 
 
 def make_in_process(spec: TrainingEngineSpec, *, model: Any, tokenizer: Any) -> MadeEngine:

@@ -83,7 +83,7 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
         if selection.config.device == "cuda" and not torch.cuda.is_available():
             section = "megatron_cfg" if recipe.policy.megatron_cfg.enabled else "dtensor_cfg"
             raise Refusal(f"policy.{section}.device=cuda, and torch sees no GPU here; set device=cpu")
-        if recipe.generates and recipe.policy.generation.backend == "vllm" and find_spec("vllm") is None:
+        if recipe.has_local_engine and recipe.policy.generation.backend == "vllm" and find_spec("vllm") is None:
             raise Refusal(
                 "policy.generation.backend=vllm, and vLLM is not installed: pip install 'rl-launcher[vllm]', or set "
                 "backend=transformers"
@@ -114,7 +114,7 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
         Chat(
             tokenizer,
             prompt_format=recipe.data.prompt_format,
-            stop_token_ids=_stop_token_ids(recipe, model, tokenizer),
+            stop_token_ids=ending_token_ids(recipe, model, tokenizer),
             template_options=recipe.data.chat_template_kwargs,
         ),
         context_length=getattr(model.config, "max_position_embeddings", None),
@@ -128,8 +128,12 @@ def tokenize(recipe: Recipe, inputs: Inputs, *, model: Any, tokenizer: Any) -> T
     )
 
 
-def _stop_token_ids(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response: the model's, and those of the recipe."""
+def ending_token_ids(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the model's, and those of the recipe.
+
+    Raises:
+        Refusal: the recipe names a token that the tokenizer does not have.
+    """
     others = recipe.policy.generation.stop_token_ids
     if unknown := [token for token in others if not 0 <= token < len(tokenizer)]:
         raise Refusal(

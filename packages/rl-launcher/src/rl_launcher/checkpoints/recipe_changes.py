@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "policy.megatron_cfg.transformer_impl",
     "policy.megatron_cfg.timeout_s",
     "policy.generation.colocated.*",
+    "policy.generation.remote",
+    "policy.generation.remote.*",
     "policy.generation.max_restarts",
     "policy.generation.vllm_cfg.gpu_memory_utilization",
     "policy.generation.vllm_cfg.tensor_parallel_size",

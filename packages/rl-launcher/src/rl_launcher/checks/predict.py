@@ -88,7 +88,14 @@ def predict_run(
         memory += "in turn" if alternate else "at the same time"
         refit = _refit(recipe, skeleton, placement)
     else:
-        engine, engine_bytes = f"none: {NO_ENGINE}", 0
+        remote, engine_bytes = recipe.policy.generation.remote, 0
+        if remote is None or not recipe.generates:
+            engine = f"none: {NO_ENGINE}"
+        else:
+            engine = f"none here: rl-launcher serve runs them at {', '.join(remote.urls)}, there with\n{engine}"
+            refit = (
+                "from this process to the engines, each a rank of the sink, over the network where they are elsewhere"
+            )
     return Prediction(
         policy=f"{text}\n\n{memory}; {total}",
         engine=engine,

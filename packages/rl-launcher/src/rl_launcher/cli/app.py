@@ -49,7 +49,7 @@ def _add(to: typer.Typer, panel: str, **commands: Callable[..., Any]) -> None:
         to.command(name.rstrip("_").replace("_", "-"), rich_help_panel=panel, epilog=EXIT_CODES)(command)
 
 
-_add(app, "Train", run=run_commands.run, resume=run_commands.resume)
+_add(app, "Train", run=run_commands.run, resume=run_commands.resume, serve=run_commands.serve)
 _add(
     app,
     "Before a run",

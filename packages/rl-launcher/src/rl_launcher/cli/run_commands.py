@@ -1,4 +1,4 @@
-"""Commands about one run: run, resume, explain, validate, try-reward, evaluate, report, export."""
+"""Commands about one run: run, resume, serve, explain, validate, try-reward, evaluate, report, export."""
 
 from dataclasses import replace
 from functools import partial
@@ -68,6 +68,51 @@ def _fork_driver(recipe: "Recipe", *, resuming: bool, traceback: bool) -> None:
     code = driver_process.supervise(recipe, go_on, resuming=resuming)
     if code is not None:
         raise typer.Exit(code)
+
+
+def serve(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    *,
+    host: Annotated[str, typer.Option(help="Address of this machine that the trainer reaches.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="For prompts; 0 takes a free one.")] = 8000,
+    control_port: Annotated[int, typer.Option(help="For refits; 0 takes a free one.")] = 8001,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the token of the control port.", show_default=False)
+    ] = None,
+    token_file: Annotated[
+        str | None, typer.Option(help="File with the token, which only you may read.", show_default=False)
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(help="Environment variable with the API key; needed beyond loopback.", show_default=False),
+    ] = None,
+    weights_dtype: Annotated[str, typer.Option(help="In which dtype the trainer sends its weights.")] = "float32",
+) -> None:
+    """Run the engine of RECIPE here, for a trainer elsewhere whose policy.generation.remote names this machine."""
+    resolved = load(recipe, overrides)
+
+    def run_until_ended() -> None:
+        try:
+            from rl_generation.server import read_token
+            from rl_launcher.serve import serving
+        except ImportError as error:
+            refuse(error)
+        token = read_token(variable=token_env, file=token_file)
+        api_key = None if api_key_env is None else read_token(variable=api_key_env)
+        with serving(
+            resolved.value,
+            token=token,
+            host=host,
+            port=port,
+            control_port=control_port,
+            api_key=api_key,
+            weights_dtype=weights_dtype,
+        ) as (server, control):
+            show(f"engine: {server.url}   control: {control.url}")
+            server.run()
+
+    or_refuse(run_until_ended)
 
 
 def _show_summary(summary: dict[str, Any]) -> None:

@@ -11,15 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from rl_backends import check_vocabulary, load_tokenizer, open_model
 from rl_backends.backend import TrainingBackend
-from rl_backends.checkpoints.folders import atomic_folder
 from rl_backends.loading import pad_token_id
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import engine_spec
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
-from rl_launcher.build.models import NamedModel, bytes_of, check_teacher, load_model
+from rl_launcher.build.models import bytes_of, check_teacher, read_skeleton
 from rl_launcher.build.parts import NoEngine, NoWeightSync, Parts, RunEngine
 from rl_launcher.errors import is_refusal
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
@@ -33,7 +31,7 @@ from rl_launcher.ray.remote_calls import Actor
 from rl_launcher.ray.training_worker import TrainerSpec
 from rl_launcher.ray.worker_failures import RemoteError
 from rl_launcher.schema import Recipe
-from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
+from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import RunDirectory
 from rl_observe.health import EventQueue
 from rl_refit.counted import CountedWeightSync
@@ -239,54 +237,3 @@ def start_engines(
         enter_generating=enter_generating,
         weight_sync=sync,
     )
-
-
-class ModelSkeleton(NamedTuple):
-    """The model of a recipe as the driver needs it, without its weights, and a name that all ranks can load."""
-
-    name: str
-    """What the ranks load: a folder, or a hub id."""
-    revision: str | None
-    """Of a hub id."""
-    model: Any
-    """With its configurations; its weights may be on the meta device."""
-    tokenizer: Any
-
-
-def read_skeleton(
-    named: NamedModel,
-    *,
-    seed: int,
-    key: str,
-    padded_vocabulary: bool,
-    folder: Path,
-    objects: Objects = NO_OBJECTS,
-) -> ModelSkeleton:
-    """Read the model that a section of the recipe names; `key` is for errors.
-
-    A model that a function makes (from `seed`), or that is given as an object, is saved in `folder` for the ranks; what
-    an earlier start left there is replaced. `padded_vocabulary` accepts more embeddings than tokens.
-
-    Raises:
-        ValueError: there is no such model, its function fails, or the tokenizer has another vocabulary.
-    """
-    model: Any
-    if objects.model is not None or is_import_string(named.model_name):
-        model, tokenizer = load_model(named, seed=seed, key=key, padded_vocabulary=padded_vocabulary, objects=objects)
-        with atomic_folder(folder) as unfinished:
-            model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
-        return ModelSkeleton(name=str(folder.absolute()), revision=None, model=model, tokenizer=tokenizer)
-    options: dict[str, Any] = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
-    tokenizer = objects.tokenizer
-    if tokenizer is None:  # an object may be falsy: a tokenizer has a length
-        tokenizer = load_tokenizer(named.model_name, **options)
-    model = open_model(named.model_name, **options).skeleton()
-    check_vocabulary(
-        model_vocab_size=model.get_input_embeddings().num_embeddings,
-        tokenizer_size=len(tokenizer),
-        allow_padded=padded_vocabulary,
-    )
-    path = Path(named.model_name).expanduser()
-    name = str(path.absolute()) if path.is_dir() else named.model_name
-    return ModelSkeleton(name=name, revision=named.revision, model=model, tokenizer=tokenizer)

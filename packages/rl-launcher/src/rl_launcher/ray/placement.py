@@ -87,7 +87,7 @@ def plan_placement(recipe: Recipe) -> Placement:
             device=device,
             colocated=True,
             ranks=(RankPlace(rank=0, node=0, slot=0),),
-            engines=(EnginePlace(engine=0, node=0, slots=(0,)),) if recipe.generates else (),
+            engines=(EnginePlace(engine=0, node=0, slots=(0,)),) if recipe.has_local_engine else (),
             in_process=True,
         )
     num_nodes, per_node = recipe.cluster.num_nodes, recipe.cluster.gpus_per_node

@@ -8,7 +8,7 @@ from rl_algorithms.environments.config import EnvironmentConfig
 from rl_algorithms.evaluation import EvaluationConfig
 from rl_algorithms.staleness import AsyncConfig
 from rl_generation.training_engine import VllmConfig
-from rl_launcher.schema.policy import ColocatedConfig, GenerationConfig, PolicyConfig, ResourcesConfig
+from rl_launcher.schema.policy import ColocatedConfig, GenerationConfig, PolicyConfig, RemoteConfig, ResourcesConfig
 from rl_launcher.schema.recipe import HEADLINES, HOW_TO_JUDGE, STAGES, Recipe
 from rl_launcher.schema.running import CheckpointingConfig, ClusterConfig
 from rl_launcher.schema.stages import (
@@ -50,6 +50,7 @@ __all__ = [
     "PPOStage",
     "PolicyConfig",
     "Recipe",
+    "RemoteConfig",
     "ResourcesConfig",
     "RewardModelStage",
     "SFTStage",

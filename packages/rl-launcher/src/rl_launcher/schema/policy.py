@@ -53,11 +53,54 @@ class ColocatedConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteConfig:
+    """Engines on other machines, each made there from the same recipe by `rl-launcher serve`."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+
+    urls: tuple[str, ...]
+    """Of the servers, one for each engine, as `http://10.0.0.2:8000`."""
+
+    control_urls: tuple[str, ...]
+    """Of their control ports, in the same order. Refits are arranged there."""
+
+    token_env: str | None = None
+    """Environment variable with the token of the control ports; either this or `token_file`."""
+
+    token_file: str | None = None
+    """File with the token, which only you may read."""
+
+    api_key_env: str | None = None
+    """Environment variable with the API key of the servers, where they ask for one."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine that the servers reach. Whoever else reaches it could send other weights: keep it within
+    a network of your own."""
+
+    request_timeout_s: float = 600.0
+    """Seconds that the answer to a prompt may take, retries included."""
+
+    def __post_init__(self) -> None:
+        if not self.urls or len(self.urls) != len(self.control_urls):
+            raise ValueError(
+                f"urls has {len(self.urls)} servers and control_urls {len(self.control_urls)} control ports; give both "
+                f"of each engine, in the same order"
+            )
+        if (self.token_env is None) == (self.token_file is None):
+            raise ValueError("give either token_env or token_file: the control ports ask for a token")
+        if not self.request_timeout_s > 0:
+            raise ValueError(f"request_timeout_s={self.request_timeout_s} must be > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig(EngineConfig):
     """How responses are sampled, in training and in evaluation."""
 
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     """Whether engines share the trainer's GPUs, on Ray."""
+
+    remote: RemoteConfig | None = None
+    """Sample from engines on other machines, which `rl-launcher serve` runs there; null makes the engine here."""
 
     max_restarts: int = 3
     """How many times in a run an engine that died is restarted, refitted and given its unfinished requests again. Only

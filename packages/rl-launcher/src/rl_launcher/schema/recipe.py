@@ -141,6 +141,11 @@ class Recipe:
                         f"the learning rate never reaches its peak; set {key}.warmup_steps="
                         f"{max(stage.max_num_steps // 2, 0)}"
                     )
+        if self.policy.generation.remote is not None and self.cluster.runtime != "in_process":
+            raise ValueError(
+                f"policy.generation.remote is for a policy in this process, and cluster.runtime={self.cluster.runtime} "
+                f"starts engines of its own; set cluster.runtime=in_process, or policy.generation.remote=null"
+            )
         _check_reward_model(self)
         if self.env is None and not self.is_judged_by_model:
             _refuse_what_needs_rewards(self)
@@ -202,6 +207,11 @@ class Recipe:
     def generates(self) -> bool:
         """Whether the run holds an engine: a stage samples, `env` scores responses, or `samples` asks for them."""
         return self.sampled_by is not None or self.env is not None or bool(self.evaluation.samples)
+
+    @property
+    def has_local_engine(self) -> bool:
+        """Whether the run makes that engine; `policy.generation.remote` names engines elsewhere instead."""
+        return self.generates and self.policy.generation.remote is None
 
     @property
     def num_samples(self) -> int:
