@@ -97,7 +97,7 @@ def read_token(*, variable: str | None = None, file: str | None = None) -> str:
         if not token:
             raise EngineOptionError(f"the environment variable {variable} is not set, or empty")
         return token
-    path = Path(str(file))
+    path = Path(str(file)).expanduser()
     try:
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise EngineOptionError(f"{path} can be read by others, and holds a token: chmod 600 {path}")
