@@ -228,6 +228,13 @@ def trackers(session: nox.Session) -> None:
     session.run("pytest", "packages/rl-observe/tests/test_trackers.py", *session.posargs, env=OFFLINE)
 
 
+@nox.session(python=PYTHON, default=False)
+def clients(session: nox.Session) -> None:
+    """Test rl-generation's server with litellm, LangChain and the OpenAI Agents SDK as they are."""
+    install(session, REPO, ["rl-generation"], groups=["test", "clients"])
+    session.run("pytest", "packages/rl-generation/tests/test_server_agents.py", *session.posargs, env=OFFLINE)
+
+
 @nox.session(default=False)  # without a Python: on the one that nox runs on
 def quickstart(session: nox.Session) -> None:
     """Train on this machine: `-- key=value` overrides the recipe, `-- recipes/other.yaml` uses another one."""
