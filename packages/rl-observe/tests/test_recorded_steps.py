@@ -257,9 +257,9 @@ def test_another_format_is_refused(run):
     path = run.recorded_steps / "grpo-00000001.zip"
     with zipfile.ZipFile(path) as bundle:
         parts = {name: bundle.read(name) for name in bundle.namelist()}
-    parts["step.json"] = parts["step.json"].replace(b'"format": 1', b'"format": 9')
+    parts["step.json"] = parts["step.json"].replace(b'"format": 2', b'"format": 1')
     with zipfile.ZipFile(path, "w") as bundle:
         for name, content in parts.items():
             bundle.writestr(name, content)
-    with pytest.raises(RecordedStepError, match="format 9, and this version reads 1"):
+    with pytest.raises(RecordedStepError, match="format 1, and this version reads 2"):
         RecordedStep.read(path)

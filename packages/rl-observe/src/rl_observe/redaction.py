@@ -45,6 +45,8 @@ _KNOWN_FORMATS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
     re.DOTALL,
 )
+# What no credential holds and no pattern reaches across: texts with it between them are looked through at once.
+_BETWEEN = ";\n"
 # Shorter credentials are redacted under their keys, but not searched for in texts: "a" would match everywhere.
 _MIN_SEARCHED_LENGTH = 4
 
@@ -86,16 +88,27 @@ class Secrets:
         return cls(tuple(sorted(searched, key=lambda value: (-len(value), value))))
 
     def scrub(self, data: T) -> T:
-        """Return `data` without the secrets, in keys and values, and without other text in the format of a key."""
+        """Return `data` without the secrets, in keys and values, and without other text in the format of a key.
+
+        Data that hold none, which most do, are returned as they are: all their texts are looked through at once.
+        """
         if isinstance(data, str):
             text: str = data
             for value in self.values:
                 text = text.replace(value, REDACTED)
             return _redact_text(text)  # type: ignore[return-value]  # a string again
+        if not isinstance(data, Mapping | list | tuple):
+            return data
+        whole = _BETWEEN.join(_texts(data))
+        return data if self.scrub(whole) == whole else self._scrubbed(data)  # type: ignore[return-value]  # same shape
+
+    def _scrubbed(self, data: object) -> object:
+        if isinstance(data, str):
+            return self.scrub(data)
         if isinstance(data, Mapping):
-            return {self.scrub(name): self.scrub(value) for name, value in data.items()}  # type: ignore[return-value]
+            return {self._scrubbed(name): self._scrubbed(value) for name, value in data.items()}
         if isinstance(data, list | tuple):
-            return [self.scrub(value) for value in data]  # type: ignore[return-value]  # plain data has lists
+            return [self._scrubbed(value) for value in data]
         return data
 
     def __repr__(self) -> str:
@@ -130,6 +143,19 @@ def _is_credential(name: str, *, in_variables: bool, is_number: bool) -> bool:
     if last == "token":
         return not is_number and _BEFORE_TOKEN.fullmatch(before) is None
     return _LAST_WORD.fullmatch(last) is not None
+
+
+def _texts(data: object) -> Iterator[str]:
+    """Every text in plain data, keys included."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, Mapping):
+        for name, value in data.items():
+            yield from _texts(name)
+            yield from _texts(value)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from _texts(value)
 
 
 def _redact_text(text: str) -> str:
