@@ -1,4 +1,4 @@
-"""What recorded steps cost the quickstart: one run, whose batches are recorded or not, two by two in random order.
+"""What recorded steps cost the quickstart: one run, in which one of each two batches is recorded.
 
 A batch's turn lasts from the end of its generation to the end of the next batch's, so that what is written behind the
 loop counts towards the batch that it is about. While a turn is not recorded, the stage has the policy without anything
@@ -12,6 +12,7 @@ The last line is JSON with every figure, and whether the bar of 1 % of a batch's
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -87,19 +88,16 @@ def one_run(batches: int) -> dict[bool, list[dict[str, float]]]:
             run(load_recipe(RECIPE, schema=Recipe, overrides=overrides))
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     marks = InTurns.marks[WARM_UP:]
-    for (recorded, begin), (_, end) in zip(marks[:-1], marks[1:], strict=True):
+    for (recorded, begin), (_, end) in itertools.pairwise(marks):
         found[recorded].append({name: end[name] - begin[name] for name in CLOCKS})
     return found
 
 
-def interval(two: list[tuple[float, float]]) -> tuple[float, float]:
-    """95 % interval of the ratio of medians, over pairs drawn again."""
-    draws, ratios = random.Random(0), []
-    for _ in range(2000):
-        again = draws.choices(two, k=len(two))
-        ratios.append(statistics.median(one for one, _ in again) / statistics.median(other for _, other in again))
-    ratios.sort()
-    return ratios[50] - 1, ratios[1949] - 1
+def more(differences: list[float]) -> tuple[float, float, float]:
+    """Median of the differences of neighbouring turns, and its 95 % interval over differences drawn again."""
+    draws = random.Random(0)
+    medians = sorted(statistics.median(draws.choices(differences, k=len(differences))) for _ in range(2000))
+    return statistics.median(differences), medians[50], medians[1949]
 
 
 def main() -> None:
@@ -119,10 +117,9 @@ def main() -> None:
         figures[name] = {key: round(1000 * value, 2) for key, value in medians.items()}
         line = f"{name:>7}: {figures[name]['recorded']:8.2f} ms recorded, {figures[name]['not']:8.2f} ms not"
         if name != "writer":
-            low, high = interval(list(zip(on, off, strict=False)))
-            more = medians["recorded"] / medians["not"] - 1
-            figures[name] |= {"more": round(more, 4), "interval": [round(low, 4), round(high, 4)]}
-            line += f", {100 * more:+.2f} % ({100 * low:+.2f} to {100 * high:+.2f})"
+            found_more = [each / medians["not"] for each in more([a - b for a, b in zip(on, off, strict=False)])]
+            figures[name] |= dict(zip(("more", "low", "high"), (round(each, 4) for each in found_more), strict=True))
+            line += ", {:+.2f} % ({:+.2f} to {:+.2f})".format(*(100 * each for each in found_more))
         print(line)
     print(json.dumps({**figures, "bar": BAR, "holds": figures["wall"]["more"] <= BAR}))
 

@@ -32,13 +32,14 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import queue
 import re
 import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -317,27 +318,27 @@ class StepRecorder:
         if not re.fullmatch(r"[\w.]+", stage):
             raise RecordedStepError(f"stage={stage!r} must consist of letters, digits, _ and . to be a file name")
         data = self._secrets.scrub({**data, "component_names": list(rollouts.component_names)})
-        columns, lines = _columns(rollouts), _lines(rollouts)
         texts = {name: [*{*values}] for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
-        if self._secrets.scrub(texts) is not texts:  # far fewer than the lines
-            lines = self._secrets.scrub(lines)
-        pieces = dict(self._secrets.scrub(rollouts.pieces))
+        if self._secrets.scrub(texts) is not texts:  # each text once, and all at once
+            scrubbed = {name: self._secrets.scrub([*getattr(rollouts, name)]) for name in texts}
+            rollouts = replace(rollouts, **scrubbed)
+        columns, pieces = _columns(rollouts), dict(self._secrets.scrub(rollouts.pieces))
         if self.decode is not None:
-            for each in np.unique(columns["tokens"]).tolist():
-                if each not in self._pieces:
-                    self._pieces[each] = self._secrets.scrub(self.decode([each]))
-                pieces[each] = self._pieces[each]
-        written, data = _to_bytes(RecordedStep(None, data, columns, lines, pieces))
+            ids = np.unique(columns["tokens"]).tolist()
+            self._pieces |= self._secrets.scrub({each: self.decode([each]) for each in ids if each not in self._pieces})
+            pieces |= {each: self._pieces[each] for each in ids}
+        recorded = RecordedStep(None, data, columns, _texts(rollouts, columns, data=data, pieces=pieces))
+        written = _to_bytes(recorded)
         self._folder.mkdir(exist_ok=True)
         # The name appears when every byte is written. A machine that loses power may lose the newest bytes all the
         # same; then the checksums of the zip file do not match, and the reader says so.
         unfinished = self._folder / f".{stage}-{step}.unfinished"
         unfinished.write_bytes(written)
-        path = unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
+        unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
         if self.on_finding is not None:
             from rl_observe.diagnose import monitor_step  # it imports this module
 
-            for finding in monitor_step(RecordedStep(path, data, columns, lines, pieces)):
+            for finding in monitor_step(recorded):
                 if finding.cause not in self._found:
                     self._found.add(finding.cause)
                     self.keep_around(stage, step)
@@ -462,47 +463,53 @@ def _one_per_row(values: Array, places: Array, *, missing: float = np.nan) -> Ar
     return first[:, None] if same.all() else known
 
 
-def _lines(rollouts: StepRollouts) -> list[dict[str, object]]:
-    """One object per rollout; prompt, source and gold answer only at the first rollout of a group that has them."""
-    groups = np.asarray(rollouts.groups).tolist()
-    for name in TEXTS_OF_ROWS:
-        if len(getattr(rollouts, name)) not in {0, len(groups)}:
-            raise RecordedStepError(
-                f"{name} has {len(getattr(rollouts, name))} entries, and there are {len(groups)} rollouts"
-            )
-    named = {"source": rollouts.sources, "prompt": rollouts.prompts, "expected": rollouts.expected}
-    given = [name for name, values in named.items() if len(values)]
-    shared = zip(*(named[name] for name in given), strict=True) if given else itertools.repeat(())
-    told: dict[int, tuple[object, ...]] = {}
-    lines: list[dict[str, object]] = []
-    for group, one in zip(groups, shared, strict=bool(given)):
-        lines.append({} if told.get(group, ()) == one else dict(zip(given, one, strict=True)))
-        told[group] = one
-    if len(rollouts.responses):
-        for line, text in zip(lines, rollouts.responses, strict=True):
-            line["response"] = text
-    if len(rollouts.failures):
-        for line, why in zip(lines, rollouts.failures, strict=True):
-            if why is not None:
-                line["failure"] = why
-    return lines
+def _texts(
+    rollouts: StepRollouts, columns: Mapping[str, Array], *, data: Mapping[str, Any], pieces: Mapping[int, str]
+) -> dict[str, list[Any]]:
+    """What texts.json holds.
+
+    `pieces` of the token ids in ascending order, null where it is not known; `responses` of all rows, null where the
+    pieces make it up; `sources`, `prompts` and `expected` of the rows `told`, where they are not those of an earlier
+    row of the group; `failures` as pairs of row and text.
+    """
+    groups, texts = columns["groups"].tolist(), dict[str, list[Any]]()
+    given = {name: values for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
+    for name, values in given.items():
+        if len(values) != len(groups):
+            raise RecordedStepError(f"{name} has {len(values)} entries, and there are {len(groups)} rollouts")
+    if pieces:
+        texts["pieces"] = [pieces.get(token) for token in np.unique(columns["tokens"]).tolist()]
+    if "responses" in given:
+        joined = _joined(columns, data, pieces) if pieces else itertools.repeat(None, len(groups))
+        texts["responses"] = [None if one == two else one for one, two in zip(given["responses"], joined, strict=True)]
+    if shared := [name for name in SHARED.values() if name in given]:
+        of_group: dict[int, tuple[object, ...]] = {}
+        texts["told"] = told = []
+        for row, one in enumerate(zip(*(given[name] for name in shared), strict=True)):
+            if of_group.get(group := groups[row]) != one:
+                of_group[group] = one
+                told.append(row)
+        texts |= {name: [given[name][row] for row in told] for name in shared}
+    if failures := [[row, why] for row, why in enumerate(given.get("failures", ())) if why is not None]:
+        texts["failures"] = failures
+    return texts
 
 
 # -- The file ------------------------------------------------------------------------------------------------------
 
 
-def _to_bytes(step: RecordedStep) -> tuple[bytes, dict[str, Any]]:
-    """The bundle, and what its step.json holds."""
+def _to_bytes(step: RecordedStep) -> bytes:
+    """The bundle, within its bound."""
     responses = sum(len(step.columns[name]) for name in LOG_PROBABILITIES if name in step.columns)
     bound = max(2 * 4 * (len(step.columns["tokens"]) + responses), LEAST_BYTES)
-    data, texts = {**step.data, "rollouts": len(step)}, _texts(step)
+    data = {**step.data, "rollouts": len(step)}
     columns = {name: _packed(name, column) for name, column in step.columns.items()}
-    written = _zipped(data, texts, columns)
+    written = _zipped(data, step.texts, columns)
     if len(written) <= bound:
-        return written, data
+        return written
     columns = {name: _in_planes(column) for name, column in columns.items()}
-    written = _zipped(data, texts, columns, compress=True)
-    sizes = {part: len(json.dumps(texts[part])) for part in ("pieces", *TEXTS_OF_ROWS) if part in texts}
+    written = _zipped(data, step.texts, columns, compress=True)
+    sizes = {part: len(json.dumps(texts)) for part, texts in step.texts.items() if part != "told"}
     kinds = {name: "figures" if name.startswith(FIGURE) else name for name in columns}
     cut: list[str] = []
     for part in (*sorted(sizes, key=lambda each: -sizes[each]), *CUT_COLUMNS):
@@ -511,9 +518,12 @@ def _to_bytes(step: RecordedStep) -> tuple[bytes, dict[str, Any]]:
         if part not in sizes and part not in kinds.values():
             continue
         cut.append(part)
+        texts = {name: texts for name, texts in step.texts.items() if name not in cut}
+        if "pieces" in cut and "responses" in texts:  # which they do not make up any more
+            texts["responses"] = [line["response"] for line in step.lines]
         left = {name: column for name, column in columns.items() if kinds[name] not in cut}
-        written = _zipped(data | {"cut": cut}, _texts(step, without=cut), left, compress=True)
-    return written, data | {"cut": cut} if cut else data
+        written = _zipped(data | {"cut": cut}, texts, left, compress=True)
+    return written
 
 
 def _zipped(
@@ -539,51 +549,13 @@ def _zipped(
     return buffer.getvalue()
 
 
-def _texts(step: RecordedStep, *, without: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """What texts.json holds.
-
-    `pieces` of the token ids in ascending order; `responses` of each row, null where the pieces make it up; of
-    `sources`, `prompts` and `expected` those of the rows `told`, which begin a group; `failures` with their rows.
-    """
-    texts: dict[str, list[Any]] = {}
-    if step.pieces and "pieces" not in without:
-        texts["pieces"] = [step.pieces.get(token) for token in np.unique(step.columns["tokens"]).tolist()]
-    if step.lines and "response" in step.lines[0] and "responses" not in without:
-        texts["responses"] = [line["response"] for line in step.lines]
-        if "pieces" in texts:
-            joined = _joined(step.columns, step.data, step.pieces)
-            texts["responses"] = [
-                None if one == two else one for one, two in zip(texts["responses"], joined, strict=True)
-            ]
-    told = [row for row, line in enumerate(step.lines) if not SHARED.keys().isdisjoint(line)]
-    for name, plural in SHARED.items():
-        if told and plural not in without and name in step.lines[told[0]]:
-            texts |= {"told": told, plural: [step.lines[row][name] for row in told]}
-    failures = [[row, line["failure"]] for row, line in enumerate(step.lines) if "failure" in line]
-    if failures and "failures" not in without:
-        texts["failures"] = failures
-    return texts
-
-
-def _lines_of(texts: Mapping[str, list[Any]], joined: Sequence[str]) -> list[dict[str, Any]]:
-    """The object of each rollout from what `_texts` returns."""
-    lines: list[dict[str, Any]] = [{} for _ in joined]
-    for name, plural in SHARED.items():
-        for row, text in zip(texts.get("told", ()) if plural in texts else (), texts.get(plural, ()), strict=True):
-            lines[row][name] = text
-    if "responses" in texts:
-        for line, text, made_up in zip(lines, texts["responses"], joined, strict=True):
-            line["response"] = made_up if text is None else text
-    for row, why in texts.get("failures", ()):
-        lines[row]["failure"] = why
-    return lines
-
-
 def _joined(columns: Mapping[str, Array], data: Mapping[str, Any], pieces: Mapping[int, str]) -> list[str]:
     """The pieces of each rollout's response tokens in one text, special tokens left out."""
     special = {*data.get("special_token_ids", {}).values()}
     sampled = columns["flags"] & RESPONSE > 0
-    made = ["" if token in special else pieces.get(token) or "" for token in columns["tokens"][sampled].tolist()]
+    tokens = columns["tokens"][sampled].tolist()
+    known = {token: "" if token in special else pieces.get(token, "") for token in {*tokens}}
+    made = [*map(known.__getitem__, tokens)]
     rows = np.repeat(np.arange(len(columns["lengths"])), columns["lengths"])[sampled]
     ends = np.cumsum(np.bincount(rows, minlength=len(columns["lengths"]))).tolist()
     return ["".join(made[start:end]) for start, end in itertools.pairwise([0, *ends])]
@@ -646,6 +618,9 @@ def _plain(value: object) -> object:
 # -- Reading -------------------------------------------------------------------------------------------------------
 
 
+_NAME = re.compile(r"(.+)-(\d{8,})\.zip")
+
+
 @dataclass(frozen=True, slots=True)
 class _Bundle:
     path: Path
@@ -659,10 +634,10 @@ class _Bundle:
 def _bundles(folder: Path) -> list[_Bundle]:
     """The files of recorded steps, oldest first: by stage in the order in which they were written, then by step."""
     found: list[_Bundle] = []
-    for path in folder.glob("*.zip") if folder.is_dir() else []:
-        if (name := re.fullmatch(r"(.+)-(\d{8,})\.zip", path.name)) is not None:
-            stat = path.stat()
-            found.append(_Bundle(path, name[1], int(name[2]), stat.st_size, stat.st_mtime))
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if (name := _NAME.fullmatch(entry.name)) is not None:
+            stat = entry.stat()
+            found.append(_Bundle(folder / entry.name, name[1], int(name[2]), stat.st_size, stat.st_mtime))
     newest = {stage: max(each.order for each in found if each.stage == stage) for stage in {e.stage for e in found}}
     found.sort(key=lambda each: (newest[each.stage], each.stage, each.step))
     strides: dict[str, int] = {}  # optimizer steps from one recorded step to the next, where several share a batch
@@ -744,11 +719,8 @@ class RecordedStep:
     columns: Mapping[str, Array] = field(repr=False)
     """The arrays as they are stored."""
 
-    lines: Sequence[Mapping[str, Any]] = field(repr=False)
-    """One object per rollout: `response`, `failure`, and at the first of a group `source`, `prompt`, `expected`."""
-
-    pieces: Mapping[int, str] = field(default_factory=dict, repr=False)
-    """The text of each token id."""
+    texts: Mapping[str, list[Any]] = field(repr=False)
+    """The texts as texts.json has them: `pieces` `responses`, `sources`, `prompts`, `expected`, `failures`."""
 
     @classmethod
     def read(cls, path: Path | str) -> RecordedStep:
@@ -770,9 +742,6 @@ class RecordedStep:
             lengths = _unpacked("lengths", stored["lengths"], **sizes)
             sizes["tokens"] = int(lengths.sum())
             columns = {name: _unpacked(name, column, **sizes) for name, column in stored.items()}
-            named = zip(np.unique(columns["tokens"]).tolist(), texts.get("pieces", ()), strict="pieces" in texts)
-            pieces = {token: text for token, text in named if text is not None}
-            lines = _lines_of(texts, _joined(columns, data, pieces))
         except RecordedStepError:
             raise
         except OSError as error:
@@ -781,7 +750,7 @@ class RecordedStep:
             raise RecordedStepError(
                 f"{path} is no complete recorded step ({error}); it was cut off or changed, delete it"
             ) from error
-        return cls(path, data, columns, lines, pieces)
+        return cls(path, data, columns, texts)
 
     @classmethod
     def of(
@@ -796,7 +765,8 @@ class RecordedStep:
         """A recorded step that is nowhere on disk, with the arguments of `StepRecorder.record`."""
         data = _described(stage, step, updates=updates, about=about)
         data["component_names"] = list(rollouts.component_names)
-        return cls(None, data, _columns(rollouts), _lines(rollouts), rollouts.pieces)
+        columns = _columns(rollouts)
+        return cls(None, data, columns, _texts(rollouts, columns, data=data, pieces=rollouts.pieces))
 
     def __len__(self) -> int:
         """How many rollouts there are: B."""
@@ -893,6 +863,28 @@ class RecordedStep:
     def row(self, name: str, *, missing: Any = None) -> Array:
         """A column of rollouts [B], or `missing` for each if it was not recorded."""
         return self.columns[name] if self.has(name) else np.full(len(self), missing)
+
+    @cached_property
+    def pieces(self) -> dict[int, str]:
+        """The text of each token id, as far as it is known."""
+        texts = self.texts.get("pieces")
+        ids = [] if texts is None else np.unique(self.columns["tokens"]).tolist()
+        return {token: text for token, text in zip(ids, texts or (), strict=True) if text is not None}
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Texts of each rollout: `response`, `failure`, and where a group begins `source`, `prompt` and `expected`."""
+        lines: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        for name, plural in SHARED.items():
+            for row, text in zip(self.texts["told"], self.texts[plural], strict=True) if plural in self.texts else ():
+                lines[row][name] = text
+        if (responses := self.texts.get("responses")) is not None:
+            made_up = _joined(self.columns, self.data, self.pieces)
+            for line, text, joined in zip(lines, responses, made_up, strict=True):
+                line["response"] = joined if text is None else text
+        for row, why in self.texts.get("failures", ()):
+            lines[row]["failure"] = why
+        return lines
 
     @cached_property
     def shared(self) -> list[dict[str, Any]]:
