@@ -207,6 +207,7 @@ def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), sa
             remarks.append(
                 f"{lost} log-probabilities ({name}) are not recorded: whether engine and trainer agree is not known"
             )
+    remarks += [f"{told}; what needs it was not looked at" for step in steps if (told := step.cut_told)]
     findings = [finding for step in steps for finding in check_step(step)]
     findings += _check_mismatch(steps, log)
     for check in (_check_prompts, _check_rewards_over_time, _check_data):
@@ -397,9 +398,9 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
     if stops and step.has("truncated"):
         lengths = step.columns["lengths"]
         ends = np.where(step.response.any(axis=1), step.filled.shape[1] - step.response[:, ::-1].argmax(axis=1), 0)
-        rows = np.flatnonzero((ends > 0) & (ends < lengths))
-        after, last = np.isin(tokens[rows, ends[rows]], stops), np.isin(tokens[rows, ends[rows] - 1], stops)
-        early = rows[after & ~last].tolist()
+        inside = np.flatnonzero((ends > 0) & (ends < lengths))
+        after, last = (np.isin(tokens[inside, ends[inside] - back], stops) for back in (0, 1))
+        early = inside[after & ~last].tolist()
         if len(early) >= 0.5 * max(1, int((~step.columns["truncated"].astype(bool)).sum())):
             row = early[0]
             yield Finding(

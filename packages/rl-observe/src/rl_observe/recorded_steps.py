@@ -18,9 +18,9 @@ column takes the fewest bytes that give all of its bits back (`_packed`), and a 
 tokens, joined, is not stored again.
 
 A bundle takes at most twice the bytes of its token ids and log-probabilities, at 4 bytes each, or `LEAST_BYTES`. Where
-that is not enough, the arrays are compressed too; then texts are cut, the kind that takes most first, and at last the
-columns of `CUT_COLUMNS`. `RecordedStep.cut` names what was. step.json itself, tokens, log-probabilities, rewards and
-the few bytes of flags and row numbers are never cut.
+that is not enough, the arrays are compressed too; then texts and the columns of `ONLY_SHOWN` are cut, whole kinds, the
+one that takes most first; at last the columns of `CUT_COLUMNS`. `RecordedStep.cut` names what was. step.json itself,
+tokens, log-probabilities, rewards and the few bytes of flags and row numbers are never cut.
 
 Writing happens in a thread of its own, one step at a time: a loop that is faster than the disk waits, and no step is
 left out. The file appears under its name when it is complete, and a reader checks its checksums. There is no pickle:
@@ -91,8 +91,11 @@ DTYPES = {
 LEAST_BYTES = 8192
 """What a bundle may always take: step.json and the names of columns are not in proportion to the tokens."""
 
+ONLY_SHOWN = ("weight", "entropy")
+"""Columns that nothing is computed from; they are cut like texts where a bundle would take too many bytes."""
+
 CUT_COLUMNS = (
-    "weight", "entropy", "figures", "components", "turns", "versions", "token_rewards", "value", "loss", "advantage",
+    "components", "figures", "token_rewards", "turns", "versions", "value", "loss", "advantage",
 )  # fmt: skip
 """The columns that are cut, in this order, where a bundle without texts would still take too many bytes."""
 
@@ -320,7 +323,7 @@ class StepRecorder:
         data = self._secrets.scrub({**data, "component_names": list(rollouts.component_names)})
         texts = {name: [*{*values}] for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
         if self._secrets.scrub(texts) is not texts:  # each text once, and all at once
-            scrubbed = {name: self._secrets.scrub([*getattr(rollouts, name)]) for name in texts}
+            scrubbed: dict[str, Any] = {name: self._secrets.scrub([*getattr(rollouts, name)]) for name in texts}
             rollouts = replace(rollouts, **scrubbed)
         columns, pieces = _columns(rollouts), dict(self._secrets.scrub(rollouts.pieces))
         if self.decode is not None:
@@ -510,6 +513,7 @@ def _to_bytes(step: RecordedStep) -> bytes:
     columns = {name: _in_planes(column) for name, column in columns.items()}
     written = _zipped(data, step.texts, columns, compress=True)
     sizes = {part: len(json.dumps(texts)) for part, texts in step.texts.items() if part != "told"}
+    sizes |= {name: columns[name].nbytes for name in ONLY_SHOWN if name in columns}
     kinds = {name: "figures" if name.startswith(FIGURE) else name for name in columns}
     cut: list[str] = []
     for part in (*sorted(sizes, key=lambda each: -sizes[each]), *CUT_COLUMNS):
@@ -800,8 +804,15 @@ class RecordedStep:
 
     @property
     def cut(self) -> list[str]:
-        """What the bundle had no bytes for: kinds of texts, such as `responses`, and columns of `CUT_COLUMNS`."""
+        """What the bundle had no bytes for: kinds of texts, such as `responses`, and columns."""
         return list(self.data.get("cut", []))
+
+    @property
+    def cut_told(self) -> str:
+        """One sentence about what was cut, for people; empty if nothing was."""
+        if not self.cut:
+            return ""
+        return f"step {self.step} is without {', '.join(self.cut)}, for which its bundle had no bytes"
 
     @cached_property
     def filled(self) -> Array:
@@ -837,7 +848,10 @@ class RecordedStep:
             RecordedStepError: it was not recorded.
         """
         if not self.has(name):
-            raise RecordedStepError(f"step {self.step} has no column {name}; it has {', '.join(sorted(self.columns))}")
+            why = "was cut from it, so that the bundle has few bytes" if name in self.cut else "it does not have"
+            raise RecordedStepError(
+                f"the column {name} of step {self.step} {why}; it has {', '.join(sorted(self.columns))}"
+            )
         values = self.columns[name]
         if name in {"tokens", "flags"}:
             padded = np.full(self.filled.shape, -1, dtype=np.int64)
@@ -846,7 +860,8 @@ class RecordedStep:
         places = self._places(RESPONSE | TRAINABLE if name == "advantage" else RESPONSE)
         padded = np.full(self.filled.shape, np.nan if values.dtype.kind == "f" else -1, dtype=values.dtype)
         # One value per row is stored as [B, 1].
-        padded.ravel()[places] = values[places // max(1, padded.shape[1]), 0] if values.ndim == 2 else values
+        one_per_row = values.ndim == 2
+        padded.ravel()[places] = values.ravel()[places // max(1, self.filled.shape[1])] if one_per_row else values
         return padded
 
     def _places(self, bits: int) -> Array:

@@ -181,8 +181,8 @@ def _recorded(step: RecordedStep, stage: str) -> Array:
     if stage == "loss" and not step.has("loss") and step.updates and step.updates[0].get("loss") is not None:
         return np.array([step.updates[0]["loss"]], dtype=np.float64)
     if not step.has(stage):
-        why = step.data.get("not_recorded", {}).get(stage, "it was not recorded")
-        raise NotReplayable(str(why))
+        unknown = step.cut_told if stage in step.cut else "it was not recorded"
+        raise NotReplayable(str(step.data.get("not_recorded", {}).get(stage, unknown)))
     values = step.padded(stage)
     return _of_first_update(step, values) if stage in {"logp", "loss"} else values
 
