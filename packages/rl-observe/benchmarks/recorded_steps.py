@@ -19,8 +19,8 @@ from rl_observe.recorded_steps import RecordedStep
 STEPS = 5
 
 
-def make(rows, prompt, response, seed):
-    """Rollouts with everything that a GRPO step records, and text of four characters a token."""
+def make(rows, prompt, response, seed, *, different):
+    """Rollouts with everything that a GRPO step records, and text of four characters a token, from few words or any."""
     rng = np.random.default_rng(seed)
     width = prompt + response
     lengths = prompt + rng.integers(response // 4, response + 1, rows)
@@ -28,6 +28,8 @@ def make(rows, prompt, response, seed):
     sampled = (places >= prompt) & (places < lengths[:, None])
     logp = np.where(sampled, -rng.random((rows, width)), np.nan).astype(np.float32)
     words = rng.choice(["abc ", "def ", "ghi ", "jkl "], (rows, response))
+    if different:
+        words = rng.integers(97, 123, (rows, response, 4), dtype=np.uint8).view("S4")[..., 0].astype(str)
     return StepRollouts(
         tokens=rng.integers(0, 50_000, (rows, width)),
         lengths=lengths,
@@ -47,12 +49,12 @@ def make(rows, prompt, response, seed):
     )
 
 
-def measure(rows, prompt, response):
+def measure(rows, prompt, response, *, different=False):
     """Figures of one shape."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory.create(Path(folder) / "run")
         recorder = StepRecorder(run, RecordedStepsConfig(last=STEPS), decode=lambda ids: f"<{ids[0]}>")
-        batches = [make(rows, prompt, response, seed) for seed in range(STEPS)]
+        batches = [make(rows, prompt, response, seed, different=different) for seed in range(STEPS)]
         of_loop, of_all = [], []
         for step, batch in enumerate(batches, 1):
             before, loop = time.process_time(), time.thread_time()
@@ -66,19 +68,24 @@ def measure(rows, prompt, response):
     return {
         "rollouts": rows,
         "tokens": int(read.filled.sum()),
+        "different_texts": different,
         "loop_ms": round(1000 * float(np.median(of_loop)), 3),
         "writer_ms": round(1000 * float(np.median(of_all) - np.median(of_loop)), 1),
         "bytes": size,
         "bytes_over_tokens_and_logp": round(size / least, 3),
+        "cut": getattr(read, "cut", []),
     }
 
 
 if __name__ == "__main__":
-    figures = [measure(256, 8, 9), measure(256, 128, 384), measure(64, 1000, 3000)]
+    short = [measure(256, 8, 9, different=different) for different in (False, True)]
+    figures = [*short, measure(256, 128, 384, different=True), measure(64, 1000, 3000)]
     for each in figures:
         print(
             f"{each['rollouts']} rollouts, {each['tokens']} tokens: {each['loop_ms']} ms in the loop, "
             f"{each['writer_ms']} ms in the writer, {each['bytes'] / 1e6:.2f} MB, "
             f"{each['bytes_over_tokens_and_logp']} times the tokens and log-probabilities"
+            f"{', texts all different' if each['different_texts'] else ''}"
+            f"{', without ' + ', '.join(each['cut']) if each['cut'] else ''}"
         )
     print(json.dumps({"figures": figures}))

@@ -1,5 +1,7 @@
 """Recorded steps: what was recorded is read back, whatever a kill leaves is complete or refused, and few bytes go."""
 
+import dataclasses
+import io
 import json
 import multiprocessing
 import os
@@ -10,10 +12,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
 
 from rl_observe import RunDirectory
+from rl_observe.compare import compare_records
 from rl_observe.config import RecordedStepsConfig
-from rl_observe.recorded_steps import RecordedStep, RecordedStepError, RecordedSteps, StepRecorder, StepRollouts
+from rl_observe.diagnose import diagnose
+from rl_observe.recorded_steps import (
+    LEAST_BYTES,
+    RecordedStep,
+    RecordedStepError,
+    RecordedSteps,
+    StepRecorder,
+    StepRollouts,
+    _to_bytes,
+)
+from rl_observe.replay import replay
+from rl_observe.report.rollouts import browsable
+from rl_observe.show import rollouts_table
 
 
 def make_rollouts(*, rows=8, group_size=4, prompt=3, response=5, seed=0, **changes):
@@ -105,27 +123,155 @@ def test_rollouts_are_a_dataframe(run):
     assert len(run.steps[1].tokens(0)) == 8
 
 
-def test_a_bundle_takes_at_most_twice_its_tokens_and_log_probabilities(run):
-    """Measured on responses of a few tokens, where everything that is not a token weighs most, and on long ones."""
-    for step, (prompt, response) in enumerate([(8, 9), (100, 400)], 1):
-        rng = np.random.default_rng(step)
-        given = make_rollouts(rows=64, group_size=8, prompt=prompt, response=response, seed=step)
-        # Four characters a token, as a usual tokenizer has them.
-        words = [" ".join(rng.choice(["abc", "def", "gh", "ijkl"], int(n) - prompt)) for n in given.lengths]
-        given = make_rollouts(
-            rows=64, group_size=8, prompt=prompt, response=response, seed=step, responses=words,
-            token_rewards=None, truncated=np.zeros(64, bool), update=np.zeros(64, int),
-        )  # fmt: skip
-        recorder = StepRecorder(run, decode=lambda ids: f"w{ids[0]}")
-        recorder.record("grpo", step, given, updates=[{"step": step}])
+DESCRIPTION = {
+    "version": 7, "seed": 0, "precision": "float32", "device": "cpu", "special_token_ids": {"eos": 2},
+    "sampling": {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 9}, "objective": {"advantage": {"scale": "none"}},
+    "timings": {f"phase_s/{name}": 0.1234567 for name in ("generate", "train", "refit")},
+}  # fmt: skip
+
+
+def _rows_of(*arrays):
+    return zip(*arrays, strict=True)
+
+
+def twice_its_tokens_and_log_probabilities(step):
+    """In bytes, at 4 bytes for each."""
+    known = sum(step.has(name) for name in ("logp_old", "logp", "logp_ref", "logp_proximal"))
+    return 2 * 4 * (int(step.filled.sum()) + known * int(step.response.sum()))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 96), group_size=st.integers(1, 8), prompt=st.integers(1, 60), response=st.integers(1, 120),
+    vocabulary=st.sampled_from([40, 50_000, 150_000]), seed=st.integers(0, 1000),
+    texts=st.sampled_from(["none", "of the tokens", "of other words", "long"]),
+    columns=st.sets(st.sampled_from(["logp_ref", "logp_proximal", "weight", "entropy", "value", "figures", "others"])),
+    with_pieces=st.booleans(),
+)  # fmt: skip
+def test_a_bundle_takes_at_most_twice_its_tokens_and_log_probabilities(
+    tmp_path_factory, rows, group_size, prompt, response, vocabulary, seed, texts, columns, with_pieces
+):
+    """Short and long rows, with all texts and none, every column and few: within the bound, and nothing lost unsaid."""
+    rng = np.random.default_rng(seed)
+    given = make_rollouts(rows=rows, group_size=group_size, prompt=prompt, response=response, seed=seed)
+    shape = given.tokens.shape
+    tokens = rng.integers(3, vocabulary, shape)
+    names = [f"t{number}" for number in range(vocabulary)]
+    changes = {name: rng.normal(size=shape) for name in columns - {"figures", "others"}}
+    if "figures" in columns:
+        changes["figures"] = {"score": rng.normal(size=rows), "margin": rng.normal(size=rows)}
+    if "others" in columns:
+        changes |= {"advantage": rng.normal(size=shape), "token_rewards": rng.normal(size=shape)}
+    said = []
+    if texts == "of the tokens":
+        said = ["".join(names[token] for token in row[where]) for row, where in _rows_of(tokens, given.response)]
+    elif texts != "none":
+        longest = response if texts == "of other words" else 2000
+        said = [" ".join(map(str, rng.integers(0, 10**6, rng.integers(1, longest + 1)))) for _ in range(rows)]
+    changes |= {"responses": said, "failures": [text or None for text in said]}
+    changes |= {} if said else {"prompts": (), "sources": ()}
+    given = make_rollouts(
+        rows=rows, group_size=group_size, prompt=prompt, response=response, seed=seed, tokens=tokens, **changes
+    )
+    whole = RecordedStep.of("grpo", 1, given)
+    run = RunDirectory.create(tmp_path_factory.mktemp("bound") / "run")
+    recorder = StepRecorder(run, decode=(lambda ids: names[ids[0]]) if with_pieces else None)
+    recorder.record("grpo", 1, given, updates=[{"step": 1, "loss": 0.5}], about=DESCRIPTION)
+    recorder.close()
+    assert recorder.unwritten == []
+    step = run.steps[1]
+    assert step.path.stat().st_size <= max(twice_its_tokens_and_log_probabilities(step), LEAST_BYTES)
+    for name, column in whole.columns.items():
+        kind = "figures" if name.startswith("figure/") else name
+        assert (kind in step.cut) != (name in step.columns)
+        if name in step.columns:
+            assert step.columns[name].dtype == column.dtype
+            assert np.array_equal(step.columns[name], column, equal_nan=True), name
+    assert {"tokens", "flags", "lengths", "rewards", "groups", "logp_old", "logp"} <= {*step.columns}
+    for one, other in zip(step.lines, whole.lines, strict=True):
+        for name, text in other.items():
+            kind = {"source": "sources", "prompt": "prompts", "response": "responses", "failure": "failures"}[name]
+            assert one[name] == text if kind not in step.cut else name not in one
+    if with_pieces and "pieces" not in step.cut:
+        assert {step.piece(token) for token in tokens[step.filled].tolist()} <= {*names}
+    if texts in {"none", "of the tokens"} and with_pieces and vocabulary == 40 and columns <= {"logp_ref", "figures"}:
+        assert step.cut == []  # a usual step loses nothing
+
+
+def test_what_was_cut_is_told_by_every_reader(run):
+    """A step of few tokens whose longest texts, and a column that is only shown, have no place in the bundle."""
+    rng = np.random.default_rng(0)
+    long = ["".join(map(str, rng.integers(0, 10, 400))) for _ in range(200)]
+    noise = {name: rng.normal(size=(200, 24)) for name in ("weight", "entropy", "value", "advantage", "loss")}
+    given = make_rollouts(rows=200, group_size=1, prompt=4, response=20, responses=long, prompts=long, **noise)
+    recorder = StepRecorder(run, decode=lambda ids: f"{ids[0]}")
+    recorder.record("grpo", 1, given)
+    recorder.close()
+    step = run.steps[1]
+    assert {*step.cut[:2]} == {"prompts", "responses"}
+    assert step.cut[2:] == ["weight"]
+    assert step.shared[5]["source"] == given.sources[5]
+    assert step.lines[0].get("response") is None
+    assert step.text(0) == "".join(str(token) for token in given.tokens[0][given.response[0]])
+    with pytest.raises(RecordedStepError, match="weight of step 1 was cut"):
+        step.padded("weight")
+    said = "step 1 is without"
+    assert said in " ".join(diagnose(run).remarks)
+    assert said in browsable(run)["left_out"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(rollouts_table(step, step.rows[:2]))
+    assert said in console.export_text()
+
+
+def test_without_the_losses_a_step_is_compared_and_replayed_without_them_and_that_is_said(run, tmp_path):
+    """As of a bundle that had to cut them."""
+    record(run, [1])
+    step = run.steps[1]
+    shorter = dataclasses.replace(
+        step,
+        data={**step.data, "cut": ["loss"], "updates": []},
+        columns={name: column for name, column in step.columns.items() if name != "loss"},
+    )
+    assert [each.reason for each in replay(shorter).results if each.stage == "loss"] == [shorter.cut_told]
+    other = RunDirectory.create(tmp_path / "other")
+    other.metrics.touch()
+    other.recorded_steps.mkdir()
+    (other.recorded_steps / step.path.name).write_bytes(_to_bytes(shorter))
+    found = compare_records(run, other)
+    assert found.first is None
+    assert [shorter.cut_told in remark for remark in found.remarks] == [True]
+
+
+def test_a_response_that_its_tokens_make_up_is_not_stored_and_read_all_the_same(run):
+    given = make_rollouts(rows=3, group_size=3)
+    said = [
+        "".join(f"<{token}>" for token in row[where]) for row, where in zip(given.tokens, given.response, strict=True)
+    ]
+    recorder = StepRecorder(run, decode=lambda ids: f"<{ids[0]}>")
+    recorder.record("grpo", 1, make_rollouts(rows=3, group_size=3, responses=[said[0], "another text", said[2]]))
+    recorder.close()
+    step = run.steps[1]
+    assert step.texts["responses"] == [None, "another text", None]
+    assert [line["response"] for line in step.lines] == [said[0], "another text", said[2]]
+
+
+def test_secrets_are_removed_from_every_text(run):
+    """Also where the tokens make the text up, and where a text is a piece."""
+    secret = "hf_abcdefghijklmnopqrst"
+    rows = {"rows": 2, "group_size": 2, "prompt": 1, "response": 1}
+    texts = {name: [f"use {secret} here", "nothing"] for name in ("prompts", "sources", "failures", "expected")}
+    tokens = np.array([[3, 4], [3, 5]])
+    for step, responses in enumerate(([secret, "y"], [f"x {secret}", "y"]), 1):
+        recorder = StepRecorder(run, decode=lambda ids: {3: "x", 4: secret, 5: "y"}[ids[0]])
+        recorder.record("grpo", step, make_rollouts(**rows, tokens=tokens, responses=responses, **texts))
         recorder.close()
-        step_read = run.steps[step]
-        tokens, sampled = int(step_read.filled.sum()), int(step_read.response.sum())
-        least = 4 * tokens + 2 * 4 * sampled
-        assert step_read.path.stat().st_size <= 2 * least + 3000, (
-            step,
-            least,
-        )  # 3 kB: names, dates, one table of texts
+        assert recorder.unwritten == []
+        read = run.steps[step]
+        assert secret not in json.dumps([read.data, read.texts, read.lines, read.pieces])
+        assert read.lines[0]["response"] == responses[0].replace(secret, "<redacted>")
+        assert read.lines[1]["response"] == "y"
+        with zipfile.ZipFile(read.path) as bundle:
+            assert not any(secret.encode() in bundle.read(name) for name in bundle.namelist())
 
 
 def test_only_the_steps_that_the_configuration_names_are_kept(run):
@@ -257,9 +403,9 @@ def test_another_format_is_refused(run):
     path = run.recorded_steps / "grpo-00000001.zip"
     with zipfile.ZipFile(path) as bundle:
         parts = {name: bundle.read(name) for name in bundle.namelist()}
-    parts["step.json"] = parts["step.json"].replace(b'"format": 1', b'"format": 9')
+    parts["step.json"] = parts["step.json"].replace(b'"format": 2', b'"format": 1')
     with zipfile.ZipFile(path, "w") as bundle:
         for name, content in parts.items():
             bundle.writestr(name, content)
-    with pytest.raises(RecordedStepError, match="format 9, and this version reads 1"):
+    with pytest.raises(RecordedStepError, match="format 1, and this version reads 2"):
         RecordedStep.read(path)

@@ -78,3 +78,17 @@ def test_the_shape_stays_and_a_second_time_changes_nothing(data):
 def test_no_value_of_a_credentials_variable_survives(value, name):
     found = redact({"cluster": {"env_vars": {name: value}}})["cluster"]["env_vars"][name]
     assert found == REDACTED or value.startswith("${env:")
+
+
+piece = st.sampled_from(
+    ["token=", "://", "user:pw", "@host", "api_key", '"', ": ", "'", ";", "\n", " ", "hf_abcdefghijklmnopqrst", "$HOME",
+     "Bearer ", "abcdefghijk",
+     "-----BEGIN PRIVATE KEY-----", "PASSWORD=", "\u017fecret=", "hunter22", "<redacted>", "git@"]
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(piece, max_size=5).map("".join), max_size=5))
+def test_texts_are_scrubbed_together_as_each_is_alone(texts):
+    secrets = Secrets(values=("hunter22",))
+    assert secrets.scrub(texts) == [secrets.scrub(text) for text in texts]
+    assert secrets.scrub({text: (text, None) for text in texts}).keys() == {secrets.scrub(text) for text in texts}

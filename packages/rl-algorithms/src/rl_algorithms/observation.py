@@ -176,19 +176,23 @@ def _observed(
     error: str | None = None,
 ) -> ObservedStep:
     """What was kept, laid out like `examples`, all rows of the step."""
-    place = {row: index for index, row in enumerate(examples.rows.tolist())}
     columns: dict[str, Tensor] = {}
-    for rows, parts in keeping.kept:
-        places = torch.tensor([place[row] for row in rows.tolist()], dtype=torch.int64)
-        for name, part in parts.items():
-            if name not in columns:
-                unknown = False if part.dtype == torch.bool else float("nan")
-                shape = examples.tokens.shape[: part.ndim]
-                columns[name] = torch.full(shape, unknown, dtype=part.dtype)
-            if part.ndim == 1:
-                columns[name][places] = part.cpu()
-            else:
-                columns[name][places, : part.shape[1]] = part.cpu()  # a microbatch is as wide as its own rows
+    shape = examples.tokens.shape
+    rows, parts = keeping.kept[0] if len(keeping.kept) == 1 else (examples.rows[:0], {})
+    if rows.equal(examples.rows) and all(part.shape == shape[: part.ndim] for part in parts.values()):
+        columns = {name: part.cpu() for name, part in parts.items()}  # one microbatch was all
+    else:
+        place = {row: index for index, row in enumerate(examples.rows.tolist())}
+        for rows, parts in keeping.kept:
+            places = torch.tensor([place[row] for row in rows.tolist()], dtype=torch.int64)
+            for name, part in parts.items():
+                if name not in columns:
+                    unknown = False if part.dtype == torch.bool else float("nan")
+                    columns[name] = torch.full(shape[: part.ndim], unknown, dtype=part.dtype)
+                if part.ndim == 1:
+                    columns[name][places] = part.cpu()
+                else:
+                    columns[name][places, : part.shape[1]] = part.cpu()  # a microbatch is as wide as its own rows
     metrics: dict[str, float] = {}
     if sums is not None and isinstance(examples, Examples):
         metrics = {"grad_norm": grad_norm, **figures(sums, num_tokens=int(examples.trainable.sum()))}

@@ -198,6 +198,8 @@ def compare(
             typer.echo(f"first difference: {found.first}" if found.first else f"the recorded steps {shared} are equal")
         else:
             typer.echo("no step is recorded in both runs")
+        for remark in found.remarks:
+            typer.echo(f"not compared: {remark}")
         if found.logged and not found.figures:
             typer.echo(f"every figure of {found.logged} logged steps is equal")
         for figure in found.figures[:12]:

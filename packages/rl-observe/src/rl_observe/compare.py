@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -107,6 +107,9 @@ class Comparison:
     logged: int
     """Steps that both have logged."""
 
+    remarks: list[str] = field(default_factory=list)
+    """What could not be compared, since a bundle had no bytes for it."""
+
     @property
     def equal(self) -> bool:
         """Whether nothing differs; True also if there is nothing to compare."""
@@ -120,6 +123,7 @@ class Comparison:
             "figures": [asdict(each) for each in self.figures],
             "recorded_steps": self.steps,
             "logged_steps": self.logged,
+            "remarks": self.remarks,
         }
 
 
@@ -127,13 +131,15 @@ def compare_records(one: RunDirectory, two: RunDirectory, *, stage: str | None =
     """Compare the recorded steps and the logs of two runs, those of one stage."""
     steps_of_one, steps_of_two = RecordedSteps(one, stage), RecordedSteps(two, stage)
     common = sorted(set(steps_of_one) & set(steps_of_two)) if steps_of_one.stage == steps_of_two.stage else []
-    first = None
+    first, remarks = None, list[str]()
     for number in common:
-        if (first := compare_steps(steps_of_one[number], steps_of_two[number])) is not None:
+        both = steps_of_one[number], steps_of_two[number]
+        remarks += [f"{each.cut_told} in {each.path}" for each in both if not {*each.cut}.isdisjoint(ORDER)]
+        if (first := compare_steps(*both)) is not None:
             break
     name = stage or steps_of_one.stage
     figures, logged = _compare_logs(read_metrics(one), read_metrics(two), stage=name)
-    return Comparison(first=first, steps=common, figures=figures, logged=logged)
+    return Comparison(first=first, steps=common, figures=figures, logged=logged, remarks=remarks)
 
 
 def compare_steps(one: RecordedStep, two: RecordedStep) -> StepDifference | None:

@@ -207,6 +207,7 @@ def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), sa
             remarks.append(
                 f"{lost} log-probabilities ({name}) are not recorded: whether engine and trainer agree is not known"
             )
+    remarks += [f"{told}; what needs it was not looked at" for step in steps if (told := step.cut_told)]
     findings = [finding for step in steps for finding in check_step(step)]
     findings += _check_mismatch(steps, log)
     for check in (_check_prompts, _check_rewards_over_time, _check_data):
@@ -264,17 +265,21 @@ def _check_finite(step: RecordedStep) -> Iterator[Finding]:
         )
         return
     trained = step.row("update", missing=0) >= 0
+    of_trained = step.response & step.trainable & trained[:, None]
     for name in ("logp_old", "advantage", "logp_proximal", "logp_ref", "logp", "loss"):
         if not step.has(name) or name in step.data.get("partly_known", ()):
             continue
-        where = step.response if name == "logp_old" else step.response & step.trainable & trained[:, None]
+        if np.isfinite(step.columns[name]).all():
+            continue
+        where = step.response if name == "logp_old" else of_trained
         values = step.padded(name)
-        if not np.isfinite(values[where]).any() and name in {"logp_ref", "logp_proximal", "loss", "logp"}:
+        finite = np.isfinite(values)
+        if not (finite & where).any() and name in {"logp_ref", "logp_proximal", "loss", "logp"}:
             # Nothing of it is known: the objective does not need it, or no update was taken. All NaN is told by error.
             errors = [str(update["error"]) for update in step.updates if "error" in update]
             if name != "logp" or not errors or "nan" not in errors[0].lower():
                 continue
-        bad = where & ~np.isfinite(values)
+        bad = where & ~finite
         if bad.any():
             row = int(bad.any(axis=1).argmax())
             token = int(bad[row].argmax())
@@ -347,18 +352,20 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
     starts = np.where(step.response.any(axis=1), step.response.argmax(axis=1), step.columns["lengths"])
     if step.has("turns") and step.columns["turns"].ndim == 1:
         return  # several turns: prompts may differ by design of the environment
-    late: list[tuple[int, int]] = []
-    for group in np.unique(groups):
-        rows_of = np.flatnonzero(groups == group)
-        shortest = int(starts[rows_of].min())
-        common = tokens[rows_of[0], :shortest]
-        if shortest < 1 or len({int(start) for start in starts[rows_of]}) > 1:
-            continue
-        differing = (tokens[rows_of, :shortest] != common).any(axis=0)
-        if differing[-1] and not differing[:-1].any():  # only the last token of the "prompt" differs: it was sampled
-            late += [(int(rows_of[int((tokens[rows_of, shortest - 1] != common[-1]).argmax())]), shortest - 1)]
-    if late and len(late) >= 0.5 * len(np.unique(groups)):
-        row, token = late[0]
+    _, first_rows, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    number = len(first_rows)
+
+    def groups_with(rows: Array) -> Array:
+        return np.bincount(group_of[rows], minlength=number) > 0
+
+    first_of = first_rows[group_of]  # for each row the first of its group
+    differing = (tokens != tokens[first_of]) & (np.arange(tokens.shape[1]) < starts[:, None])
+    at_last = (starts > 0) & differing[np.arange(len(step)), starts - 1]
+    # Only the last token of the "prompt" differs: it was sampled.
+    late = groups_with(at_last) & ~groups_with((differing.sum(axis=1) > at_last) | (starts != starts[first_of]))
+    if late.any() and late.sum() >= 0.5 * number:
+        row = int((at_last & (group_of == late.argmax())).argmax())
+        token = int(starts[row]) - 1
         yield Finding(
             cause="mask_off_by_one",
             score=0.95,
@@ -366,7 +373,7 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
             step=step.step,
             row=row,
             token=token,
-            evidence=f"the prompts of {len(late)} groups differ in their last token alone, which was sampled: "
+            evidence=f"the prompts of {int(late.sum())} groups differ in their last token alone, which was sampled: "
             f"the mask begins one token late, at row {row} after token {token}",
         )
         return
@@ -387,17 +394,13 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
                 f"mask begins one token early, at token {int(starts[0])} of row 0",
             )
             return
-    stops = set(step.data.get("stop_token_ids", []))
+    stops = [*step.data.get("stop_token_ids", [])]
     if stops and step.has("truncated"):
         lengths = step.columns["lengths"]
         ends = np.where(step.response.any(axis=1), step.filled.shape[1] - step.response[:, ::-1].argmax(axis=1), 0)
-        early = [
-            row
-            for row in np.flatnonzero(ends > 0).tolist()
-            if ends[row] < lengths[row]
-            and int(tokens[row, ends[row]]) in stops
-            and int(tokens[row, ends[row] - 1]) not in stops
-        ]
+        inside = np.flatnonzero((ends > 0) & (ends < lengths))
+        after, last = (np.isin(tokens[inside, ends[inside] - back], stops) for back in (0, 1))
+        early = inside[after & ~last].tolist()
         if len(early) >= 0.5 * max(1, int((~step.columns["truncated"].astype(bool)).sum())):
             row = early[0]
             yield Finding(
@@ -439,7 +442,8 @@ def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
         return
     advantage = step.padded("advantage")
     known = np.isfinite(advantage)
-    wrong = (known & ~np.isclose(advantage, expected_tokens, rtol=1e-3, atol=1e-4)).any(axis=1)
+    near = np.abs(advantage - expected_tokens) <= 1e-4 + 1e-3 * np.abs(expected_tokens)
+    wrong = (known & ~near).any(axis=1)
     if wrong.any():
         row = int(wrong.argmax())
         token = int(known[row].argmax())

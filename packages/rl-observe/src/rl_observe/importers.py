@@ -46,7 +46,7 @@ class ImportedStep:
     """What was in its file."""
 
     about: Mapping[str, Any]
-    """`imported_from`, `lacks`, `pieces`."""
+    """`imported_from`, `lacks`."""
 
 
 def import_run(trainer: str, source: Path | str, run_dir: Path | str) -> tuple[RunDirectory, list[str]]:
@@ -286,13 +286,10 @@ def _of_texts(
             groups=_numbered(prompts),
             prompts=prompts,
             responses=responses,
+            pieces={number: word for word, number in ids.items()},
             **others,
         ),
-        about={
-            "imported_from": trainer,
-            "lacks": [NO_TOKENS, *lacks],
-            "pieces": {str(number): word for word, number in ids.items()},
-        },
+        about={"imported_from": trainer, "lacks": [NO_TOKENS, *lacks]},
     )
 
 

@@ -9,14 +9,22 @@ A bundle is `steps/<stage>-<step>.zip` in the run directory. It holds one batch 
 that was taken on them:
 
     step.json             stage, step, version of the weights, the optimizer steps, sampling, objective, seeds, timings
-    rollouts.jsonl        one object per rollout: source row, prompt, response, gold answer, why it failed
+    texts.json            prompts, gold answers, responses, why a rollout failed, and the text of each token
     tensors.safetensors   one array per column: of rollouts [B], of tokens [N], or of response tokens [R]; a column of
                           tokens that has one value per rollout is [B, 1]
 
-Padding is not stored: N counts the tokens of all rollouts one after another, and R those that the policy sampled. Token
-ids take 4 bytes, a log-probability 4, and all other columns together less than these. Writing happens in a thread of
-its own, one step at a time; the file appears under its name when it is complete, and a reader checks its checksums.
-There is no pickle: nothing in a bundle can run.
+Padding is not stored: N counts the tokens of all rollouts one after another, and R those that the policy sampled. A
+column takes the fewest bytes that give all of its bits back (`_packed`), and a response whose text is that of its
+tokens, joined, is not stored again.
+
+A bundle takes at most twice the bytes of its token ids and log-probabilities, at 4 bytes each, or `LEAST_BYTES`. Where
+that is not enough, the arrays are compressed too; then texts and the columns of `ONLY_SHOWN` are cut, whole kinds, the
+one that takes most first; at last the columns of `CUT_COLUMNS`. `RecordedStep.cut` names what was. step.json itself,
+tokens, log-probabilities, rewards and the few bytes of flags and row numbers are never cut.
+
+Writing happens in a thread of its own, one step at a time: a loop that is faster than the disk waits, and no step is
+left out. The file appears under its name when it is complete, and a reader checks its checksums. There is no pickle:
+nothing in a bundle can run.
 """
 
 from __future__ import annotations
@@ -24,12 +32,14 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import queue
 import re
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -49,17 +59,48 @@ __all__ = ["RecordedStep", "RecordedStepError", "RecordedSteps", "StepRecorder",
 
 Array: TypeAlias = NDArray[Any]
 
-FORMAT = 1
+FORMAT = 2
 """The version of the format; a reader refuses others."""
 
 RESPONSE, TRAINABLE, CLIPPED = 1, 2, 4
 """Bits of the column `flags`."""
+
+FLAGS = np.array([RESPONSE, TRAINABLE, CLIPPED], dtype=np.uint8)
+
+SHARED = {"source": "sources", "prompt": "prompts", "expected": "expected"}
+"""Texts that the rollouts of a group share, and what texts.json calls them."""
+
+TEXTS_OF_ROWS = ("responses", "failures", *SHARED.values())
+"""Fields of `StepRollouts`, and what is cut of texts beside `pieces`."""
 
 PER_RESPONSE_TOKEN = ("logp_old", "logp", "logp_ref", "logp_proximal", "loss", "weight", "entropy", "value")
 """Columns of float32 that only tokens of a response have; NaN where it is not known."""
 
 FIGURE = "figure/"
 """Begins the name of a column of `figures`."""
+
+LOG_PROBABILITIES = ("logp_old", "logp", "logp_ref", "logp_proximal")
+
+DTYPES = {
+    "lengths": "int32", "rewards": "float64", "groups": "int32", "tokens": "int32", "flags": "uint8", "turns": "int16",
+    "versions": "int32", "update": "int16", "truncated": "uint8", "failed": "uint8", "token_rewards": "float64",
+    "components": "float64",
+}  # fmt: skip
+"""What columns are in memory; all others are float32."""
+
+LEAST_BYTES = 8192
+"""What a bundle may always take: step.json and the names of columns are not in proportion to the tokens."""
+
+ONLY_SHOWN = ("weight", "entropy")
+"""Columns that nothing is computed from; they are cut like texts where a bundle would take too many bytes."""
+
+CUT_COLUMNS = (
+    "components", "figures", "token_rewards", "turns", "versions", "value", "loss", "advantage",
+)  # fmt: skip
+"""The columns that are cut, in this order, where a bundle without texts would still take too many bytes."""
+
+OF_ROWS = {"lengths", "rewards", "groups", "truncated", "failed", "update"}
+"""Columns of rollouts, beside `figures` and those that are [B, 1] or [B, K]."""
 
 
 class RecordedStepError(ValueError):
@@ -162,6 +203,9 @@ class StepRollouts:
 
     failures: Sequence[str | None] = ()
     """Why a rollout failed."""
+
+    pieces: Mapping[int, str] = field(default_factory=dict)
+    """The text of each token id, where the recorder has no `decode` that knows it."""
 
 
 # -- Writing -------------------------------------------------------------------------------------------------------
@@ -277,24 +321,27 @@ class StepRecorder:
         if not re.fullmatch(r"[\w.]+", stage):
             raise RecordedStepError(f"stage={stage!r} must consist of letters, digits, _ and . to be a file name")
         data = self._secrets.scrub({**data, "component_names": list(rollouts.component_names)})
-        columns, texts = _columns(rollouts), self._secrets.scrub(_texts(rollouts))
+        texts = {name: [*{*values}] for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
+        if self._secrets.scrub(texts) is not texts:  # each text once, and all at once
+            scrubbed: dict[str, Any] = {name: self._secrets.scrub([*getattr(rollouts, name)]) for name in texts}
+            rollouts = replace(rollouts, **scrubbed)
+        columns, pieces = _columns(rollouts), dict(self._secrets.scrub(rollouts.pieces))
         if self.decode is not None:
-            ids = np.unique(columns["tokens"]).tolist()
-            for each in ids:
-                if each not in self._pieces:
-                    self._pieces[each] = self.decode([each])
-            data["pieces"] = {str(each): self._pieces[each] for each in ids}
-        written = _to_zip(data, texts, columns)
+            ids = _distinct(columns["tokens"]).tolist()
+            self._pieces |= self._secrets.scrub({each: self.decode([each]) for each in ids if each not in self._pieces})
+            pieces |= {each: self._pieces[each] for each in ids}
+        recorded = RecordedStep(None, data, columns, _texts(rollouts, columns, data=data, pieces=pieces))
+        written = _to_bytes(recorded)
         self._folder.mkdir(exist_ok=True)
         # The name appears when every byte is written. A machine that loses power may lose the newest bytes all the
         # same; then the checksums of the zip file do not match, and the reader says so.
         unfinished = self._folder / f".{stage}-{step}.unfinished"
         unfinished.write_bytes(written)
-        path = unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
+        unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
         if self.on_finding is not None:
             from rl_observe.diagnose import monitor_step  # it imports this module
 
-            for finding in monitor_step(RecordedStep(path, data, columns, texts)):
+            for finding in monitor_step(recorded):
                 if finding.cause not in self._found:
                     self._found.add(finding.cause)
                     self.keep_around(stage, step)
@@ -363,35 +410,38 @@ def _columns(rollouts: StepRollouts) -> dict[str, Array]:
 
     response = of_tokens("response", rollouts.response).astype(bool) & filled
     trainable = response if rollouts.trainable is None else of_tokens("trainable", rollouts.trainable).astype(bool)
-    flags = RESPONSE * response + TRAINABLE * trainable.astype(np.uint8)
+    flags = RESPONSE * response.astype(np.uint8) + TRAINABLE * trainable.astype(np.uint8)
     if rollouts.clipped is not None:
-        flags = flags + CLIPPED * (of_tokens("clipped", rollouts.clipped).astype(bool) & trainable)
+        flags += CLIPPED * (of_tokens("clipped", rollouts.clipped).astype(bool) & trainable).astype(np.uint8)
+    # Places in the padded arrays, counted through: many times faster than masks.
+    tokens, sampled = np.flatnonzero(filled), np.flatnonzero(response)
     columns: dict[str, Array] = {
         "lengths": lengths.astype(np.int32),
         "rewards": of_rows("rewards", rollouts.rewards).astype(np.float64),
         "groups": of_rows("groups", rollouts.groups).astype(np.int32),
-        "tokens": padded[filled].astype(np.int32),
-        "flags": flags[filled].astype(np.uint8),
+        "tokens": padded.ravel()[tokens].astype(np.int32),
+        "flags": flags.ravel()[tokens],
     }
     for name in PER_RESPONSE_TOKEN:
         if (given := getattr(rollouts, name)) is not None:
-            columns[name] = of_tokens(name, given)[response].astype(np.float32)
+            columns[name] = of_tokens(name, given).ravel()[sampled].astype(np.float32)
     if rollouts.advantage is not None:
         advantage = np.asarray(rollouts.advantage, dtype=np.float32)
         if advantage.ndim == 1:
             columns["advantage"] = of_rows("advantage", advantage)[:, None]
         else:
-            columns["advantage"] = _one_per_row(of_tokens("advantage", advantage), trainable & response)
+            both = sampled if trainable is response else np.flatnonzero(trainable & response)
+            columns["advantage"] = _one_per_row(of_tokens("advantage", advantage), both)
     if rollouts.token_rewards is not None:
         earned = of_tokens("token_rewards", rollouts.token_rewards)
         last = padded.shape[1] - 1 - response[:, ::-1].argmax(axis=1)  # of the last response token
         expected = np.zeros(padded.shape)
         expected[np.arange(len(lengths)), last] = columns["rewards"]
         if not np.array_equal(earned, expected):  # more than one reward in a conversation
-            columns["token_rewards"] = earned[response].astype(np.float64)
-    for name, dtype, missing in (("turns", np.int16, -1), ("versions", np.int32, -1)):
+            columns["token_rewards"] = earned.ravel()[sampled].astype(np.float64)
+    for name, missing in (("turns", -1), ("versions", -1)):
         if (given := getattr(rollouts, name)) is not None:
-            columns[name] = _one_per_row(of_tokens(name, given).astype(dtype), response, missing=missing)
+            columns[name] = _one_per_row(of_tokens(name, given).astype(DTYPES[name]), sampled, missing=missing)
     for name in ("truncated", "failed"):
         if (given := getattr(rollouts, name)) is not None:
             columns[name] = of_rows(name, given).astype(np.uint8)
@@ -404,49 +454,171 @@ def _columns(rollouts: StepRollouts) -> dict[str, Array]:
     return columns
 
 
-def _one_per_row(values: Array, where: Array, *, missing: float = np.nan) -> Array:
-    """One value per row [B, 1] if all tokens of each row have the same, else those of the tokens `where` [R]."""
-    first = values[np.arange(len(values)), where.argmax(axis=1)]
-    first = np.where(where.any(axis=1), first, missing).astype(values.dtype)
-    same = (values == first[:, None]) | ~where | (np.isnan(values) & np.isnan(first[:, None]))
-    return first[:, None] if same.all() else values[where]
+def _one_per_row(values: Array, places: Array, *, missing: float = np.nan) -> Array:
+    """One value per row [B, 1] if all tokens of each row have the same, else those of the tokens at `places` [R]."""
+    rows, known = places // max(1, values.shape[1]), values.ravel()[places]
+    first = np.full(len(values), missing, dtype=values.dtype)
+    first[rows[::-1]] = known[::-1]  # the first of each row is written last
+    of_row = first[rows]
+    same = known == of_row
+    if values.dtype.kind == "f":
+        same |= np.isnan(known) & np.isnan(of_row)
+    return first[:, None] if same.all() else known
 
 
-def _texts(rollouts: StepRollouts) -> list[dict[str, object]]:
-    """One object per rollout; prompt, source and gold answer only at the first rollout of a group that has them."""
-    groups = np.asarray(rollouts.groups).tolist()
-    lines: list[dict[str, object]] = []
-    told: dict[int, tuple[object, ...]] = {}
-    for row, group in enumerate(groups):
-        line: dict[str, object] = {}
-        named = {"source": rollouts.sources, "prompt": rollouts.prompts, "expected": rollouts.expected}
-        shared = {name: values[row] for name, values in named.items() if len(values)}
-        if told.setdefault(group, ()) != tuple(shared.values()):
-            told[group] = tuple(shared.values())
-            line |= shared
-        if len(rollouts.responses):
-            line["response"] = rollouts.responses[row]
-        if len(rollouts.failures) and rollouts.failures[row] is not None:
-            line["failure"] = rollouts.failures[row]
-        lines.append(line)
-    return lines
+def _texts(
+    rollouts: StepRollouts, columns: Mapping[str, Array], *, data: Mapping[str, Any], pieces: Mapping[int, str]
+) -> dict[str, list[Any]]:
+    """What texts.json holds.
+
+    `pieces` of the token ids in ascending order, null where it is not known; `responses` of all rows, null where the
+    pieces make it up; `sources`, `prompts` and `expected` of the rows `told`, where they are not those of an earlier
+    row of the group; `failures` as pairs of row and text.
+    """
+    groups, texts = columns["groups"].tolist(), dict[str, list[Any]]()
+    given = {name: values for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
+    for name, values in given.items():
+        if len(values) != len(groups):
+            raise RecordedStepError(f"{name} has {len(values)} entries, and there are {len(groups)} rollouts")
+    if pieces:
+        texts["pieces"] = [pieces.get(token) for token in _distinct(columns["tokens"]).tolist()]
+    if "responses" in given:
+        joined = _joined(columns, data, pieces) if pieces else itertools.repeat(None, len(groups))
+        texts["responses"] = [None if one == two else one for one, two in zip(given["responses"], joined, strict=True)]
+    if shared := [name for name in SHARED.values() if name in given]:
+        of_group: dict[int, tuple[object, ...]] = {}
+        texts["told"] = told = []
+        for row, one in enumerate(zip(*(given[name] for name in shared), strict=True)):
+            if of_group.get(group := groups[row]) != one:
+                of_group[group] = one
+                told.append(row)
+        texts |= {name: [given[name][row] for row in told] for name in shared}
+    if failures := [[row, why] for row, why in enumerate(given.get("failures", ())) if why is not None]:
+        texts["failures"] = failures
+    return texts
 
 
-def _to_zip(data: Mapping[str, object], texts: Sequence[Mapping[str, object]], columns: Mapping[str, Array]) -> bytes:
+# -- The file ------------------------------------------------------------------------------------------------------
+
+
+def _to_bytes(step: RecordedStep) -> bytes:
+    """The bundle, within its bound."""
+    responses = sum(len(step.columns[name]) for name in LOG_PROBABILITIES if name in step.columns)
+    bound = max(2 * 4 * (len(step.columns["tokens"]) + responses), LEAST_BYTES)
+    data = {**step.data, "rollouts": len(step)}
+    columns = {name: _packed(name, column) for name, column in step.columns.items()}
+    written = _zipped(data, step.texts, columns)
+    if len(written) <= bound:
+        return written
+    columns = {name: _in_planes(column) for name, column in columns.items()}
+    written = _zipped(data, step.texts, columns, compress=True)
+    sizes = {part: len(json.dumps(texts)) for part, texts in step.texts.items() if part != "told"}
+    sizes |= {name: columns[name].nbytes for name in ONLY_SHOWN if name in columns}
+    kinds = {name: "figures" if name.startswith(FIGURE) else name for name in columns}
+    cut: list[str] = []
+    for part in (*sorted(sizes, key=lambda each: -sizes[each]), *CUT_COLUMNS):
+        if len(written) <= bound:
+            break
+        if part not in sizes and part not in kinds.values():
+            continue
+        cut.append(part)
+        texts = {name: texts for name, texts in step.texts.items() if name not in cut}
+        if "pieces" in cut and "responses" in texts:  # which they do not make up any more
+            texts["responses"] = [line["response"] for line in step.lines]
+        left = {name: column for name, column in columns.items() if kinds[name] not in cut}
+        written = _zipped(data | {"cut": cut}, texts, left, compress=True)
+    return written
+
+
+def _zipped(
+    data: Mapping[str, object], texts: Mapping[str, object], columns: Mapping[str, Array], *, compress: bool = False
+) -> bytes:
     from safetensors.numpy import save
 
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as bundle:
         for name, content, method in (
             ("step.json", json.dumps(data, ensure_ascii=False, default=_plain), zipfile.ZIP_DEFLATED),
-            ("rollouts.jsonl", "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in texts), 8),
-            ("tensors.safetensors", save({name: np.ascontiguousarray(each) for name, each in columns.items()}), 0),
+            ("texts.json", json.dumps(texts, ensure_ascii=False), zipfile.ZIP_DEFLATED),
+            (
+                "tensors.safetensors",
+                save({name: np.ascontiguousarray(each) for name, each in columns.items()}),
+                zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED,
+            ),
         ):
             # A fixed date: equal steps are equal bytes.
             bundle.writestr(
                 zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content, compress_type=method, compresslevel=1
             )
     return buffer.getvalue()
+
+
+def _distinct(tokens: Array) -> Array:
+    """The token ids that occur, ascending; sorting takes a tenth of the time that numpy's own `unique` does."""
+    ordered = np.sort(tokens)
+    first = np.ones(len(ordered), dtype=bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[first]
+
+
+def _joined(columns: Mapping[str, Array], data: Mapping[str, Any], pieces: Mapping[int, str]) -> list[str]:
+    """The pieces of each rollout's response tokens in one text, special tokens left out."""
+    special = {*data.get("special_token_ids", {}).values()}
+    sampled = columns["flags"] & RESPONSE > 0
+    tokens = columns["tokens"][sampled].tolist()
+    known = {token: "" if token in special else pieces.get(token, "") for token in {*tokens}}
+    made = [*map(known.__getitem__, tokens)]
+    rows = np.repeat(np.arange(len(columns["lengths"])), columns["lengths"])[sampled]
+    ends = np.cumsum(np.bincount(rows, minlength=len(columns["lengths"]))).tolist()
+    return ["".join(made[start:end]) for start, end in itertools.pairwise([0, *ends])]
+
+
+def _refuse_other_formats(path: Path, data: Mapping[str, Any]) -> None:
+    if data.get("format") != FORMAT:
+        raise RecordedStepError(f"{path} has the format {data.get('format')}, and this version reads {FORMAT}")
+
+
+def _packed(name: str, column: Array) -> Array:
+    """The column in few bytes that give all of its bits back: narrow numbers, and one row where all are the same."""
+    if name == "flags":
+        return np.packbits(column & FLAGS[:, None] > 0, axis=1)
+    if column.dtype.kind in "iu" and column.size:
+        narrow = (np.min_scalar_type(bound) for bound in (column.min(), column.max()))
+        column = column.astype(np.result_type(*narrow))
+    elif column.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            single = column.astype(np.float32)
+        if single.astype(np.float64).tobytes() == column.tobytes():
+            column = single
+    if _is_of_rows(name, column) and column.tobytes() == column[:1].tobytes() * len(column):
+        column = column[:1]
+    return column
+
+
+def _in_planes(column: Array) -> Array:
+    """A column of floats as bytes, all first ones, then all second ones: the exponents, much alike, compress better."""
+    if column.dtype.kind != "f":
+        return column
+    planes: Array = np.ascontiguousarray(column)[..., None].view(np.uint8)
+    return np.ascontiguousarray(np.moveaxis(planes, -1, 0))
+
+
+def _unpacked(name: str, stored: Array, *, rollouts: int, tokens: int) -> Array:
+    """The column that `_packed` and maybe `_in_planes` were given."""
+    if name == "flags":
+        bits = np.unpackbits(stored, axis=1, count=tokens)
+        flags: Array = (bits * FLAGS[:, None]).sum(axis=0, dtype=np.uint8)
+        return flags
+    dtype = np.dtype(DTYPES.get(name, np.float32))
+    if dtype.kind == "f" and stored.dtype == np.uint8:  # in planes
+        stored = np.ascontiguousarray(np.moveaxis(stored, 0, -1)).view(f"f{len(stored)}")[..., 0]
+    if _is_of_rows(name, stored) and len(stored) == 1:
+        stored = np.repeat(stored, rollouts, axis=0)
+    return stored.astype(dtype)
+
+
+def _is_of_rows(name: str, column: Array) -> bool:
+    return column.ndim == 2 or name in OF_ROWS or name.startswith(FIGURE)
 
 
 def _plain(value: object) -> object:
@@ -456,6 +628,9 @@ def _plain(value: object) -> object:
 
 
 # -- Reading -------------------------------------------------------------------------------------------------------
+
+
+_NAME = re.compile(r"(.+)-(\d{8,})\.zip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,10 +646,10 @@ class _Bundle:
 def _bundles(folder: Path) -> list[_Bundle]:
     """The files of recorded steps, oldest first: by stage in the order in which they were written, then by step."""
     found: list[_Bundle] = []
-    for path in folder.glob("*.zip") if folder.is_dir() else []:
-        if (name := re.fullmatch(r"(.+)-(\d{8,})\.zip", path.name)) is not None:
-            stat = path.stat()
-            found.append(_Bundle(path, name[1], int(name[2]), stat.st_size, stat.st_mtime))
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if (name := _NAME.fullmatch(entry.name)) is not None:
+            stat = entry.stat()
+            found.append(_Bundle(folder / entry.name, name[1], int(name[2]), stat.st_size, stat.st_mtime))
     newest = {stage: max(each.order for each in found if each.stage == stage) for stage in {e.stage for e in found}}
     found.sort(key=lambda each: (newest[each.stage], each.stage, each.step))
     strides: dict[str, int] = {}  # optimizer steps from one recorded step to the next, where several share a batch
@@ -556,8 +731,8 @@ class RecordedStep:
     columns: Mapping[str, Array] = field(repr=False)
     """The arrays as they are stored."""
 
-    lines: Sequence[Mapping[str, Any]] = field(repr=False)
-    """One object per rollout, as rollouts.jsonl has them."""
+    texts: Mapping[str, list[Any]] = field(repr=False)
+    """The texts as texts.json has them: `pieces` `responses`, `sources`, `prompts`, `expected`, `failures`."""
 
     @classmethod
     def read(cls, path: Path | str) -> RecordedStep:
@@ -573,17 +748,21 @@ class RecordedStep:
         try:
             with zipfile.ZipFile(path) as bundle:
                 data = json.loads(bundle.read("step.json"))
-                lines = [json.loads(line) for line in bundle.read("rollouts.jsonl").splitlines()]
-                columns = load(bundle.read("tensors.safetensors"))
+                _refuse_other_formats(path, data)
+                texts, stored = json.loads(bundle.read("texts.json")), load(bundle.read("tensors.safetensors"))
+            sizes = {"rollouts": data["rollouts"], "tokens": 0}
+            lengths = _unpacked("lengths", stored["lengths"], **sizes)
+            sizes["tokens"] = int(lengths.sum())
+            columns = {name: _unpacked(name, column, **sizes) for name, column in stored.items()}
+        except RecordedStepError:
+            raise
         except OSError as error:
             raise RecordedStepError(f"{path} cannot be read: {describe(error)}") from error
-        except (zipfile.BadZipFile, KeyError, ValueError, SafetensorError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, SafetensorError) as error:
             raise RecordedStepError(
                 f"{path} is no complete recorded step ({error}); it was cut off or changed, delete it"
             ) from error
-        if data.get("format") != FORMAT:
-            raise RecordedStepError(f"{path} has the format {data.get('format')}, and this version reads {FORMAT}")
-        return cls(path, data, columns, lines)
+        return cls(path, data, columns, texts)
 
     @classmethod
     def of(
@@ -598,7 +777,8 @@ class RecordedStep:
         """A recorded step that is nowhere on disk, with the arguments of `StepRecorder.record`."""
         data = _described(stage, step, updates=updates, about=about)
         data["component_names"] = list(rollouts.component_names)
-        return cls(None, data, _columns(rollouts), _texts(rollouts))
+        columns = _columns(rollouts)
+        return cls(None, data, columns, _texts(rollouts, columns, data=data, pieces=rollouts.pieces))
 
     def __len__(self) -> int:
         """How many rollouts there are: B."""
@@ -630,6 +810,18 @@ class RecordedStep:
         """The names of the parts of the reward."""
         return list(self.data.get("component_names", []))
 
+    @property
+    def cut(self) -> list[str]:
+        """What the bundle had no bytes for: kinds of texts, such as `responses`, and columns."""
+        return list(self.data.get("cut", []))
+
+    @property
+    def cut_told(self) -> str:
+        """One sentence about what was cut, for people; empty if nothing was."""
+        if not self.cut:
+            return ""
+        return f"step {self.step} is without {', '.join(self.cut)}, for which its bundle had no bytes"
+
     @cached_property
     def filled(self) -> Array:
         """[B, T] bool: True where there is a token, False in padding."""
@@ -650,7 +842,7 @@ class RecordedStep:
     def flag(self, bit: int) -> Array:
         """[B, T] bool: the tokens with this bit in `flags`."""
         flags = np.zeros(self.filled.shape, dtype=bool)
-        flags[self.filled] = self.columns["flags"] & bit > 0
+        flags.ravel()[self._places(bit)] = True
         return flags
 
     def has(self, name: str) -> bool:
@@ -664,21 +856,58 @@ class RecordedStep:
             RecordedStepError: it was not recorded.
         """
         if not self.has(name):
-            raise RecordedStepError(f"step {self.step} has no column {name}; it has {', '.join(sorted(self.columns))}")
+            why = "was cut from it, so that the bundle has few bytes" if name in self.cut else "it does not have"
+            raise RecordedStepError(
+                f"the column {name} of step {self.step} {why}; it has {', '.join(sorted(self.columns))}"
+            )
         values = self.columns[name]
         if name in {"tokens", "flags"}:
             padded = np.full(self.filled.shape, -1, dtype=np.int64)
-            padded[self.filled] = values
+            padded.ravel()[self._places(0)] = values
             return padded
-        where = self.trainable & self.response if name == "advantage" else self.response
+        places = self._places(RESPONSE | TRAINABLE if name == "advantage" else RESPONSE)
         padded = np.full(self.filled.shape, np.nan if values.dtype.kind == "f" else -1, dtype=values.dtype)
         # One value per row is stored as [B, 1].
-        padded[where] = np.broadcast_to(values, where.shape)[where] if values.ndim == 2 else values
+        one_per_row = values.ndim == 2
+        padded.ravel()[places] = values.ravel()[places // max(1, self.filled.shape[1])] if one_per_row else values
         return padded
+
+    def _places(self, bits: int) -> Array:
+        """Where the tokens with all of these bits are in a padded array, counted through."""
+        if bits not in self._known_places:
+            tokens = np.flatnonzero(self.filled) if bits == 0 else self._places(0)
+            self._known_places[bits] = tokens[self.columns["flags"] & bits == bits]
+        return self._known_places[bits]
+
+    @cached_property
+    def _known_places(self) -> dict[int, Array]:
+        return {}
 
     def row(self, name: str, *, missing: Any = None) -> Array:
         """A column of rollouts [B], or `missing` for each if it was not recorded."""
         return self.columns[name] if self.has(name) else np.full(len(self), missing)
+
+    @cached_property
+    def pieces(self) -> dict[int, str]:
+        """The text of each token id, as far as it is known."""
+        texts = self.texts.get("pieces")
+        ids = [] if texts is None else _distinct(self.columns["tokens"]).tolist()
+        return {token: text for token, text in zip(ids, texts or (), strict=True) if text is not None}
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Texts of each rollout: `response`, `failure`, and where a group begins `source`, `prompt` and `expected`."""
+        lines: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        for name, plural in SHARED.items():
+            for row, text in zip(self.texts["told"], self.texts[plural], strict=True) if plural in self.texts else ():
+                lines[row][name] = text
+        if (responses := self.texts.get("responses")) is not None:
+            made_up = _joined(self.columns, self.data, self.pieces)
+            for line, text, joined in zip(lines, responses, made_up, strict=True):
+                line["response"] = joined if text is None else text
+        for row, why in self.texts.get("failures", ()):
+            lines[row]["failure"] = why
+        return lines
 
     @cached_property
     def shared(self) -> list[dict[str, Any]]:
@@ -693,8 +922,7 @@ class RecordedStep:
 
     def piece(self, token: int) -> str:
         """The text of one token, or its id in angle brackets."""
-        text = self.data.get("pieces", {}).get(str(token))
-        return f"<{token}>" if text is None else str(text)
+        return self.pieces.get(token, f"<{token}>")
 
     def text(self, row: int, *, part: str = "response") -> str:
         """The `prompt` or `response` of a rollout as text; joined from its tokens if the text was not recorded."""

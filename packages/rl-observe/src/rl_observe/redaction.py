@@ -45,6 +45,14 @@ _KNOWN_FORMATS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z))",
     re.DOTALL,
 )
+# Without any of these words, in lower case, the two patterns match nowhere; to look for words is many times faster.
+_WORDS_ASSIGNED = ("key", "token", "secret", "passw", "pwd", "sig", "credential")
+_WORDS_OF_FORMATS = (
+    *("hf_", "sk-", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "akia", "asia", "aiza"),
+    *("eyj", "bearer", "-----begin "),
+)
+# What no credential holds and no pattern reaches across: texts with it between them are looked through at once.
+_BETWEEN = ";\n"
 # Shorter credentials are redacted under their keys, but not searched for in texts: "a" would match everywhere.
 _MIN_SEARCHED_LENGTH = 4
 
@@ -86,16 +94,27 @@ class Secrets:
         return cls(tuple(sorted(searched, key=lambda value: (-len(value), value))))
 
     def scrub(self, data: T) -> T:
-        """Return `data` without the secrets, in keys and values, and without other text in the format of a key."""
+        """Return `data` without the secrets, in keys and values, and without other text in the format of a key.
+
+        Data that hold none, which most do, are returned as they are: all their texts are looked through at once.
+        """
         if isinstance(data, str):
             text: str = data
             for value in self.values:
                 text = text.replace(value, REDACTED)
             return _redact_text(text)  # type: ignore[return-value]  # a string again
+        if not isinstance(data, Mapping | list | tuple):
+            return data
+        whole = _BETWEEN.join(_texts(data))
+        return data if self.scrub(whole) == whole else self._scrubbed(data)  # type: ignore[return-value]  # same shape
+
+    def _scrubbed(self, data: object) -> object:
+        if isinstance(data, str):
+            return self.scrub(data)
         if isinstance(data, Mapping):
-            return {self.scrub(name): self.scrub(value) for name, value in data.items()}  # type: ignore[return-value]
+            return {self._scrubbed(name): self._scrubbed(value) for name, value in data.items()}
         if isinstance(data, list | tuple):
-            return [self.scrub(value) for value in data]  # type: ignore[return-value]  # plain data has lists
+            return [self._scrubbed(value) for value in data]
         return data
 
     def __repr__(self) -> str:
@@ -132,11 +151,33 @@ def _is_credential(name: str, *, in_variables: bool, is_number: bool) -> bool:
     return _LAST_WORD.fullmatch(last) is not None
 
 
+def _texts(data: object) -> list[str]:
+    """Every text in plain data, keys included, in any order."""
+    found, waiting = list[str](), [data]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            found.append(each)
+        elif each is None or isinstance(each, int | float):
+            continue
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif isinstance(each, Mapping):
+            waiting += each
+            waiting += each.values()
+    return found
+
+
 def _redact_text(text: str) -> str:
-    text = _USERINFO.sub(REDACTED, text)
-    # `token=$HF_TOKEN` names a variable and is kept.
-    text = _ASSIGNED.sub(lambda match: match[0] if match[2].startswith("$") else match[1] + REDACTED, text)
-    return _KNOWN_FORMATS.sub(REDACTED, text)
+    if "://" in text:
+        text = _USERINFO.sub(REDACTED, text)
+    folded = text.casefold()  # as the patterns ignore case
+    if any(sign in text for sign in "='\"") and any(word in folded for word in _WORDS_ASSIGNED):
+        # `token=$HF_TOKEN` names a variable and is kept.
+        text = _ASSIGNED.sub(lambda match: match[0] if match[2].startswith("$") else match[1] + REDACTED, text)
+    if any(word in folded for word in _WORDS_OF_FORMATS):
+        text = _KNOWN_FORMATS.sub(REDACTED, text)
+    return text
 
 
 def _leaves(data: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:

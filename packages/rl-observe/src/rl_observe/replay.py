@@ -181,8 +181,8 @@ def _recorded(step: RecordedStep, stage: str) -> Array:
     if stage == "loss" and not step.has("loss") and step.updates and step.updates[0].get("loss") is not None:
         return np.array([step.updates[0]["loss"]], dtype=np.float64)
     if not step.has(stage):
-        why = step.data.get("not_recorded", {}).get(stage, "it was not recorded")
-        raise NotReplayable(str(why))
+        unknown = step.cut_told if stage in step.cut else "it was not recorded"
+        raise NotReplayable(str(step.data.get("not_recorded", {}).get(stage, unknown)))
     values = step.padded(stage)
     return _of_first_update(step, values) if stage in {"logp", "loss"} else values
 
@@ -261,16 +261,18 @@ def plain_advantages(step: RecordedStep) -> Array:
     rewards, groups = step.columns["rewards"], step.columns["groups"]
     failed = step.row("failed", missing=0).astype(bool)
     of_rows = np.full(len(step), np.nan)
-    for group in np.unique(groups[~failed]):
-        rows = np.flatnonzero((groups == group) & ~failed)
-        centered = rewards[rows] - rewards[rows].mean()
+    rows = np.flatnonzero(~failed)
+    rows = rows[np.argsort(groups[rows], kind="stable")]  # groups one after another
+    _, starts, sizes = np.unique(groups[rows], return_index=True, return_counts=True)
+    for size in np.unique(sizes).tolist():  # all groups of one size at once: [G, size]
+        of_size = rows[starts[sizes == size][:, None] + np.arange(size)]
+        given = rewards[of_size]
+        centered = given - given.mean(axis=1, keepdims=True)
         if config["baseline"] == "leave_one_out":
-            centered = centered * len(rows) / max(1, len(rows) - 1)
-        if len(rows) < 2 or not np.ptp(rewards[rows]):
-            centered = np.zeros(len(rows))
-        elif config["scale"] == "group_std":
-            centered = centered / (rewards[rows].std(ddof=1) + config.get("epsilon", 1e-6))
-        of_rows[rows] = centered
+            centered = centered * size / max(1, size - 1)
+        if config["scale"] == "group_std" and size > 1:
+            centered = centered / (given.std(axis=1, ddof=1, keepdims=True) + config.get("epsilon", 1e-6))
+        of_rows[of_size] = np.where(np.ptp(given, axis=1, keepdims=True) == 0, 0.0, centered)
     where = np.isfinite(step.padded("advantage")) if step.has("advantage") else step.trainable
     return np.where(where, of_rows[:, None], np.nan).astype(np.float32)
 

@@ -62,7 +62,7 @@ def steps_table(steps: RecordedSteps) -> Table:
             f"{sum(row['response_tokens'] for row in rows) / max(1, len(rows)):.1f}",
             f"{sum(row['truncated'] for row in rows)}",
             f"{max(gaps):.3g}" if gaps else "–",
-            Text(_line(errors[0], 60) if errors else "", style="red"),
+            Text(_line("; ".join([*errors, *filter(None, [step.cut_told])]), 80), style="red"),
         )
     for remark in remarks:
         table.add_row("", "", "", "", "", "", "", Text(remark, style="red"))
@@ -91,9 +91,9 @@ def rollouts_table(step: RecordedStep, rows: Sequence[dict[str, Any]]) -> Table:
     """Rollouts with their figures, one line each."""
     shown = f"{len(rows)} of {len(step)} rollouts" if len(rows) < len(step) else f"{len(step)} rollouts"
     version = "" if step.version is None else f", sampled for weights of version {step.version}"
-    table = Table(
-        title=f"step {step.step} of {step.stage}: {shown}{version}", title_justify="left", box=None, pad_edge=False
-    )
+    title = f"step {step.step} of {step.stage}: {shown}{version}"
+    title += f"\n{step.cut_told}" if step.cut else ""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     names = ("row", "group", "reward", "advantage", "tokens", "logp_old", "max gap")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

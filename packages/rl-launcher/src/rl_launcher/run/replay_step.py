@@ -287,6 +287,8 @@ class _Stages(_OfWeights):
 
     def _prompts(self) -> list[Any]:
         by_source = {prompt.row.where: prompt for prompt in self.parts.data.prompts}
+        if "sources" in self.step.cut:
+            raise NotReplayable(self.step.cut_told)
         sources = [shared["source"] for shared in self.step.shared]
         if missing := [str(source) for source in sources if source not in by_source]:
             raise NotReplayable(f"the data have no row {missing[0]}: they changed, or lie elsewhere")

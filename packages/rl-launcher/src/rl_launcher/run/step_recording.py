@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_algorithms.contracts import TokenBatch
@@ -196,42 +198,47 @@ class StepRecording:
             }
 
     def _lay_out(self, rollouts: Rollouts, steps: list[ObservedStep], values: Tensor | None) -> StepRollouts:
-        shape = rollouts.tokens.shape
-        update = torch.full((len(rollouts),), -1)
-        trainable, clipped = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        columns: dict[str, Tensor] = {}
+        shape = tuple(rollouts.tokens.shape)
+        update = np.full(shape[0], -1)
+        trainable, clipped = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+        columns: dict[str, NDArray[Any]] = {}
         figures: dict[str, Tensor] = {}
 
-        def fill(name: str, rows: Tensor, given: Tensor) -> None:
+        def fill(name: str, rows: Any, given: Any) -> None:
             if name not in columns:
-                columns[name] = torch.full(shape, float("nan"))
-            columns[name][rows, : given.shape[1]] = given.float()
+                columns[name] = np.full(shape, np.nan, dtype=np.float32)
+            columns[name][rows, : given.shape[1]] = given
 
         for number, step in enumerate(steps):
-            new = update[step.rows] < 0  # in a later epoch a row is trained on again: the first time is recorded
-            rows, mask = step.rows[new], step.examples.trainable[new]
+            rows, mask = step.rows.numpy(), step.examples.trainable.numpy()
+            of_step = {name: getattr(step.examples, name, None) for name in FROM_EXAMPLES}
+            of_step |= {name: step.columns.get(name) for name in FROM_LOSS}
+            given = {name: value.float().numpy() for name, value in of_step.items() if value is not None}
+            clips = step.columns["clipped"].numpy() if "clipped" in step.columns else None
+            new = update[rows] < 0  # in a later epoch a row is trained on again: the first time is recorded
+            if not new.all():
+                rows, mask = rows[new], mask[new]
+                given = {name: value[new] for name, value in given.items()}
+                clips = None if clips is None else clips[new]
             update[rows] = number
-            width = step.examples.tokens.shape[1]
+            width = mask.shape[1]
             trainable[rows, :width] = mask
-            for name in FROM_EXAMPLES:
-                given = getattr(step.examples, name, None)
-                if given is not None and given[new][mask].isfinite().any():
-                    fill(name, rows, torch.where(mask, given[new], float("nan")))
-            for name in FROM_LOSS:
-                if name in step.columns:
-                    fill(name, rows, torch.where(mask, step.columns[name][new], float("nan")))
-            if "clipped" in step.columns:
-                clipped[rows, :width] = step.columns["clipped"][new]
+            for name, value in given.items():
+                if name in FROM_LOSS or np.isfinite(value[mask]).any():
+                    fill(name, rows, np.where(mask, value, np.float32("nan")))
+            if clips is not None:
+                clipped[rows, :width] = clips
         if values is not None and self._objective is not None:
             rows = kept_rows(rollouts, self._objective).nonzero()[:, 0]
             # The critic is asked about rows one token longer, for what comes after a response that was cut off.
             width = min(values.shape[1], shape[1])
-            fill("value", rows, torch.where(rollouts.response[rows][:, :width], values[:, :width], float("nan")))
+            mask = rollouts.response[rows][:, :width].numpy()
+            fill("value", rows.numpy(), np.where(mask, values[:, :width].float().numpy(), np.float32("nan")))
             last = torch.zeros(len(rollouts))
             at = rollouts.lengths[rows].clamp(max=values.shape[1] - 1)
             last[rows] = values[torch.arange(len(rows)), at].float()
             figures["last_value"] = torch.where(rollouts.truncated, last, 0.0)
-        known = [self._rows.get(source) for source in rollouts.sources]
+        texts = self._texts_of(rollouts.sources)
         return StepRollouts(
             tokens=rollouts.tokens,
             lengths=rollouts.lengths,
@@ -249,14 +256,23 @@ class StepRecording:
             truncated=rollouts.truncated,
             failed=rollouts.failed,
             update=update,
-            sources=rollouts.sources,
-            prompts=["" if row is None else row.prompt for row in known],
-            expected=[None if row is None else row.answer for row in known],
+            **texts,
             responses=rollouts.answers,
             failures=rollouts.failures,
             figures=figures,
             **columns,
         )
+
+    def _texts_of(self, sources: Sequence[str]) -> dict[str, Sequence[Any]]:
+        """Where each rollout comes from, its prompt and its gold answer; many rollouts have the same."""
+        known = {source: self._rows.get(source) for source in {*sources}}
+        prompts = {source: "" if row is None else row.prompt for source, row in known.items()}
+        answers = {source: None if row is None else row.answer for source, row in known.items()}
+        return {
+            "sources": sources,
+            "prompts": [*map(prompts.__getitem__, sources)],
+            "expected": [*map(answers.__getitem__, sources)],
+        }
 
     def _lay_out_rows(self, step: ObservedStep, sources: Sequence[str], rollouts: Rollouts | None) -> StepRollouts:
         """The rows of one step on given rows. A pair is a group, its chosen response has the reward 1.
@@ -292,14 +308,9 @@ class StepRecording:
             rows = [place.get(_key(tokens, length)) for tokens, length in _each(examples)]
             if None not in rows:
                 found = [row for row in rows if row is not None]
-                known = [self._rows.get(rollouts.sources[row]) for row in found]
                 rewards = rollouts.rewards[found]
-                texts = {
-                    "sources": [rollouts.sources[row] for row in found],
-                    "prompts": ["" if row is None else row.prompt for row in known],
-                    "expected": [None if row is None else row.answer for row in known],
-                    "responses": [rollouts.answers[row] for row in found],
-                }
+                texts = self._texts_of([rollouts.sources[row] for row in found])
+                texts["responses"] = [rollouts.answers[row] for row in found]
         elif sources:
             texts["sources"] = [sources[row * len(sources) // number] for row in range(number)]
         return StepRollouts(

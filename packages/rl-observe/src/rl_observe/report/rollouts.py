@@ -86,7 +86,7 @@ def browsable(run: RunDirectory) -> dict[str, Any] | None:
             if id(step) in with_tokens:
                 filled += rows["length"][-1]
     named = [f"{each.stage} {each.step}" for each in kept]
-    left_out = list(remarks)
+    left_out = [*remarks, *(f"{told}." for step in kept if (told := step.cut_told))]
     if len(kept) < len(steps):
         left_out.append(f"{len(steps) - len(kept)} older recorded steps are not on this page.")
     if len(with_tokens) < len(kept):
