@@ -101,13 +101,12 @@ def make_setup(folder, *, num_engines, backend="transformers", asynchronous=Fals
         device=device,
     )
     placement = Placement(
-        num_nodes=1,
-        slots_per_node=1 if colocated else num_engines + 1,
+        num_slots=(1 if colocated else num_engines + 1,),
         device=device,
         colocated=colocated,
         ranks=(RankPlace(rank=0, node=0, slot=0),),
         engines=tuple(
-            EnginePlace(engine=index, node=0, slots=(0 if colocated else index + 1,)) for index in range(num_engines)
+            EnginePlace(engine=index, slots=((0, 0 if colocated else index + 1),)) for index in range(num_engines)
         ),
     )
     runtime = RayRuntime.start(recipe.cluster, placement, run_dir=folder)

@@ -1,0 +1,149 @@
+"""Start the actors of a placement on several raylets of this machine, and report where they are.
+
+The raylets have the numbers of GPUs that the task says, of which Ray only keeps count. In place of vLLM, the actor of
+an engine starts the engine's ranks as vLLM's Ray executor does: in the bundles that VLLM_RAY_BUNDLE_INDICES names, each
+with one GPU.
+
+argv[1]: JSON of {"folder": of the run, "nodes": GPUs of each raylet, "runs": [...]}, where a run is {"overrides": of
+the recipe, "hogs": GPUs of each raylet that another run holds}. Prints a line of JSON for each run.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rl_launcher.ray.cluster import BUNDLES_ENV, ClusterError, RayRuntime, look_at_cluster
+from rl_launcher.ray.placement import plan_placement
+from rl_launcher.recipe_files import load_recipe
+from rl_launcher.schema import Recipe
+
+RECIPE = """
+run_dir: run
+policy: {model_name: model, dtensor_cfg: {device: cuda}, generation: {max_new_tokens: 8}}
+data: {source: "data.jsonl"}
+env: {reward: "reward.py:score"}
+cluster: {runtime: ray, start_timeout_s: 300}
+"""
+
+
+def where():
+    """The raylet of this process, and the GPUs that Ray has reserved for it."""
+    context = ray.get_runtime_context()
+    return {"node": context.get_node_id(), "reserved": context.get_accelerator_ids().get("GPU", [])}
+
+
+class Looking:
+    """What an actor says of its process."""
+
+    def look(self):
+        """Where it is, and what it may see."""
+        return {**where(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")}
+
+    def start_ranks(self):
+        """Where the ranks of an engine are that its actor starts."""
+        group = ray.util.get_current_placement_group()
+        ranks = [
+            ray.remote(where)
+            .options(
+                num_cpus=0,
+                num_gpus=1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=int(index)),
+            )
+            .remote()
+            for index in os.environ[BUNDLES_ENV].split(",")
+        ]
+        return ray.get(ranks, timeout=300)
+
+
+class Hog:
+    """Another run."""
+
+    def ready(self):
+        """Whether it has its GPUs."""
+        return True
+
+
+def hog(nodes, hogs):
+    """Hold GPUs of raylets."""
+    held = []
+    for node, gpus in zip(nodes, hogs, strict=True):
+        if gpus:
+            strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            held.append(ray.remote(Hog).options(num_gpus=gpus, num_cpus=0, scheduling_strategy=strategy).remote())
+    ray.get([each.ready.remote() for each in held], timeout=300)
+    return held
+
+
+def actors_of(runtime, placement):
+    """Every rank of the trainer and every engine, and what they say."""
+    places = [("trainer", place.rank, place.node, (place.slot,)) for place in placement.ranks]
+    trainers = runtime.start_actors(places, sees="all")
+    engines = [
+        runtime.start_actor(
+            role="engine",
+            index=place.engine,
+            node=place.node,
+            slots=place.slots_on(place.node),
+            threads=2,
+            env=runtime.bundles_env(place.slots) if placement.spans_nodes else {},
+        )
+        for place in placement.engines
+    ]
+    for actor in (*trainers, *engines):
+        actor.make(Looking, timeout_s=300)
+    return {
+        "trainers": [actor.call("look", timeout_s=300) for actor in trainers],
+        "engines": [actor.call("look", timeout_s=300) for actor in engines],
+        "engine_ranks": [actor.call("start_ranks", timeout_s=300) for actor in engines]
+        if placement.spans_nodes
+        else [],
+    }
+
+
+def run(task, cluster, nodes, *, folder):
+    """One run of the recipe; what is where, or why it was refused."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    overrides = [*task["overrides"], f"cluster.address={cluster.address}"]
+    resolved = load_recipe(recipe, schema=Recipe, overrides=overrides).value
+    placement = plan_placement(resolved)
+    there = look_at_cluster(resolved.cluster)
+    assert not ray.is_initialized()
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        raylets = {node["NodeID"]: node["Resources"].get("GPU", 0) for node in ray.nodes()}
+        seen = {"there": [node.gpus for node in there], "raylets": raylets}
+        held = hog(nodes, task["hogs"]) if "hogs" in task else []
+        try:  # connected already, as after its own `ray.init`
+            runtime = RayRuntime.start(replace(resolved.cluster, address=None), placement, run_dir=folder)
+        except ClusterError as error:
+            return {**seen, "refused": str(error), "held": len(held)}
+        try:
+            gpus = [node.gpus for node in runtime.nodes]
+            return {**seen, "gpus": gpus, **actors_of(runtime, placement), "text": runtime.explain()}
+        finally:
+            runtime.close()
+    finally:
+        ray.shutdown()
+
+
+def main(task):
+    """Start the raylets, and one run after the other."""
+    cluster = Cluster()
+    try:
+        nodes = [cluster.add_node(num_cpus=16, num_gpus=gpus, include_dashboard=False) for gpus in task["nodes"]]
+        cluster.wait_for_nodes(timeout=300)
+        for each in task["runs"]:
+            print(json.dumps(run(each, cluster, nodes, folder=Path(task["folder"]))), flush=True)
+    finally:
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
