@@ -11,6 +11,7 @@ the recipe, "hogs": GPUs of each raylet that another run holds}. Prints a line o
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rl_launcher.ray.cluster import BUNDLES_ENV, ClusterError, RayRuntime, look_at_cluster
+from rl_launcher.ray.cluster import BUNDLES_ENV, SOCKETS_ENV, ClusterError, RayRuntime, look_at_cluster
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.schema import Recipe
@@ -38,6 +39,13 @@ def where():
     return {"node": context.get_node_id(), "reserved": context.get_accelerator_ids().get("GPU", [])}
 
 
+def start_rank(handed_on):
+    """Where a rank of an engine is, and where it makes its sockets."""
+    for name, value in handed_on.items():
+        os.environ.setdefault(name, value)  # as vLLM's RayWorkerProc does
+    return {**where(), "sockets": os.environ[SOCKETS_ENV]}
+
+
 class Looking:
     """What an actor says of its process."""
 
@@ -46,16 +54,18 @@ class Looking:
         return {**where(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")}
 
     def start_ranks(self):
-        """Where the ranks of an engine are that its actor starts."""
+        """Where the ranks of an engine are that its actor starts, as vLLM does that."""
         group = ray.util.get_current_placement_group()
+        handed_on = dict(os.environ) | {SOCKETS_ENV: "/a/folder/of/this/node"}
         ranks = [
-            ray.remote(where)
+            ray.remote(start_rank)
             .options(
                 num_cpus=0,
                 num_gpus=1,
+                runtime_env=ray.get_runtime_context().runtime_env,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=int(index)),
             )
-            .remote()
+            .remote(handed_on)
             for index in os.environ[BUNDLES_ENV].split(",")
         ]
         return ray.get(ranks, timeout=300)
@@ -91,7 +101,7 @@ def actors_of(runtime, placement):
             node=place.node,
             slots=place.slots_on(place.node),
             threads=2,
-            env=runtime.bundles_env(place.slots) if placement.spans_nodes else {},
+            ranks=place.slots if placement.spans_nodes else (),
         )
         for place in placement.engines
     ]
@@ -133,16 +143,32 @@ def run(task, cluster, nodes, *, folder):
         ray.shutdown()
 
 
+def start_raylets(gpus, *, folder):
+    """A cluster with a raylet for each number of GPUs. Ray gives each 30 seconds to start; some machines need more."""
+    while True:
+        cluster = Cluster()
+        try:
+            nodes = [
+                cluster.add_node(num_cpus=16, num_gpus=each, include_dashboard=False, temp_dir=folder) for each in gpus
+            ]
+        except Exception as error:
+            cluster.shutdown()
+            if "timed out during startup" not in str(error):
+                raise
+        else:
+            cluster.wait_for_nodes(timeout=300)
+            return cluster, nodes
+
+
 def main(task):
     """Start the raylets, and one run after the other."""
-    cluster = Cluster()
-    try:
-        nodes = [cluster.add_node(num_cpus=16, num_gpus=gpus, include_dashboard=False) for gpus in task["nodes"]]
-        cluster.wait_for_nodes(timeout=300)
-        for each in task["runs"]:
-            print(json.dumps(run(each, cluster, nodes, folder=Path(task["folder"]))), flush=True)
-    finally:
-        cluster.shutdown()
+    with tempfile.TemporaryDirectory(prefix="rl-ray-", ignore_cleanup_errors=True) as short:  # for names of sockets
+        cluster, nodes = start_raylets(task["nodes"], folder=short)
+        try:
+            for each in task["runs"]:
+                print(json.dumps(run(each, cluster, nodes, folder=Path(task["folder"]))), flush=True)
+        finally:
+            cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def test_the_ranks_of_an_engine_on_several_nodes_get_the_gpus_of_the_plan_in_its
     assert sizes(run, ranks) == [4, 4, 4, 4, 2, 2]
     assert [place["reserved"] for place in ranks] == [["0"], ["1"], ["2"], ["3"], ["0"], ["1"]]
     assert sizes(run, run["engines"]) == [4], "its actor is where its first rank is"
+    assert {place["sockets"] for place in ranks} == {"/tmp"}, "and not the folder of the engine, which is on its node"
 
 
 def test_separate_engines_have_the_last_gpus_of_each_node(seen):

@@ -204,9 +204,14 @@ def start_engines(
 
     def start_actor(index: int) -> Actor:
         place = placement.engines[index]
-        slots = place.slots_on(place.node)
-        env = runtime.bundles_env(place.slots) if placement.spans_nodes else {}
-        return runtime.start_actor(role="engine", index=index, node=place.node, slots=slots, threads=THREADS, env=env)
+        return runtime.start_actor(
+            role="engine",
+            index=index,
+            node=place.node,
+            slots=place.slots_on(place.node),
+            threads=THREADS,
+            ranks=place.slots if placement.spans_nodes else (),
+        )
 
     engines = EnginePool(
         spec=spec,

@@ -20,10 +20,9 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from rl_backends.checkpoints.folders import write_text
@@ -51,6 +50,9 @@ Place = tuple[Role, int, int, tuple[int, ...]]
 
 BUNDLES_ENV = "VLLM_RAY_BUNDLE_INDICES"
 """Tells vLLM's Ray executor which bundles of the placement group its ranks take, in the order of the ranks."""
+
+SOCKETS_ENV = "VLLM_RPC_BASE_PATH"
+"""The folder in which vLLM's processes of a node make their sockets."""
 
 NODE_LABEL = "ray.io/node-id"
 """A label that Ray gives each node."""
@@ -146,10 +148,10 @@ class RayRuntime:
         node: int,
         slots: tuple[int, ...],
         threads: int = 1,
-        env: Mapping[str, str] = MappingProxyType({}),
+        ranks: Sequence[Slot] = (),
     ) -> Actor:
         """One actor; see `start_actors`."""
-        return self.start_actors([(role, index, node, slots)], threads=threads, env=env)[0]
+        return self.start_actors([(role, index, node, slots)], threads=threads, ranks=ranks)[0]
 
     def start_actors(
         self,
@@ -157,7 +159,7 @@ class RayRuntime:
         *,
         threads: int = 1,
         sees: Literal["own", "all"] = "own",
-        env: Mapping[str, str] = MappingProxyType({}),
+        ranks: Sequence[Slot] = (),
     ) -> list[Actor]:
         """Start processes in parallel, into which `Actor.make` puts an object.
 
@@ -165,12 +167,12 @@ class RayRuntime:
             places: of the processes.
             threads: how many methods of each may run at the same time.
             sees: which GPUs: those of its slots, or all that the run has on that node.
-            env: environment variables besides those of the recipe.
+            ranks: of an engine on several nodes, the slots in which vLLM is to start its ranks, in their order.
 
         Raises:
             ClusterError: one did not start in time, or the run has ended.
         """
-        starting = [self._begin(place, threads=threads, sees=sees, env=env) for place in places]
+        starting = [self._begin(place, threads=threads, sees=sees, ranks=ranks) for place in places]
         for actor, started in starting:
             try:
                 about = started.result(timeout_s=self.config.start_timeout_s)
@@ -184,7 +186,7 @@ class RayRuntime:
         return [actor for actor, _ in starting]
 
     def _begin(
-        self, place: Place, *, threads: int, sees: Literal["own", "all"], env: Mapping[str, str]
+        self, place: Place, *, threads: int, sees: Literal["own", "all"], ranks: Sequence[Slot]
     ) -> tuple[Actor, Pending]:
         import ray
 
@@ -200,10 +202,16 @@ class RayRuntime:
         strategy = self._strategy(self._bundles[node_index, slots[0]])
         options: dict[str, Any] = {"name": unused, "max_concurrency": threads, "scheduling_strategy": strategy}
         options |= {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        env = dict(self.config.env_vars)
+        if ranks:
+            env[BUNDLES_ENV] = ",".join(str(self._bundles[slot]) for slot in ranks)
+            # vLLM hands the environment of the engine to its ranks, except for variables that these have already, and
+            # its own runtime environment. The folder of the engine's sockets is on its node alone.
+            options["runtime_env"] = {"env_vars": {SOCKETS_ENV: "/tmp"}}  # noqa: S108 - vLLM's own default
         with self._closing:
             if self._closed:  # otherwise Ray would start a cluster of its own for it
                 raise ClusterError(f"{name}: the run has ended, and starts no process any more")
-            handle = ray.remote(ActorHost).options(**options).remote({**self.config.env_vars, **env, **visible}, log)
+            handle = ray.remote(ActorHost).options(**options).remote({**env, **visible}, log)
             actor = Actor(handle, who=who, name=name, ip=node.ip, strategy=strategy, dead_service=self.dead_service)
             self._starting.add(actor)
             return actor, Pending(actor, "its start", handle.about.remote(), key="cluster.start_timeout_s")
@@ -212,10 +220,6 @@ class RayRuntime:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
-
-    def bundles_env(self, slots: Sequence[Slot]) -> dict[str, str]:
-        """The variable that has the Ray executor of a vLLM engine start its ranks in these slots, in this order."""
-        return {BUNDLES_ENV: ",".join(str(self._bundles[slot]) for slot in slots)}
 
     @property
     def actors(self) -> tuple[Actor, ...]:
