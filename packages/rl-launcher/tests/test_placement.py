@@ -8,6 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_launcher.build.engines import engine_spec
+from rl_launcher.checks.explain import locate
+from rl_launcher.cluster_jobs.job import cluster_job
+from rl_launcher.errors import Refusal
+from rl_launcher.ray.build import executor_of
 from rl_launcher.ray.placement import (
     NodeResources,
     PlacementError,
@@ -17,7 +22,7 @@ from rl_launcher.ray.placement import (
     place_replicas,
     plan_placement,
 )
-from rl_launcher.recipe_files import load_recipe
+from rl_launcher.recipe_files import RecipeError, load_recipe
 from rl_launcher.schema import Recipe
 
 RECIPE = """
@@ -29,14 +34,23 @@ env: {reward: "reward.py:score"}
 
 
 @pytest.fixture
-def plan(tmp_path):
-    """The placement of the recipe above with some keys changed."""
+def recipe_of(tmp_path):
+    """The recipe above with some keys changed."""
+
+    def of(*overrides):
+        (tmp_path / "recipe.yaml").write_text(RECIPE)
+        found = load_recipe(tmp_path / "recipe.yaml", schema=Recipe, overrides=["cluster.runtime=ray", *overrides])
+        return found.value
+
+    return of
+
+
+@pytest.fixture
+def plan(recipe_of):
+    """The placement of that recipe."""
 
     def of(*overrides, **cluster):
-        (tmp_path / "recipe.yaml").write_text(RECIPE)
-        given = [f"cluster.{key}={value}" for key, value in {"runtime": "ray", **cluster}.items()]
-        found = load_recipe(tmp_path / "recipe.yaml", schema=Recipe, overrides=[*given, *overrides])
-        return plan_placement(found.value)
+        return plan_placement(recipe_of(*(f"cluster.{key}={value}" for key, value in cluster.items()), *overrides))
 
     return of
 
@@ -382,3 +396,59 @@ def test_what_cannot_be_is_refused_with_its_keys_and_the_nearest_that_can(plan, 
         plan(*overrides, **cluster)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_explain_says_which_nodes_of_a_running_cluster_can_be_those_of_the_run(recipe_of):
+    recipe = recipe_of(CUDA, "cluster.num_nodes=2", "cluster.gpus_per_node=[8, 4]")
+    placement = plan_placement(recipe)
+    located = locate(recipe, placement, [node("a", 4), node("b", 8)])
+    assert (located.hosts, located.refusal) == (["b", "a"], None)
+    assert "node 0 can be b (8 GPUs, 64 CPUs)" in located.text
+    located = locate(recipe, placement, [node("a", 4), node("b", 6)])
+    assert located.hosts is None
+    assert "nearest that is left, b (6 GPUs, 64 CPUs), is 2 GPUs short of 8; add nodes" in located.refusal
+    assert "num_nodes=2 with gpus_per_node=[6, 4]" in located.refusal
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("gpus_per_node=[8, 4]", ["lists 2 nodes, and num_nodes=1", "set num_nodes=2"]),
+        ("gpus_per_node=[8, 0]", ["must be >= 1 on each node"]),
+        ("gpus_per_node=[]", ["lists 0 nodes"]),
+    ],
+)
+def test_a_list_of_nodes_that_cannot_be_is_refused(recipe_of, keys, words):
+    with pytest.raises(RecipeError) as refused:
+        recipe_of(f"cluster.{keys}")
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_job_of_a_scheduler_asks_for_equal_nodes_and_refuses_others(recipe_of):
+    with pytest.raises(Refusal, match=r"gpus_per_node=\[8, 4\] asks for nodes of different sizes"):
+        cluster_job(recipe_of(CUDA, "cluster.num_nodes=2", "cluster.gpus_per_node=[8, 4]"), "recipe.yaml")
+    assert (
+        cluster_job(recipe_of(CUDA, "cluster.num_nodes=2", "cluster.gpus_per_node=[8, 8]"), "r.yaml").gpus_per_node == 8
+    )
+
+
+# ---- How vLLM starts the ranks of an engine.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "executor"), [((1, 1), None), ((4, 1), "mp"), ((2, 2), "mp"), ((4, 2), "ray"), ((8, 1), "ray")]
+)
+def test_only_engines_on_several_nodes_have_their_ranks_started_by_ray(recipe_of, sizes, executor):
+    recipe = recipe_of(CUDA, *engine_size(*sizes), "cluster.num_nodes=2", "cluster.gpus_per_node=4")
+    assert executor_of(plan_placement(recipe)) == executor
+
+
+@pytest.mark.parametrize("executor", ["mp", "ray"])
+def test_the_executor_is_an_argument_of_vllm_and_another_one_in_the_recipe_is_refused(recipe_of, executor):
+    given = {"model_name": "model", "stop_token_ids": [1], "pad_token_id": 0, "dtypes": {}, "executor": executor}
+    spec = engine_spec(recipe_of(CUDA, *engine_size(2)), **given)
+    assert spec.vllm.vllm_kwargs == {"distributed_executor_backend": executor}
+    other = "policy.generation.vllm_cfg.vllm_kwargs={distributed_executor_backend: uni}"
+    with pytest.raises(Refusal, match=f"distributed_executor_backend=uni, and .* it must be {executor}; leave it out"):
+        engine_spec(recipe_of(CUDA, *engine_size(2), other), **given)
