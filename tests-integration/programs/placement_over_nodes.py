@@ -4,8 +4,11 @@ The raylets have the numbers of GPUs that the task says, of which Ray only keeps
 an engine starts the engine's ranks as vLLM's Ray executor does: in the bundles that VLLM_RAY_BUNDLE_INDICES names, each
 with one GPU.
 
+With "generate" the GPUs are real, one for each raylet, and an engine of vLLM with a stage on each generates twice.
+
 argv[1]: JSON of {"folder": of the run, "nodes": GPUs of each raylet, "runs": [...]}, where a run is {"overrides": of
-the recipe, "hogs": GPUs of each raylet that another run holds}. Prints a line of JSON for each run.
+the recipe, "hogs": GPUs of each raylet that another run holds, "train": whether its ranks load a model on the CPU}.
+Prints a line of JSON for each run.
 """
 
 import json
@@ -116,6 +119,35 @@ def actors_of(runtime, placement):
     }
 
 
+def environments_of(runtime, placement, recipe, *, folder):
+    """Have the ranks of the trainer load a model together; what their environments say of them by then."""
+    import torch
+
+    from rl_launcher.quickstart.tiny_model import build
+    from rl_launcher.ray import policy
+    from rl_launcher.ray.training_worker import TrainerSpec, TrainingWorker
+
+    class Telling(TrainingWorker):
+        def environment(self):
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+            ranks = torch.ones(1)
+            torch.distributed.all_reduce(ranks)
+            return {name: os.environ[name] for name in names} | {"met": int(ranks), "node": where()["node"]}
+
+    model, tokenizer = build(0)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    spec = TrainerSpec(
+        policy=recipe.policy, model_name=str(folder / "model"), num_ranks=len(placement.ranks), seed=0, threads=1
+    )
+    policy.TrainingWorker = Telling
+    trained = policy.start_trainers(runtime, placement, spec)
+    pending = [actor.submit("environment") for actor in runtime.actors]
+    told = [each.result(timeout_s=300) for each in pending]
+    trained.close()
+    return told
+
+
 def run(task, cluster, nodes, *, folder):
     """One run of the recipe; what is where, or why it was refused."""
     recipe = folder / "recipe.yaml"
@@ -135,6 +167,8 @@ def run(task, cluster, nodes, *, folder):
         except ClusterError as error:
             return {**seen, "refused": str(error), "held": len(held)}
         try:
+            if task.get("train"):
+                return {**seen, "environments": environments_of(runtime, placement, resolved, folder=folder)}
             gpus = [node.gpus for node in runtime.nodes]
             return {**seen, "gpus": gpus, **actors_of(runtime, placement), "text": runtime.explain()}
         finally:
@@ -143,13 +177,49 @@ def run(task, cluster, nodes, *, folder):
         ray.shutdown()
 
 
-def start_raylets(gpus, *, folder):
+def generate(cluster, *, num_nodes, folder):
+    """Refit an engine with a stage on each node twice, and have it and the model itself answer greedily."""
+    for shared in ("with_ray", "."):
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent / shared))
+    from ray_setup import make_setup
+
+    from rl_generation import Sampling, load_transformers_engine
+
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    world = make_setup(
+        folder, num_engines=1, backend="vllm", colocated=True, device="cuda", stages=num_nodes, nodes=num_nodes
+    )
+    try:
+        prompts = [prompt.tokens for prompt in world.tiny.prompts[:8]]
+        sampling = Sampling(max_new_tokens=9, temperature=0.0)
+        seen = {"verified": [], "versions": [], "tokens": []}
+        for version in range(2):
+            world.policy.version = version
+            seen["verified"].append(world.weight_sync(version=version).verified)
+            rollouts = world.engine.generate(prompts, sampling)
+            seen["versions"].append(max(rollout.version for rollout in rollouts))
+            seen["tokens"].append([list(rollout.tokens) for rollout in rollouts])
+        model, _ = load_transformers_engine(str(folder / "model"), tokenizer=str(folder / "model"))
+        return {**seen, "expected": [list(rollout.tokens) for rollout in model.generate(prompts, sampling)]}
+    finally:
+        world.close()
+        ray.shutdown()
+
+
+def start_raylets(gpus, *, folder, real):
     """A cluster with a raylet for each number of GPUs. Ray gives each 30 seconds to start; some machines need more."""
     while True:
         cluster = Cluster()
         try:
             nodes = [
-                cluster.add_node(num_cpus=16, num_gpus=each, include_dashboard=False, temp_dir=folder) for each in gpus
+                cluster.add_node(
+                    num_cpus=16,
+                    num_gpus=each,
+                    include_dashboard=False,
+                    temp_dir=folder,
+                    env_vars={"CUDA_VISIBLE_DEVICES": str(index)} if real else None,
+                )
+                for index, each in enumerate(gpus)
             ]
         except Exception as error:
             cluster.shutdown()
@@ -163,8 +233,12 @@ def start_raylets(gpus, *, folder):
 def main(task):
     """Start the raylets, and one run after the other."""
     with tempfile.TemporaryDirectory(prefix="rl-ray-", ignore_cleanup_errors=True) as short:  # for names of sockets
-        cluster, nodes = start_raylets(task["nodes"], folder=short)
+        real = task.get("generate", False)
+        cluster, nodes = start_raylets(task["nodes"], folder=short, real=real)
         try:
+            if real:
+                print(json.dumps(generate(cluster, num_nodes=len(nodes), folder=Path(task["folder"]))), flush=True)
+                return
             for each in task["runs"]:
                 print(json.dumps(run(each, cluster, nodes, folder=Path(task["folder"]))), flush=True)
         finally:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 PROGRAM = Path(__file__).resolve().parent.parent / "programs" / "placement_over_nodes.py"
 VLLM = "policy.generation.backend=vllm"
 TENSOR, PIPELINE = (f"policy.generation.vllm_cfg.{name}_parallel_size" for name in ("tensor", "pipeline"))
@@ -26,6 +28,10 @@ RUNS = {
             f"{TENSOR}=2",
             "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 2}}",
         ]
+    },
+    "trainer": {
+        "overrides": ["cluster.num_nodes=2", "cluster.gpus_per_node=[2, 1]", "policy.dtensor_cfg.device=cpu"],
+        "train": True,
     },
     "too small": {"overrides": ["cluster.num_nodes=2", "cluster.gpus_per_node=4", SOON]},
     "in use": {"overrides": [*UNEQUAL, SOON], "hogs": [0, 1]},
@@ -77,6 +83,17 @@ def test_separate_engines_have_the_last_gpus_of_each_node(seen):
     assert [place["visible"] for place in run["engines"]] == [["2", "3"], ["0", "1"]]
 
 
+def test_ranks_on_unequal_nodes_count_those_of_their_own_node(seen):
+    told = seen["trainer"]["environments"]
+    assert [each["RANK"] for each in told] == ["0", "1", "2"]
+    assert [each["LOCAL_RANK"] for each in told] == ["0", "1", "0"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in told] == ["2", "2", "1"]
+    assert {each["WORLD_SIZE"] for each in told} == {"3"}
+    assert len({each["MASTER_ADDR"] for each in told}) == 1
+    assert [each["met"] for each in told] == [3] * 3
+    assert told[0]["node"] == told[1]["node"] != told[2]["node"]
+
+
 def test_a_cluster_that_is_too_small_is_refused_with_the_node_and_what_it_lacks(seen):
     refused = seen["too small"]["refused"]
     assert "2 nodes with 4 GPUs and 4 CPUs each (cluster.num_nodes=2, gpus_per_node=4" in refused
@@ -86,3 +103,19 @@ def test_a_cluster_that_is_too_small_is_refused_with_the_node_and_what_it_lacks(
 
 def test_a_cluster_that_another_run_holds_part_of_is_refused_with_that(seen):
     assert "other runs hold part of them" in seen["in use"]["refused"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("vllm") is None, reason="the engine is vLLM's, which is not installed here")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"vLLM's Ray executor is for GPUs, one for each stage of two; here are {torch.cuda.device_count()}",
+)
+def test_an_engine_on_two_nodes_generates_with_every_version_of_the_trainer(tmp_path):
+    task = {"folder": str(tmp_path), "nodes": [1, 1], "generate": True}
+    done = subprocess.run([sys.executable, str(PROGRAM), json.dumps(task)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["verified"] == ["every byte"] * 2
+    assert seen["versions"] == [0, 1]
+    assert seen["tokens"] == [seen["expected"]] * 2, "those of the model that was sent"
