@@ -253,6 +253,8 @@ def test_both_changes_that_a_refusal_names_do_fit(num_slots, tensor, pipeline):
     assert new_tensor * new_pipeline == ranks
     assert place_replicas(num_slots, tensor=new_tensor, pipeline=new_pipeline)
     enough = list(num_slots)
+    if each := re.search(r"or give engines (\d+) of each node$", said):
+        enough = [int(each[1])] * len(num_slots)
     for count, node in re.findall(r"(\d+) of node (\d+)", said.partition("or give engines")[2]):
         assert int(count) > num_slots[int(node)]
         enough[int(node)] = int(count)

@@ -322,6 +322,8 @@ def _smallest_change(num_slots: Sequence[int], *, tensor: int, pipeline: int) ->
     nearest = min(fitting, key=lambda shape: (abs(shape[0] * shape[1] - size), abs(shape[0] - tensor), shape))
     enough = needed_slots(num_slots, tensor=tensor, pipeline=pipeline)
     more = [f"{count} of node {node}" for node, count in enumerate(enough) if count != num_slots[node]]
+    if len(more) == len(enough) > 1 and len(set(enough)) == 1:
+        more = [f"{enough[0]} of each node"]
     return (
         f"set tensor_parallel_size={nearest[0]} and pipeline_parallel_size={nearest[1]} "
         f"({_counted(range(nearest[0] * nearest[1]), 'rank')}), or give engines {' and '.join(more)}"
