@@ -62,12 +62,11 @@ def holds(path, secret):
 
 def main(task):
     placement = Placement(
-        num_nodes=1,
-        slots_per_node=1,
+        num_slots=(1,),
         device="cpu",
         colocated=True,
         ranks=(RankPlace(rank=0, node=0, slot=0),),
-        engines=(EnginePlace(engine=0, node=0, slots=(0,)),),
+        engines=(EnginePlace(engine=0, slots=((0, 0),)),),
     )
     folder = Path(task["folder"])
     config = ClusterConfig(runtime="ray", env_vars={"A_SECRET": task["secret"]})

@@ -46,6 +46,12 @@ def ray_cluster():
 
     with tempfile.TemporaryDirectory(prefix="rl-ray-") as folder:  # short, for the names of sockets
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        ray.init("local", num_cpus=8, **quiet, _temp_dir=folder)  # even if another Ray runs on this machine
+        while not ray.is_initialized():
+            try:
+                ray.init("local", num_cpus=8, **quiet, _temp_dir=folder)  # even if another Ray runs on this machine
+            except Exception as error:
+                ray.shutdown()
+                if "timed out during startup" not in str(error):  # after 30 seconds, which cannot be configured
+                    raise
         yield
         ray.shutdown()

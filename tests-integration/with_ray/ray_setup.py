@@ -86,8 +86,21 @@ class RaySetup:
         self.runtime.close()
 
 
-def make_setup(folder, *, num_engines, backend="transformers", asynchronous=False, colocated=False, device="cpu"):
-    """Start everything; `folder` takes the model and the logs."""
+def make_setup(
+    folder,
+    *,
+    num_engines,
+    backend="transformers",
+    asynchronous=False,
+    colocated=False,
+    device="cpu",
+    stages=1,
+    nodes=1,
+):
+    """Start everything; `folder` takes the model and the logs.
+
+    An engine has `stages` ranks: on one node, or each on another one, with the rank of the trainer on the first.
+    """
     tiny = TinySetup.make()
     model = folder / "model"
     tiny.engine.model.save_pretrained(model)
@@ -99,16 +112,20 @@ def make_setup(folder, *, num_engines, backend="transformers", asynchronous=Fals
         asynchronous=asynchronous,
         colocated=colocated,
         device=device,
+        stages=stages,
     )
+    if nodes > 1:
+        num_slots, engines = (1,) * nodes, [tuple((node, 0) for node in range(nodes))]
+    else:
+        num_slots = (stages if colocated else num_engines * stages + 1,)
+        first = [0 if colocated else index * stages + 1 for index in range(num_engines)]
+        engines = [tuple((0, slot + stage) for stage in range(stages)) for slot in first]
     placement = Placement(
-        num_nodes=1,
-        slots_per_node=1 if colocated else num_engines + 1,
+        num_slots=num_slots,
         device=device,
         colocated=colocated,
         ranks=(RankPlace(rank=0, node=0, slot=0),),
-        engines=tuple(
-            EnginePlace(engine=index, node=0, slots=(0 if colocated else index + 1,)) for index in range(num_engines)
-        ),
+        engines=tuple(EnginePlace(engine=index, slots=slots) for index, slots in enumerate(engines)),
     )
     runtime = RayRuntime.start(recipe.cluster, placement, run_dir=folder)
     try:
@@ -130,9 +147,11 @@ def make_setup(folder, *, num_engines, backend="transformers", asynchronous=Fals
     return RaySetup(tiny=tiny, runtime=runtime, policy=policy, started=started, folder=folder, events=events)
 
 
-def make_recipe(folder, *, num_engines, backend, asynchronous, colocated, device):
-    vllm = VllmConfig(**VLLM, async_engine=asynchronous) if backend == "vllm" else VllmConfig()
-    apart = ColocatedConfig(enabled=False, resources=ResourcesConfig(gpus_per_node=num_engines))
+def make_recipe(folder, *, num_engines, backend, asynchronous, colocated, device, stages):
+    vllm = VllmConfig()
+    if backend == "vllm":
+        vllm = VllmConfig(**VLLM, async_engine=asynchronous, pipeline_parallel_size=stages)
+    apart = ColocatedConfig(enabled=False, resources=ResourcesConfig(gpus_per_node=num_engines * stages))
     return Recipe(
         run_dir=str(folder / "run"),
         policy=PolicyConfig(
@@ -150,7 +169,7 @@ def make_recipe(folder, *, num_engines, backend, asynchronous, colocated, device
         env=EnvironmentConfig(reward="rl_launcher.quickstart.sort_digits:reward"),
         cluster=ClusterConfig(
             runtime="ray",
-            gpus_per_node=1 if colocated else num_engines + 1,
+            gpus_per_node=stages if colocated else num_engines * stages + 1,
             env_vars=ENV,
             call_timeout_s=PATIENCE_S,
             start_timeout_s=PATIENCE_S,

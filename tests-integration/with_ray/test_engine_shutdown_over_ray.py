@@ -24,8 +24,8 @@ from rl_launcher.schema import ClusterConfig
 @pytest.fixture
 def runtime(ray_cluster, tmp_path):
     """One place, for an engine."""
-    place = EnginePlace(engine=0, node=0, slots=(0,))
-    placement = Placement(num_nodes=1, slots_per_node=1, device="cpu", colocated=False, ranks=(), engines=(place,))
+    place = EnginePlace(engine=0, slots=((0, 0),))
+    placement = Placement(num_slots=(1,), device="cpu", colocated=False, ranks=(), engines=(place,))
     config = ClusterConfig(runtime="ray", env_vars=ENV, start_timeout_s=PATIENCE_S)
     runtime = RayRuntime.start(config, placement, run_dir=tmp_path)
     yield runtime

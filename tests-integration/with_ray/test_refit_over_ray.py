@@ -83,3 +83,21 @@ def test_greedy_answers_are_those_of_the_model_that_was_sent(world):
     ours = world.engine.generate(prompts, greedy)
     theirs = trained.generate(prompts, greedy)
     assert [rollout.tokens for rollout in ours] == [rollout.tokens for rollout in theirs]
+
+
+def test_an_engine_of_two_stages_starts_them_on_its_node_and_takes_every_step(tmp_path, ray_cluster):
+    world = make_setup(tmp_path, num_engines=1, backend="vllm", stages=2)
+    try:
+        prompts, greedy = (
+            [prompt.tokens for prompt in world.tiny.prompts[:8]],
+            Sampling(max_new_tokens=9, temperature=0.0),
+        )
+        for version in range(2):
+            world.policy.version = version
+            assert world.weight_sync(version=version).verified == "every byte"
+            ours = world.engine.generate(prompts, greedy)
+            assert {rollout.version for rollout in ours} == {version}
+        model, _ = load_transformers_engine(str(tmp_path / "model"), tokenizer=str(tmp_path / "model"))
+        assert [rollout.tokens for rollout in ours] == [each.tokens for each in model.generate(prompts, greedy)]
+    finally:
+        world.close()

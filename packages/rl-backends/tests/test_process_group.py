@@ -16,7 +16,10 @@ RANK = """
     if rank == 0:
         store, port = host_store(ip, num_ranks=2, timeout_s=120.0)
         print(port, flush=True)
-    meet_at((ip, port), store=store, rank=rank, num_ranks=2, local_rank=rank, device="cpu", timeout_s=120.0)
+    local = {"local_rank": 0, "num_local_ranks": 1}  # as on two machines
+    meet_at((ip, port), store=store, rank=rank, num_ranks=2, **local, device="cpu", timeout_s=120.0)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert [os.environ[name] for name in names] == [str(rank), "2", "0", "1", ip]
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     print(total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)

@@ -102,6 +102,35 @@ def test_ranks_share_matrices_and_heads_but_not_vectors_and_not_more_heads_than_
         assert memory.kv_bytes_per_token == 3 * 2 * (2 // min(ranks, 2)) * 16 * 2
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_the_fullest_stage_of_a_pipeline_has_its_layers_and_an_end_of_the_model(stages, tied):
+    config = transformers.LlamaConfig(**LLAMA_8B | {"num_hidden_layers": 7, "tie_word_embeddings": tied})
+    memory = estimate_memory(config, dtype="bfloat16", tensor_parallel_size=2, pipeline_parallel_size=stages)
+    alone = estimate_memory(config, dtype="bfloat16", tensor_parallel_size=2)
+    layer = (
+        alone.weight_bytes
+        - estimate_memory(
+            transformers.LlamaConfig(**LLAMA_8B | {"num_hidden_layers": 6, "tie_word_embeddings": tied}),
+            dtype="bfloat16",
+            tensor_parallel_size=2,
+        ).weight_bytes
+    )
+    embedding, norm = 128256 * 4096 // 2 * 2, 4096 * 2
+    sizes = {1: [7], 2: [4, 3], 3: [2, 3, 2], 5: [1, 1, 2, 2, 1]}[stages]  # as vLLM's get_pp_indices
+    whole = [size * layer for size in sizes]
+    whole[0] += embedding
+    whole[-1] += norm + embedding * (not tied or stages > 1)
+    assert memory.weight_bytes == max(whole)
+    assert memory.parameters == alone.parameters
+    assert len(memory.layers) == max(sizes)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(EngineOptionError, match="2 layers are fewer than the stages of pipeline_parallel_size=3"):
+        estimate_memory(LLAMA_8B | {"num_hidden_layers": 2}, dtype="bfloat16", pipeline_parallel_size=3)
+
+
 def test_a_cache_of_eight_bits_takes_half_of_one_of_sixteen():
     halves = [estimate_memory(LLAMA_8B, dtype="bfloat16", kv_cache_dtype=each) for each in ("fp8", "fp8_e5m2", "auto")]
     assert [each.kv_bytes_per_token for each in halves] == [65536, 65536, 131072]
@@ -206,6 +235,7 @@ LAYERS = st.lists(
 
 def memory_of(layers, *, length, cache):
     fixed = {"model_type": "any", "parameters": 1, "weight_bytes": 1, "tensor_parallel_size": 1, "max_num_seqs": None}
+    fixed["element_bytes"] = 2
     return EngineMemory(
         **fixed,
         layers=tuple(layers),

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_generation import estimate_memory
-from rl_launcher.checks.gpu_budget import CONTEXT_BYTES, GIB, Gpu, budget, gpu_named
+from rl_launcher.checks.gpu_budget import CONTEXT_BYTES, GIB, Gpu, budget, gpu_named, host_needs
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import load_recipe
@@ -38,7 +38,11 @@ def asked(eight_billion):
         recipe = load_recipe(find_recipe("grpo-8gpu-colocated"), schema=Recipe, overrides=overrides).value
         cfg = recipe.policy.generation.vllm_cfg
         engine = estimate_memory(
-            CONFIG, dtype="bfloat16", max_model_len=4096, tensor_parallel_size=cfg.tensor_parallel_size
+            CONFIG,
+            dtype="bfloat16",
+            max_model_len=4096,
+            tensor_parallel_size=cfg.tensor_parallel_size,
+            pipeline_parallel_size=cfg.pipeline_parallel_size,
         )
         placement = plan_placement(recipe)
         return recipe, budget(recipe, eight_billion, placement, gpu=gpu, rank_peak_bytes=peak, engine=engine)
@@ -73,6 +77,35 @@ def test_what_does_not_fit_is_refused_with_a_change_that_does(asked):
         peak=GIB,
     )
     assert larger.refusal is None
+
+
+def test_an_engine_too_large_for_a_node_is_divided_into_stages(asked):
+    small, nodes = Gpu("", 15 * GIB, 0.0), ["cluster.num_nodes=2", "cluster.gpus_per_node=2"]
+    section = "policy.generation.vllm_cfg"
+    share = f"{section}.gpu_memory_utilization=0.5"
+    _, found = asked(*nodes, share, f"{section}.tensor_parallel_size=2", gpu=small, peak=GIB)
+    assert f"{section}.pipeline_parallel_size=2 (it is 1)" in found.refusal
+    assert "tensor_parallel_size=" not in found.refusal
+    sizes = [f"{section}.tensor_parallel_size=2", f"{section}.pipeline_parallel_size=2"]
+    _, larger = asked(*nodes, share, *sizes, gpu=small, peak=GIB)
+    assert larger.refusal is None
+
+
+def test_each_of_unequal_nodes_needs_host_memory_for_its_ranks_and_its_part_of_engines(eight_billion):
+    section = "policy.generation.vllm_cfg"
+    overrides = ["cluster.num_nodes=2", "cluster.gpus_per_node=[8, 4]", f"{section}.tensor_parallel_size=4"]
+    recipe = load_recipe(
+        find_recipe("grpo-8gpu-colocated"),
+        schema=Recipe,
+        overrides=[*overrides, f"{section}.pipeline_parallel_size=3"],
+    ).value
+    engine = estimate_memory(
+        CONFIG, dtype="bfloat16", max_model_len=4096, tensor_parallel_size=4, pipeline_parallel_size=3
+    )
+    sizes = {"parameters": 12 * 10**9, "trainer_bytes": 12 * GIB, "engine": engine}
+    first, second = host_needs(recipe, plan_placement(recipe), **sizes)
+    assert [shm - GIB for _, shm in (first, second)] == [16 * 10**9, 8 * 10**9]  # two thirds of bfloat16, and one
+    assert first[0] - GIB == 2 * (second[0] - GIB)
 
 
 def test_names_and_bytes_name_a_gpu_and_others_are_refused():

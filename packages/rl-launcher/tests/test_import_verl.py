@@ -42,6 +42,7 @@ GRPO = """
         actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \\
         actor_rollout_ref.rollout.val_kwargs.n=4 \\
         actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+        actor_rollout_ref.rollout.pipeline_model_parallel_size=4 \\
         actor_rollout_ref.rollout.warp_drive=3 \\
         trainer.logger='["console","wandb"]' \\
         trainer.project_name='mine' \\
@@ -90,6 +91,7 @@ def test_grpo_is_translated_and_loads_as_a_recipe(script, tmp_path):
     generation = recipe.policy.generation
     assert (generation.max_new_tokens, generation.temperature, generation.top_p) == (2048, 0.9, 0.95)
     assert (generation.vllm_cfg.tensor_parallel_size, generation.vllm_cfg.max_model_len) == (2, 3072)
+    assert generation.vllm_cfg.pipeline_parallel_size == 4
     assert recipe.policy.dtensor_cfg.lora_cfg.rank == 32
     assert (recipe.data.held_out, recipe.data.on_bad_row) == ("/data/gsm8k/test.parquet", "skip")
     evaluation = recipe.evaluation

@@ -49,12 +49,11 @@ def ray(monkeypatch, tmp_path):
 @pytest.fixture
 def runtime(tmp_path):
     placement = Placement(
-        num_nodes=1,
-        slots_per_node=1,
+        num_slots=(1,),
         device="cpu",
         colocated=True,
         ranks=(RankPlace(rank=0, node=0, slot=0),),
-        engines=(EnginePlace(engine=0, node=0, slots=(0,)),),
+        engines=(EnginePlace(engine=0, slots=((0, 0),)),),
     )
     runtime = RayRuntime(ClusterConfig(runtime="ray"), placement, run_dir=tmp_path)
     yield runtime

@@ -229,12 +229,23 @@ def meet_at(
     rank: int,
     num_ranks: int,
     local_rank: int,
+    num_local_ranks: int,
     device: Literal["cpu", "cuda"],
     timeout_s: float,
 ) -> None:
-    """Make this process a rank. A collective of all ranks; `store` is rank 0's, the others connect to `address`."""
+    """Make this process a rank. A collective of all ranks; `store` is rank 0's, the others connect to `address`.
+
+    `local_rank` counts the ranks of this node, of which there are `num_local_ranks`; other nodes may have other numbers
+    of them. The environment variables are set that torchrun sets.
+    """
     ip, port = address
-    names = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "MASTER_ADDR": ip, "MASTER_PORT": port}
+    names: dict[str, int | str] = {
+        "RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": num_local_ranks,
+    }
+    names |= {"MASTER_ADDR": ip, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     if ip == "127.0.0.1":  # one node: its ranks need not be reached from outside
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

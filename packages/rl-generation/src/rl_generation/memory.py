@@ -18,7 +18,7 @@ import torch
 
 from rl_generation.cache_layers import CacheLayer, cache_layers, layer_kinds
 from rl_generation.errors import EngineOptionError
-from rl_generation.parameter_count import as_config, count_parameters
+from rl_generation.parameter_count import as_config, count_parameters, stage_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,13 +40,19 @@ class EngineMemory:
     """Of the whole model, tied ones once."""
 
     weight_bytes: int
-    """Of the parameters on one rank: matrices are cut, vectors and routers are not."""
+    """Of the parameters on one rank, of the fullest stage: matrices are cut, vectors and routers are not."""
 
     layers: tuple[CacheLayer, ...]
-    """Those that keep keys and values; not those that share another layer's."""
+    """Those of the fullest stage that keep keys and values; not those that share another layer's."""
 
     tensor_parallel_size: int
     """Ranks over which every layer is cut."""
+
+    pipeline_parallel_size: int = 1
+    """Stages over which the layers are divided."""
+
+    element_bytes: int
+    """Of one element of a weight."""
 
     max_model_len: int
     """Tokens of a prompt and its answer together."""
@@ -116,7 +122,10 @@ class EngineMemory:
 
     def explain(self) -> str:
         """Say it in a few lines for people."""
-        ranks = f" on each of {self.tensor_parallel_size} ranks" if self.tensor_parallel_size > 1 else ""
+        count = self.tensor_parallel_size * self.pipeline_parallel_size
+        ranks = f" on each of {count} ranks" if count > 1 else ""
+        if self.pipeline_parallel_size > 1:
+            ranks += f", at the fullest of {self.pipeline_parallel_size} stages"
         full = f"{_size(self.sequence_bytes(self.max_model_len))} for {self.max_model_len:,} tokens"
         lines = [
             f"memory of {self.model_type}{ranks}, without activations:",
@@ -166,6 +175,7 @@ def estimate_memory(
     *,
     dtype: str | torch.dtype,
     tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
@@ -181,6 +191,7 @@ def estimate_memory(
         config: Of a causal language model of transformers, or the dictionary in its `config.json`.
         dtype: Of the weights.
         tensor_parallel_size: Ranks over which every layer is cut.
+        pipeline_parallel_size: Stages over which the layers are divided.
         max_model_len: Tokens of a prompt and its answer together; None is the model's own limit.
         max_num_seqs: Answers generated at once, for `explain`.
         max_num_batched_tokens: Tokens that one step computes at most; None is `max_model_len`, a prompt in one step.
@@ -193,13 +204,20 @@ def estimate_memory(
 
     Raises:
         ModelError: transformers has no causal language model of this config.
-        EngineOptionError: The heads do not divide over the ranks, the weights do not fit, or a number is impossible.
+        EngineOptionError: The heads do not divide over the ranks, there are fewer layers than stages, the weights do
+            not fit, or a number is impossible.
     """
     known = as_config(config)
     text = known.get_text_config(decoder=True)
     length = max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
-    _check(length=length, block_size=block_size, ranks=tensor_parallel_size, share=gpu_memory_utilization)
-    parameters, of_a_rank = count_parameters(known, ranks=tensor_parallel_size)
+    _check(
+        share=gpu_memory_utilization,
+        max_model_len=length,
+        block_size=block_size,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+    )
+    parameters, of_a_rank = count_parameters(known, ranks=tensor_parallel_size, stages=pipeline_parallel_size)
     weight_bytes = of_a_rank * _dtype(dtype).itemsize
     cache = _dtype(dtype if kv_cache_dtype is None or kv_cache_dtype == "auto" else kv_cache_dtype)
     layers = cache_layers(text, item_bytes=cache.itemsize, ranks=tensor_parallel_size)
@@ -207,8 +225,10 @@ def estimate_memory(
         model_type=known.model_type,
         parameters=parameters,
         weight_bytes=weight_bytes,
-        layers=layers,
+        layers=layers[: max(stage_sizes(len(layers), pipeline_parallel_size))],
         tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        element_bytes=_dtype(dtype).itemsize,
         max_model_len=length,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or length,
@@ -232,6 +252,7 @@ def default_cpu_cache_bytes(
     *,
     dtype: str | torch.dtype,
     tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
 ) -> int:
@@ -245,6 +266,7 @@ def default_cpu_cache_bytes(
         config: as of `estimate_memory`, with the errors of that.
         dtype: of keys and values.
         tensor_parallel_size: ranks over which every layer is sharded.
+        pipeline_parallel_size: stages over which the layers are divided.
         max_model_len: tokens of a prompt and its response together; None is the model's own limit.
         max_num_seqs: responses generated at once.
     """
@@ -252,6 +274,7 @@ def default_cpu_cache_bytes(
         config,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         max_model_len=max_model_len,
         block_size=CPU_BLOCK_TOKENS,
     )
@@ -279,8 +302,8 @@ def _cache_bytes(*, given: int | None, device: int | None, share: float, weight_
     return left
 
 
-def _check(*, length: int, block_size: int, ranks: int, share: float) -> None:
-    for name, value in (("max_model_len", length), ("block_size", block_size), ("tensor_parallel_size", ranks)):
+def _check(*, share: float, **sizes: int) -> None:
+    for name, value in sizes.items():
         if value < 1:
             raise EngineOptionError(f"{name} must be at least 1, and the config has no limit of its own; got {value}")
     if not 0.0 < share <= 1.0:

@@ -1,8 +1,9 @@
-"""How many parameters a model has, whole and on one rank of tensor parallelism. Nothing is loaded or allocated.
+"""How many parameters a model has, whole and on one rank of an engine. Nothing is loaded or allocated.
 
 The model is built on torch's meta device, where tensors have shapes and no storage; tied parameters count once.
 """
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from rl_generation.errors import EngineOptionError, ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["as_config", "count_parameters"]
+__all__ = ["as_config", "count_parameters", "stage_sizes"]
 
 _WHOLE_ON_EVERY_RANK = frozenset({"gate", "router", "kv_a_proj_with_mqa", "q_a_proj"})
+_LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
 
 
@@ -41,30 +43,58 @@ def as_config(config: "PretrainedConfig | Mapping[str, Any]") -> "PretrainedConf
     return made
 
 
-def count_parameters(config: "PretrainedConfig", *, ranks: int) -> tuple[int, int]:
-    """Count the parameters of the whole model, and those of one rank.
+def stage_sizes(num_layers: int, stages: int) -> list[int]:
+    """Divide layers among the stages of a pipeline as vLLM does: what is left over goes to the last but one, and on."""
+    sizes = [num_layers // stages] * stages
+    for index in range(2, num_layers % stages + 2):
+        sizes[-index] += 1
+    return sizes
+
+
+def count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int = 1) -> tuple[int, int]:
+    """Count the parameters of the whole model, and those of one rank of the fullest stage.
 
     Matrices are cut over the ranks, those of keys and values over as many as there are heads; vectors, routers and the
-    projections into a latent space are whole on every rank, as in vLLM. Its padding of the vocabulary is left out.
+    projections into a latent space are whole on every rank, as in vLLM. Its padding of the vocabulary is left out. The
+    first of several stages has the embedding, the last one what comes after the layers, with a copy of an embedding
+    that is tied to it.
 
     Raises:
         ModelError: transformers has no causal language model of this config.
-        EngineOptionError: The attention heads do not divide over the ranks.
+        EngineOptionError: The attention heads do not divide over the ranks, or there are fewer layers than stages.
     """
     text = config.get_text_config(decoder=True)
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     if heads % ranks:
         raise EngineOptionError(f"{heads} attention heads do not divide over tensor_parallel_size={ranks}")
     shared_by = min(ranks, key_value_heads(text))
-    whole = of_a_rank = 0
-    for name, parameter in _meta_model(config).named_parameters():
+    model = _meta_model(config)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    whole, in_layers, before, after = 0, dict[int, int](), 0, 0
+    for name, parameter in model.named_parameters():
         module = name.split(".")[-2] if "." in name else name
         cut = shared_by if module in _KEYS_AND_VALUES else ranks
         if parameter.dim() < 2 or module in _WHOLE_ON_EVERY_RANK:
             cut = 1
         whole += parameter.numel()
-        of_a_rank += -(-parameter.numel() // cut)
-    return whole, of_a_rank
+        of_a_rank = -(-parameter.numel() // cut)
+        if layer := _LAYER.search(name):
+            in_layers[int(layer[1])] = in_layers.get(int(layer[1]), 0) + of_a_rank
+        elif parameter is getattr(embedding, "weight", None):
+            before += of_a_rank
+        else:
+            after += of_a_rank
+    if stages == 1:
+        return whole, before + sum(in_layers.values()) + after
+    if len(in_layers) < stages:
+        raise EngineOptionError(f"{len(in_layers)} layers are fewer than the stages of pipeline_parallel_size={stages}")
+    if getattr(text, "tie_word_embeddings", False):
+        after += before
+    layers, of_stages = iter([in_layers[index] for index in sorted(in_layers)]), []
+    for stage, size in enumerate(stage_sizes(len(in_layers), stages)):
+        own = sum(next(layers) for _ in range(size))
+        of_stages.append(own + before * (stage == 0) + after * (stage == stages - 1))
+    return whole, max(of_stages)
 
 
 def _meta_model(config: "PretrainedConfig") -> torch.nn.Module:

@@ -303,6 +303,7 @@ def make_training_engine(
                 config,
                 dtype="float32" if options.dtype == "auto" else options.dtype,
                 tensor_parallel_size=options.tensor_parallel_size,
+                pipeline_parallel_size=options.pipeline_parallel_size,
                 max_model_len=options.max_model_len,
                 max_num_seqs=options.max_num_seqs,
             ),

@@ -424,6 +424,8 @@ def _generation(source: Source) -> dict[str, Any]:
     given = {name: source.take(f"{ROLLOUT}.{name}") for name in names}
     vllm: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, int | float)}
     vllm["tensor_parallel_size"] = _number(source, f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    if (stages := _number(source, f"{ROLLOUT}.pipeline_model_parallel_size", 1)) > 1:
+        vllm["pipeline_parallel_size"] = stages
     length = source.take(f"{ROLLOUT}.max_model_len")
     vllm["max_model_len"] = (
         length if isinstance(length, int) else prompt + response if isinstance(prompt, int) else None

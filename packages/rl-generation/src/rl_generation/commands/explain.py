@@ -153,6 +153,7 @@ def _memory(spec: EngineSpec, config: Any, *, dtype: str, device_memory_gib: flo
         config,
         dtype=dtype,
         tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs or OUR_BATCH,
         **sized,

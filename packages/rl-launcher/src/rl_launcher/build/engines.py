@@ -8,15 +8,19 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rl_backends import select_backend
 from rl_backends.backend import Backend
 from rl_generation import ModelError, TrainingEngineSpec, make_training_engine
+from rl_launcher.errors import Refusal
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import is_import_string
 from rl_refit import EngineSink, ModuleSink, StateDictSource, WeightSink
 from rl_refit.vllm import WORKER_EXTENSION, VllmSink
+
+EXECUTOR = "distributed_executor_backend"
+"""vLLM's argument for how the ranks of an engine are started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,7 @@ def engine_spec(
     pad_token_id: int,
     dtypes: Mapping[str, str],
     sleeps: bool = False,
+    executor: Literal["mp", "ray"] | None = None,
 ) -> TrainingEngineSpec:
     """What each engine of `recipe` is made of.
 
@@ -51,9 +56,11 @@ def engine_spec(
         pad_token_id: any token.
         dtypes: in which dtype the policy sends each tensor; see `dtypes_of`.
         sleeps: whether the engine shares its device with the trainer and releases its memory between calls.
+        executor: how vLLM starts the ranks of an engine: "mp" as processes of its node, "ray" as Ray actors on several
+            nodes. None leaves it to vLLM.
 
     Raises:
-        ValueError: an option of vLLM is impossible.
+        ValueError: an option of vLLM is impossible, or the recipe names another executor.
     """
     config, async_grpo = recipe.policy, None if recipe.grpo is None else recipe.grpo.async_grpo
     backend = select_backend(config).config
@@ -70,6 +77,15 @@ def engine_spec(
         trust_remote_code=config.trust_remote_code,
         seed=recipe.seed,
     )
+    if spec.vllm is not None and executor is not None:
+        given = spec.vllm.vllm_kwargs.get(EXECUTOR, executor)
+        if given != executor:
+            where = "one node" if executor == "mp" else "several nodes"
+            raise Refusal(
+                f"policy.generation.vllm_cfg.vllm_kwargs.{EXECUTOR}={given}, and an engine of this run is on {where}, "
+                f"where it must be {executor}; leave it out"
+            )
+        spec = replace(spec, vllm=replace(spec.vllm, vllm_kwargs={**spec.vllm.vllm_kwargs, EXECUTOR: executor}))
     return replace(spec, in_flight=async_grpo is not None and async_grpo.weights == "in_flight")
 
 

@@ -3,6 +3,7 @@
 It loads no weights of a folder or a hub id, starts nothing and needs no GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,16 @@ from rl_algorithms.data import ConversationData, LabelledData, PreferenceData
 from rl_backends import BackendSelection, MegatronConfig, select_backend
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checks import preflight
-from rl_launcher.checks.gpu_budget import Gpu
+from rl_launcher.checks.gpu_budget import Gpu, node_needs
 from rl_launcher.checks.predict import predict_run
-from rl_launcher.ray.placement import plan_placement
+from rl_launcher.ray.placement import (
+    NodeResources,
+    Placement,
+    PlacementError,
+    match_nodes,
+    needs_of_nodes,
+    plan_placement,
+)
 from rl_launcher.recipe_files import Resolved
 from rl_launcher.recipe_files.dataclass_schema import to_plain
 from rl_launcher.schema import Recipe
@@ -31,34 +39,43 @@ class Explained:
     figures: dict[str, Any]
     """The figures for `--json`."""
     refusal: str | None
-    """Why a run would be refused for lack of memory, or None."""
+    """Why a run would be refused for lack of memory, or of nodes in a running cluster, or None."""
 
     def text(self) -> str:
         """Return all sections, with underlined titles."""
         return "\n\n".join(f"{title}\n{'=' * len(title)}\n{text}" for title, text in self.sections.items())
 
 
-def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS, *, gpu: Gpu | None = None) -> Explained:
+def explain(
+    resolved: Resolved[Recipe],
+    objects: Objects = NO_OBJECTS,
+    *,
+    gpu: Gpu | None = None,
+    there: Sequence[NodeResources] | None = None,
+) -> Explained:
     """Explain a resolved recipe.
 
     Args:
         resolved: the recipe with the origins of its keys.
         objects: Python objects that replace strings of the recipe.
         gpu: the GPUs that the run would have, where they are not those of this machine.
+        there: the nodes of a running cluster, on which the run would be; see `rl_launcher.ray.cluster`.
 
     Raises:
-        ValueError: what the run itself would refuse before training. A lack of memory is in `refusal` instead.
+        ValueError: what the run itself would refuse before training. A lack of memory, or of nodes in the cluster, is
+            in `refusal` instead.
     """
     recipe = resolved.value
     refusal = preflight.check_all_but_memory(recipe)
     placement, selection = plan_placement(recipe), select_backend(recipe.policy)
     predicted = predict_run(recipe, placement, objects, gpu=gpu)
+    located: Located | None = None if there is None else locate(recipe, placement, there)
     backend = f"{describe_backend(recipe, selection)}\n{_logged(selection)}"
     sections = {
         # Credentials are left out, since what is printed ends up in logs.
         "Recipe": Secrets.of(to_plain(recipe)).scrub(resolved.explain(hide=redact)),
         "Data": _data(recipe, objects),
-        "Placement": placement.explain(),
+        "Placement": "\n".join([placement.explain(), *([] if located is None else [located.text])]),
         "Backend": backend,
         "Policy": predicted.policy,
         "Engine": predicted.engine,
@@ -67,6 +84,8 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS, *, gpu: G
     if predicted.gpus is not None:
         sections["GPUs"] = predicted.gpus.text
         refusal = predicted.gpus.refusal
+    if located is not None:
+        refusal = refusal or located.refusal
     if recipe.reward_model is not None:
         sections["Reward model"] = reward_model.explain(recipe.reward_model)
     if recipe.grpo is not None:
@@ -86,10 +105,48 @@ def explain(resolved: Resolved[Recipe], objects: Objects = NO_OBJECTS, *, gpu: G
         "backend": selection.backend,
         "ranks": len(placement.ranks),
         "engines": len(placement.engines),
+        "placement": placement.figures(),
+        "hosts": None if located is None else located.hosts,
         "refusal": refusal,
         **predicted.figures,
     }
     return Explained(sections=sections, figures=figures, refusal=refusal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """On which nodes of a running cluster a run would be."""
+
+    text: str
+    hosts: list[str] | None
+    """The host of each node of the run; None if the cluster has not room for all."""
+    refusal: str | None
+    """What is lacking, or None."""
+
+
+def locate(recipe: Recipe, placement: Placement, there: Sequence[NodeResources]) -> Located:
+    """Find the nodes of a running cluster for a placement, by GPUs, CPUs and, where the model is known, host memory.
+
+    Ray decides when the run starts: of nodes that are alike it may take another one, and other runs may hold some.
+    """
+    memory = node_needs(recipe)
+    needs = needs_of_nodes(
+        placement,
+        cpus_per_rank=recipe.cluster.cpus_per_rank,
+        memory_bytes=None if memory is None else [host for host, _ in memory],
+    )
+    has = f"the cluster has {'; '.join(map(str, there)) or 'no node'}"
+    try:
+        found = match_nodes(needs, there)
+    except PlacementError as error:
+        sizes = [int(node.gpus) for node in sorted(there, key=lambda node: -node.gpus) if node.gpus]
+        remedy = "add nodes, or ask for less by cluster.num_nodes, gpus_per_node and cpus_per_rank"
+        if placement.device == "cuda" and sizes:
+            remedy += f"; all GPUs of this cluster are num_nodes={len(sizes)} with gpus_per_node={sizes}"
+        return Located(text=f"{has}: {error}", hosts=None, refusal=f"{error}; {remedy}")
+    hosts = [there[found[node]].name for node in range(len(needs))]
+    lines = [f"  node {node} can be {there[found[node]]}" for node in range(len(needs))]
+    return Located(text="\n".join([has, *lines]), hosts=hosts, refusal=None)
 
 
 def describe_backend(recipe: Recipe, selection: BackendSelection) -> str:

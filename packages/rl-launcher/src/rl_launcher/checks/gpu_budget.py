@@ -21,7 +21,7 @@ from rl_generation import EngineMemory, EngineOptionError, estimate_memory
 from rl_generation import ModelError as EngineModelError
 from rl_launcher.build.models import copies_reference
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.placement import Placement, plan_placement
+from rl_launcher.ray.placement import Placement, lacking_slots, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import is_import_string
@@ -135,7 +135,8 @@ def budget(
         f"  {name:<11}{_gib(taken):>10}  {'fits' if taken <= room else 'DOES NOT FIT'}: {what}"
         for name, (taken, what) in phases.items()
     ]
-    host, shm = host_needs(recipe, placement, parameters=parameters, trainer_bytes=least.trainer_bytes, engine=engine)
+    nodes = host_needs(recipe, placement, parameters=parameters, trainer_bytes=least.trainer_bytes, engine=engine)
+    host, shm = max(nodes)
     lines.append(f"host memory of a node: {_gib(host)}, of which /dev/shm {_gib(shm)} (refits are staged there)")
     refusal = None
     if lacking := [name for name, (taken, _) in phases.items() if taken > room]:
@@ -169,31 +170,30 @@ def budget(
 
 def host_needs(
     recipe: Recipe, placement: Placement, *, parameters: int, trainer_bytes: int, engine: EngineMemory
-) -> tuple[int, int]:
-    """Bytes of host memory that the fullest node needs, and those of /dev/shm among them.
+) -> list[tuple[int, int]]:
+    """Bytes of host memory that each node needs, and those of /dev/shm among them.
 
     vLLM's sink stages the new weights of each engine in shared memory, in the dtype of the engine; colocated trainers
-    and sleeping engines wait in host memory while the other works.
+    and sleeping engines wait in host memory while the other works. Of an engine on several nodes each has its share.
     """
-    first = [placement.engines[number].node for number in range(len(placement.engines))]
-    engines = max((first.count(node) for node in set(first)), default=0)
-    on_node = [place.node for place in placement.ranks]
-    ranks = max((on_node.count(node) for node in set(on_node)), default=0)
-    staged = 0
-    if recipe.policy.generation.backend == "vllm":
-        item = engine.weight_bytes * engine.tensor_parallel_size / max(engine.parameters, 1)
-        staged = int(parameters * round(item)) * engines
-    waiting = 0
-    if placement.colocated and engines and not placement.in_process and placement.device == "cuda":
-        waiting = trainer_bytes * ranks // len(placement.ranks)
-        waiting += engine.weight_bytes * engines * recipe.policy.generation.ranks_per_engine
-    shm = staged + GIB  # and what Ray's object store holds of a batch
-    processes = 1 if placement.in_process else ranks + engines * recipe.policy.generation.ranks_per_engine
-    return shm + waiting + processes * PROCESS_HOST_BYTES, shm
+    needs = []
+    size = recipe.policy.generation.ranks_per_engine
+    for node in range(placement.num_nodes):
+        ranks = len(placement.ranks_on(node))
+        engine_ranks = sum(len(place.slots_on(node)) for place in placement.engines)
+        staged, waiting = 0, 0
+        if recipe.policy.generation.backend == "vllm":
+            staged = parameters * engine.element_bytes * engine_ranks // size
+        if placement.colocated and engine_ranks and not placement.in_process and placement.device == "cuda":
+            waiting = trainer_bytes * ranks // len(placement.ranks) + engine.weight_bytes * engine_ranks
+        shm = staged + GIB  # and what Ray's object store holds of a batch
+        processes = 1 if placement.in_process else ranks + engine_ranks
+        needs.append((shm + waiting + processes * PROCESS_HOST_BYTES, shm))
+    return needs
 
 
-def node_needs(recipe: Recipe) -> tuple[int, int] | None:
-    """Host memory and /dev/shm of a recipe's fullest node in bytes; None where the model cannot be read from here."""
+def node_needs(recipe: Recipe) -> list[tuple[int, int]] | None:
+    """Host memory and /dev/shm of each of a recipe's nodes in bytes; None where the model cannot be read from here."""
     policy = recipe.policy
     if is_import_string(policy.model_name):
         return None
@@ -206,6 +206,7 @@ def node_needs(recipe: Recipe) -> tuple[int, int] | None:
             config,
             dtype=trainer.precision if cfg.precision == "auto" else cfg.precision,
             tensor_parallel_size=cfg.tensor_parallel_size,
+            pipeline_parallel_size=cfg.pipeline_parallel_size,
             max_model_len=cfg.max_model_len,
         )
     except (ModelError, EngineModelError, EngineOptionError):
@@ -281,13 +282,19 @@ def _smallest_change(
     if least + spare <= gpu.memory_bytes:
         smaller_share = math.floor(100 * (gpu.memory_bytes - spare) / gpu.memory_bytes) / 100
         return f"{section}.gpu_memory_utilization={smaller_share:g} (it is {share:g})"
-    size = engine.tensor_parallel_size
-    while size < cluster.gpus_per_node:
-        size *= 2
-        smaller = engine.tensor_parallel_size / size
-        serving = (engine.weight_bytes + engine.sequence_bytes(engine.max_model_len)) * smaller
-        if max(serving, engine.weight_bytes * smaller + held) + spare <= gpu.memory_bytes:
-            return f"{section}.tensor_parallel_size={size} (it is {engine.tensor_parallel_size})"
+    given = [sum(len(place.slots_on(node)) for place in placement.engines) for node in range(placement.num_nodes)]
+    was = {name: getattr(engine, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    for ranks in range(math.prod(was.values()) + 1, sum(given) + 1):
+        for tensor in (each for each in range(min(ranks, max(given)), 0, -1) if ranks % each == 0):
+            if lacking_slots(given, tensor=tensor, pipeline=ranks // tensor) is not None:
+                continue
+            smaller = math.prod(was.values()) / ranks
+            serving = (engine.weight_bytes + engine.sequence_bytes(engine.max_model_len)) * smaller
+            if max(serving, engine.weight_bytes * smaller + held) + spare <= gpu.memory_bytes:
+                sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": ranks // tensor}
+                return " and ".join(
+                    f"{section}.{name}={size} (it is {was[name]})" for name, size in sizes.items() if size != was[name]
+                )
     return f"a shorter {section}.max_model_len, or larger GPUs"
 
 
@@ -322,13 +329,16 @@ def _times(
     if extra:
         times["logp"] = extra * trained / 3 / compute
     if samples:
-        times = {"generate": _decoding_s(recipe, gpu=gpu, engine=engine, rows=rows, response=response), **times}
+        times = {
+            "generate": _decoding_s(recipe, gpu=gpu, engine=engine, engines=engines, rows=rows, response=response),
+            **times,
+        }
         sent = parameters * (2 if precision == "bfloat16" else 4) * engines / max(placement.num_nodes, 1)
-        times["refit"] = sent / HOST_BYTES_PER_S / max(1, min(engines, placement.slots_per_node))
+        times["refit"] = sent / HOST_BYTES_PER_S / max(1, min(engines, max(placement.num_slots)))
     total = sum(times.values())
     tokens = rows * (PROMPT_TOKENS + response)
     parts = ", ".join(f"{each} {seconds:.3g} s" for each, seconds in times.items())
-    mfu = trained / (total * flops_per_s * placement.num_nodes * placement.slots_per_node)
+    mfu = trained / (total * flops_per_s * sum(placement.num_slots))
     what = " (prompts x generations)" if samples else ""
     told = f"a batch of {rows:,} rows{what}, {tokens:,} tokens: about {total:.3g} s ({parts}), "
     told += f"{tokens / total:,.0f} tokens/s, MFU {mfu:.1%} of the whole step"
@@ -339,10 +349,9 @@ def _times(
     return {**times, "total": total, "tokens_per_s": tokens / total, "mfu": mfu}, lines
 
 
-def _decoding_s(recipe: Recipe, *, gpu: Gpu, engine: EngineMemory, rows: int, response: int) -> float:
+def _decoding_s(recipe: Recipe, *, gpu: Gpu, engine: EngineMemory, engines: int, rows: int, response: int) -> float:
     """Seconds of sampling: each step of decoding reads the weights once, and the cache of every response."""
-    cfg, cluster = recipe.policy.generation.vllm_cfg, recipe.cluster
-    engines = max(1, cluster.num_nodes * cluster.gpus_per_node // recipe.policy.generation.ranks_per_engine)
+    cfg, engines = recipe.policy.generation.vllm_cfg, max(1, engines)
     share = (cfg.gpu_memory_utilization or 0.92) * gpu.memory_bytes
     cache = cfg.kv_cache_memory_bytes or max(share - engine.weight_bytes, engine.sequence_bytes(engine.max_model_len))
     held = max(1, int(cache // max(engine.sequence_bytes(PROMPT_TOKENS + response), 1)))

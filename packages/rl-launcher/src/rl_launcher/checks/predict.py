@@ -176,6 +176,7 @@ def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, EngineMemory]:
                 model_config,
                 dtype=dtype,
                 tensor_parallel_size=cfg.tensor_parallel_size,
+                pipeline_parallel_size=cfg.pipeline_parallel_size,
                 max_model_len=cfg.max_model_len,
                 max_num_seqs=cfg.max_num_seqs,
             )
@@ -183,6 +184,7 @@ def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, EngineMemory]:
             model_config,
             dtype=dtype,
             tensor_parallel_size=cfg.tensor_parallel_size,
+            pipeline_parallel_size=cfg.pipeline_parallel_size,
             max_model_len=cfg.max_model_len or _row_length(recipe, skeleton),
             max_num_seqs=cfg.max_num_seqs if generation.backend == "vllm" else generation.max_batch_size,
             kv_cache_memory_bytes=cache_bytes,

@@ -276,6 +276,7 @@ def lacking_cache(recipe: Recipe, *, placement: Placement) -> str | None:
         source.config,
         dtype=config.precision if cfg.precision == "auto" else cfg.precision,
         tensor_parallel_size=cfg.tensor_parallel_size,
+        pipeline_parallel_size=cfg.pipeline_parallel_size,
         max_model_len=cfg.max_model_len,
         max_num_seqs=cfg.max_num_seqs,
     )
@@ -318,7 +319,7 @@ def _available(recipe: Recipe, placement: Placement) -> int | None:
     each, config = device_bytes(), select_backend(recipe.policy).config
     if each is None or (isinstance(config, DTensorConfig) and config.cpu_offload):
         return None
-    return each * placement.slots_per_node
+    return each * sum(placement.num_slots)
 
 
 def _gib(num_bytes: int) -> str:

@@ -130,19 +130,25 @@ def explain(
         str | None,
         typer.Option(metavar="NAME|BYTES", help="Compare with this GPU, such as h100-80gb.", show_default=False),
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Look at the running Ray cluster that cluster.address names.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a run would do: origins of keys, placement, sharding, memory, refit, objective. No GPU, no weights.
 
-    With --gpu: whether it fits in each phase, host memory, the time of a step, and the smallest change that fits.
+    With --gpu: whether it fits in each phase, host memory, the time of a step, and the smallest change that fits. With
+    --live: on which nodes of the running cluster it would be, or which node it lacks.
     """
     resolved = load(recipe, overrides, print_notes=False)  # they are part of the explanation
     from rl_launcher.checks import preflight
     from rl_launcher.checks.explain import explain as explain_recipe
     from rl_launcher.checks.gpu_budget import gpu_named
+    from rl_launcher.ray.cluster import look_at_cluster
 
     device = None if gpu is None else or_refuse(lambda: gpu_named(gpu))
-    explained = or_refuse(lambda: explain_recipe(resolved, gpu=device))
+    there = or_refuse(lambda: look_at_cluster(resolved.value.cluster)) if live else None
+    explained = or_refuse(lambda: explain_recipe(resolved, gpu=device, there=there))
     or_refuse(lambda: preflight.check_rows(resolved.value))
     show(explained.text())
     if json:

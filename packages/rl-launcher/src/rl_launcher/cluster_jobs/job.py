@@ -76,15 +76,22 @@ def cluster_job(
             f"cluster.address={cluster.address} is an existing Ray cluster, but a cluster job starts its own; "
             f"leave it out, or start the recipe with `rl-launcher run {file}`"
         )
+    if len(set(cluster.slots_of_nodes)) > 1:
+        raise Refusal(
+            f"cluster.gpus_per_node={[*cluster.slots_of_nodes]} asks for nodes of different sizes, and a job asks the "
+            f"scheduler for equal ones; start Ray on the nodes yourself (ray start), and the recipe on one of them "
+            f"with `rl-launcher run {file} cluster.address=auto`"
+        )
     from rl_launcher.checks.gpu_budget import node_needs
 
     backend = policy.megatron_cfg if policy.megatron_cfg.enabled else policy.dtensor_cfg
-    memory, shm = node_needs(recipe) or (None, None)
+    needs = node_needs(recipe)
+    memory, shm = (None, None) if needs is None else max(needs)
     return ClusterJob(
         recipe=str(file),
         run_dir=recipe.run_dir,
         num_nodes=cluster.num_nodes,
-        gpus_per_node=cluster.gpus_per_node if backend.device == "cuda" else 0,
+        gpus_per_node=cluster.slots_of_nodes[0] if backend.device == "cuda" else 0,
         overrides=tuple(overrides),
         shipped=shipped,
         memory_bytes=memory,

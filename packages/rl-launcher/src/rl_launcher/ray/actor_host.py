@@ -61,11 +61,12 @@ class ActorHost:
             port: int = server.getsockname()[1]
             return port
 
-    def accelerators(self) -> list[str]:
-        """The GPUs that Ray has reserved for this actor."""
-        import ray
 
-        return [str(number) for number in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+def accelerators() -> list[str]:
+    """The GPUs that Ray has reserved for the task that calls this."""
+    import ray
+
+    return [str(number) for number in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
 
 def write_stacks(pid: int) -> None:

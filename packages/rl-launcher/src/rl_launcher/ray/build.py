@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from rl_backends.backend import TrainingBackend
 from rl_backends.loading import pad_token_id
@@ -24,7 +24,7 @@ from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
 from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.engine_pool import EnginePool, OnEvent
-from rl_launcher.ray.placement import plan_placement
+from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.ray.policy import RayPolicy, start_trainers
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.ray.remote_calls import Actor
@@ -199,11 +199,19 @@ def start_engines(
         pad_token_id=pad_token_id,
         dtypes=policy.dtypes(),
         sleeps=moves,
+        executor=executor_of(placement),
     )
 
     def start_actor(index: int) -> Actor:
         place = placement.engines[index]
-        return runtime.start_actor(role="engine", index=index, node=place.node, slots=place.slots, threads=THREADS)
+        return runtime.start_actor(
+            role="engine",
+            index=index,
+            node=place.node,
+            slots=place.slots_on(place.node),
+            threads=THREADS,
+            ranks=place.slots if placement.spans_nodes else (),
+        )
 
     engines = EnginePool(
         spec=spec,
@@ -220,7 +228,7 @@ def start_engines(
         policy,
         engines,
         recipe.policy.refit,
-        policy_hosts=[runtime.nodes[place.node].ip for place in placement.ranks],
+        one_node=len(runtime.nodes) == 1,
     )
     used_policy: Any = policy
     enter_generating: Callable[[], None] | None = None
@@ -237,3 +245,14 @@ def start_engines(
         enter_generating=enter_generating,
         weight_sync=sync,
     )
+
+
+def executor_of(placement: Placement) -> Literal["mp", "ray"] | None:
+    """How vLLM starts the ranks of an engine; None where it has one.
+
+    Left to itself it would take Ray's executor in every actor of a placement group, whose bundles must then have one
+    GPU each. All engines are made alike, so one on several nodes decides for all.
+    """
+    if placement.spans_nodes:
+        return "ray"
+    return "mp" if any(len(place.slots) > 1 for place in placement.engines) else None

@@ -3,6 +3,10 @@
 Of each node the run reserves one bundle of a placement group, which holds all of its slots. Actors reserve no resources
 themselves: the `Placement` says which slots they use, so that a rank and an engine can share one GPU, and an engine can
 use several. What Ray itself prints stays in its files.
+
+If an engine is on several nodes, vLLM starts its ranks as actors of its own, each in a bundle with one GPU. Ray has no
+way to ask for bundles that are together on some node, so the nodes are found with one bundle for each, and are then
+reserved anew with one bundle for each slot, bound to the nodes that were found.
 """
 
 import contextlib
@@ -23,8 +27,15 @@ from typing import Any, Literal
 
 from rl_backends.checkpoints.folders import write_text
 from rl_launcher.errors import Refusal
-from rl_launcher.ray.actor_host import ActorHost
-from rl_launcher.ray.placement import Placement
+from rl_launcher.ray.actor_host import ActorHost, accelerators
+from rl_launcher.ray.placement import (
+    NodeResources,
+    Placement,
+    PlacementError,
+    Slot,
+    match_nodes,
+    needs_of_nodes,
+)
 from rl_launcher.ray.remote_calls import Actor, Pending
 from rl_launcher.ray.worker_failures import ProcessInfo, RemoteError
 from rl_launcher.run.signals import keep_signals
@@ -35,7 +46,16 @@ LOOPBACK = "127.0.0.1"
 Role = Literal["trainer", "engine"]
 
 Place = tuple[Role, int, int, tuple[int, ...]]
-"""Role, index, node and slots of an actor."""
+"""Role, index, node and slots on that node of an actor."""
+
+BUNDLES_ENV = "VLLM_RAY_BUNDLE_INDICES"
+"""Tells vLLM's Ray executor which bundles of the placement group its ranks take, in the order of the ranks."""
+
+SOCKETS_ENV = "VLLM_RPC_BASE_PATH"
+"""The folder in which vLLM's processes of a node make their sockets."""
+
+NODE_LABEL = "ray.io/node-id"
+"""A label that Ray gives each node."""
 
 DRIVER_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -90,9 +110,10 @@ class RayRuntime:
         self.oversubscribed = ""
         """A sentence if processes share CPUs, otherwise empty."""
         self._group: Any = None
+        self._bundles: dict[Slot, int] = {}
+        """The index in the group of the bundle that holds a slot."""
         self._actors: dict[str, Actor] = {}
         self._starting: set[Actor] = set()
-        self._gpu_holders: list[Any] = []
         self._writing, self._closing = threading.Lock(), threading.Lock()
         self._folder: _TemporaryFolder | None = None
         self._services: tuple[ProcessInfo, ...] = ()
@@ -119,12 +140,26 @@ class RayRuntime:
 
     # -- Actors -------------------------------------------------------------------------------------------------------
 
-    def start_actor(self, *, role: Role, index: int, node: int, slots: tuple[int, ...], threads: int = 1) -> Actor:
+    def start_actor(
+        self,
+        *,
+        role: Role,
+        index: int,
+        node: int,
+        slots: tuple[int, ...],
+        threads: int = 1,
+        ranks: Sequence[Slot] = (),
+    ) -> Actor:
         """One actor; see `start_actors`."""
-        return self.start_actors([(role, index, node, slots)], threads=threads)[0]
+        return self.start_actors([(role, index, node, slots)], threads=threads, ranks=ranks)[0]
 
     def start_actors(
-        self, places: Sequence[Place], *, threads: int = 1, sees: Literal["own", "all"] = "own"
+        self,
+        places: Sequence[Place],
+        *,
+        threads: int = 1,
+        sees: Literal["own", "all"] = "own",
+        ranks: Sequence[Slot] = (),
     ) -> list[Actor]:
         """Start processes in parallel, into which `Actor.make` puts an object.
 
@@ -132,11 +167,12 @@ class RayRuntime:
             places: of the processes.
             threads: how many methods of each may run at the same time.
             sees: which GPUs: those of its slots, or all that the run has on that node.
+            ranks: of an engine on several nodes, the slots in which vLLM is to start its ranks, in their order.
 
         Raises:
             ClusterError: one did not start in time, or the run has ended.
         """
-        starting = [self._begin(place, threads=threads, sees=sees) for place in places]
+        starting = [self._begin(place, threads=threads, sees=sees, ranks=ranks) for place in places]
         for actor, started in starting:
             try:
                 about = started.result(timeout_s=self.config.start_timeout_s)
@@ -149,7 +185,9 @@ class RayRuntime:
                 self._starting.discard(actor)
         return [actor for actor, _ in starting]
 
-    def _begin(self, place: Place, *, threads: int, sees: Literal["own", "all"]) -> tuple[Actor, Pending]:
+    def _begin(
+        self, place: Place, *, threads: int, sees: Literal["own", "all"], ranks: Sequence[Slot]
+    ) -> tuple[Actor, Pending]:
         import ray
 
         role, index, node_index, slots = place
@@ -161,21 +199,27 @@ class RayRuntime:
         # Ray frees a name some time after its actor has died, and a replacement wants one at once.
         _name_uses[name] += 1
         unused = name if _name_uses[name] == 1 else f"{name}-{_name_uses[name]}"
-        strategy = self._strategy(node_index)
+        strategy = self._strategy(self._bundles[node_index, slots[0]])
         options: dict[str, Any] = {"name": unused, "max_concurrency": threads, "scheduling_strategy": strategy}
         options |= {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        env = dict(self.config.env_vars)
+        if ranks:
+            env[BUNDLES_ENV] = ",".join(str(self._bundles[slot]) for slot in ranks)
+            # vLLM hands the environment of the engine to its ranks, except for variables that these have already, and
+            # its own runtime environment. The folder of the engine's sockets is on its node alone.
+            options["runtime_env"] = {"env_vars": {SOCKETS_ENV: "/tmp"}}  # noqa: S108 - vLLM's own default
         with self._closing:
             if self._closed:  # otherwise Ray would start a cluster of its own for it
                 raise ClusterError(f"{name}: the run has ended, and starts no process any more")
-            handle = ray.remote(ActorHost).options(**options).remote({**self.config.env_vars, **visible}, log)
+            handle = ray.remote(ActorHost).options(**options).remote({**env, **visible}, log)
             actor = Actor(handle, who=who, name=name, ip=node.ip, strategy=strategy, dead_service=self.dead_service)
             self._starting.add(actor)
             return actor, Pending(actor, "its start", handle.about.remote(), key="cluster.start_timeout_s")
 
-    def _strategy(self, node: int) -> Any:
+    def _strategy(self, bundle: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=node)
+        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
 
     @property
     def actors(self) -> tuple[Actor, ...]:
@@ -216,9 +260,6 @@ class RayRuntime:
             from ray.util import remove_placement_group
 
             if ray.is_initialized():
-                for holder in self._gpu_holders:
-                    with contextlib.suppress(Exception):  # it is gone with its node
-                        ray.kill(holder, no_restart=True)
                 if self._group is not None:
                     with contextlib.suppress(Exception):  # Ray itself may be what has failed
                         remove_placement_group(self._group)
@@ -277,7 +318,7 @@ class RayRuntime:
         )
 
     def _start_local(self, ray: Any, quiet: dict[str, Any], *, until: float) -> None:
-        here, needed = os.cpu_count() or 1, self._bundle()["CPU"]
+        here, needed = os.cpu_count() or 1, self._bundle(self.placement.num_slots[0])["CPU"]
         on_cpu = self.placement.device == "cpu"
         if on_cpu and needed > here:
             self.oversubscribed = f"processes share CPUs: this run needs {needed:g}, and this node has {here}"
@@ -306,63 +347,153 @@ class RayRuntime:
             else:
                 return
 
-    def _bundle(self) -> dict[str, float]:
-        """What the run reserves of each node."""
-        slots = self.placement.slots_per_node
+    def _bundle(self, slots: int) -> dict[str, float]:
+        """What the run reserves for so many slots of a node."""
         gpus = {"GPU": float(slots)} if self.placement.device == "cuda" else {}
         return {"CPU": float(slots * self.config.cpus_per_rank), **gpus}
 
     def _take_nodes(self, *, until: float) -> None:
         import ray
-        from ray.util import placement_group, placement_group_table
+        from ray.util import remove_placement_group
 
-        count, bundle = self.placement.num_nodes, self._bundle()
-        self._group = placement_group([bundle] * count, strategy="STRICT_SPREAD" if count > 1 else "PACK")
+        num_slots = self.placement.num_slots
+        bundles = [self._bundle(slots) for slots in num_slots]
         patience_s = max(1.0, until - time.monotonic())
         there = ray.cluster_resources()
-        if self._folder is not None and any(there.get(name, 0) < amount for name, amount in bundle.items()):
+        if self._folder is not None and any(there.get(name, 0) < amount for name, amount in bundles[0].items()):
             patience_s = min(patience_s, 5.0)  # a cluster that was started here will not grow
-        if not self._group.wait(timeout_seconds=patience_s):
-            raise ClusterError(self._explain_lack(ray))
-        ids = placement_group_table(self._group)["bundles_to_node_id"]
+        ids = self._reserve(bundles, patience_s=patience_s)
+        slots = [(node, slot) for node, count in enumerate(num_slots) for slot in range(count)]
+        self._bundles = {slot: slot[0] for slot in slots}
+        if self.placement.spans_nodes:
+            remove_placement_group(self._group)
+            self._group, self._bundles = None, {slot: index for index, slot in enumerate(slots)}
+            patience_s = max(1.0, until - time.monotonic())
+            self._reserve([self._bundle(1)] * len(slots), nodes=[ids[node] for node, _ in slots], patience_s=patience_s)
+        gpus = self._gpus_of(slots, until=until)
         known = {node["NodeID"]: node for node in ray.nodes()}
-        for index in range(count):
-            node = known[ids[index]]
+        for index, node_id in enumerate(ids):
+            node = known[node_id]
             address = str(node["NodeManagerAddress"])
-            name, gpus = str(node.get("NodeManagerHostname") or address), self._gpus_of(index, until=until)
-            self.nodes += (Node(index=index, name=name, ip=LOOPBACK if count == 1 else address, gpus=gpus),)
+            name = str(node.get("NodeManagerHostname") or address)
+            own = tuple(gpus[slot] for slot in slots if slot[0] == index and gpus)
+            self.nodes += (Node(index=index, name=name, ip=LOOPBACK if len(ids) == 1 else address, gpus=own),)
 
-    def _gpus_of(self, index: int, *, until: float) -> tuple[str, ...]:
-        """Which GPUs the bundle has: an actor that holds all of them for the duration of the run knows."""
+    def _reserve(
+        self, bundles: list[dict[str, float]], *, nodes: Sequence[str] | None = None, patience_s: float
+    ) -> list[str]:
+        """Reserve bundles, each on the node with the given id, or each on another node; return the id of each one's.
+
+        Raises:
+            ClusterError: there is no room for them within `patience_s`.
+        """
+        import ray
+        from ray.util import placement_group, placement_group_table
+
+        strategy = "STRICT_SPREAD" if len(bundles) > 1 and nodes is None else "PACK"
+        selector = None if nodes is None else [{NODE_LABEL: node} for node in nodes]
+        self._group = placement_group(bundles, strategy=strategy, bundle_label_selector=selector)
+        if not self._group.wait(timeout_seconds=patience_s):
+            raise ClusterError(self._explain_lack(nodes_of_cluster(ray)))
+        ids = placement_group_table(self._group)["bundles_to_node_id"]
+        return [str(ids[index]) for index in range(len(bundles))]
+
+    def _gpus_of(self, slots: Sequence[Slot], *, until: float) -> dict[Slot, str]:
+        """Which GPU each slot is: a bundle has the same ones as long as it is reserved, and a task in it sees them."""
         if self.placement.device == "cpu":
-            return ()
+            return {}
         import ray
 
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self.placement.slots_per_node}
-        holder = ray.remote(ActorHost).options(scheduling_strategy=self._strategy(index), **options).remote({}, None)
-        self._gpu_holders.append(holder)
-        try:
-            found: list[str] = ray.get(holder.accelerators.remote(), timeout=max(1.0, until - time.monotonic()))
-        except ray.exceptions.RayError as error:
-            raise ClusterError(f"which GPUs node {index} has could not be found out: {error}") from error
-        return tuple(found)
+        in_bundle = {
+            bundle: [slot for slot in slots if self._bundles[slot] == bundle] for bundle in set(self._bundles.values())
+        }
+        found = {
+            bundle: ray.remote(accelerators)
+            .options(num_cpus=0, num_gpus=len(held), scheduling_strategy=self._strategy(bundle))
+            .remote()
+            for bundle, held in in_bundle.items()
+        }
+        gpus: dict[Slot, str] = {}
+        for bundle, held in in_bundle.items():
+            try:
+                numbers: list[str] = ray.get(found[bundle], timeout=max(1.0, until - time.monotonic()))
+            except ray.exceptions.RayError as error:
+                raise ClusterError(f"which GPUs node {held[0][0]} has could not be found out: {error}") from error
+            gpus.update(zip(held, numbers, strict=True))
+        return gpus
 
-    def _explain_lack(self, ray: Any) -> str:
-        wanted = " and ".join(f"{amount:g} {name}s" for name, amount in self._bundle().items())
-        there = [
-            f"{node.get('NodeManagerHostname') or node['NodeManagerAddress']} has "
-            + " and ".join(f"{node['Resources'].get(name, 0):g} {name}s" for name in self._bundle())
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
+    def _explain_lack(self, there: Sequence[NodeResources]) -> str:
+        """Say which node of the run the cluster lacks, and what it has."""
         config = self.config
+        try:
+            match_nodes(needs_of_nodes(self.placement, cpus_per_rank=config.cpus_per_rank), there)
+            lacking = "the nodes of the run are there, and other runs hold part of them (ray status)"
+        except PlacementError as error:
+            lacking = f"{error}. Other runs may hold part of it, too (ray status)"
         return (
-            f"the run needs {self.placement.num_nodes} {'node' if self.placement.num_nodes == 1 else 'nodes'} with "
-            f"{wanted} each (cluster.num_nodes={config.num_nodes}, gpus_per_node={config.gpus_per_node}, "
-            f"cpus_per_rank={config.cpus_per_rank}), and after at most start_timeout_s={config.start_timeout_s:g} "
-            f"seconds the Ray cluster has: {'; '.join(there) or 'no node'}. Other runs may hold part of it "
-            f"(ray status); lower these, or add nodes"
+            f"the run needs {_nodes_text(self.placement, config)}, and after at most start_timeout_s="
+            f"{config.start_timeout_s:g} seconds {lacking}. The Ray cluster has: "
+            f"{'; '.join(map(str, there)) or 'no node'}. Lower these, or add nodes"
         )
+
+
+def nodes_of_cluster(ray: Any) -> list[NodeResources]:
+    """The living nodes of the cluster that this process is connected to, with all that they have."""
+    return [
+        NodeResources(
+            name=str(node.get("NodeManagerHostname") or node["NodeManagerAddress"]),
+            gpus=node["Resources"].get("GPU", 0.0),
+            cpus=node["Resources"].get("CPU", 0.0),
+            # What was free when Ray started there: it divides that into these two.
+            memory_bytes=node["Resources"].get("memory", 0.0) + node["Resources"].get("object_store_memory", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def look_at_cluster(config: ClusterConfig) -> list[NodeResources]:
+    """The nodes of the running cluster that `cluster.address` names; nothing is reserved, and nothing stays connected.
+
+    Raises:
+        ClusterError: it names none, Ray is not installed, or the cluster cannot be reached.
+    """
+    if config.runtime != "ray" or config.address is None:
+        raise ClusterError(
+            f"cluster.runtime={config.runtime} with cluster.address={config.address or 'null'} names no running Ray "
+            f"cluster to look at; set cluster.runtime=ray and cluster.address=auto, or host:port"
+        )
+    for name, value in DRIVER_ENV.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(f"{error}: Ray is not installed: pip install 'rl-launcher[ray]'") from error
+    was_connected = ray.is_initialized()
+    try:
+        if not was_connected:
+            ray.init(address=config.address, logging_level="ERROR", log_to_driver=False)
+        return nodes_of_cluster(ray)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ClusterError(
+            f"cluster.address={config.address}: a Ray cluster cannot be reached there: {error}"
+        ) from error
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def _nodes_text(placement: Placement, config: ClusterConfig) -> str:
+    """The nodes of a run in words, with the keys that say so."""
+    what = "GPUs" if placement.device == "cuda" else "processes"
+    sizes = Counter(placement.num_slots)
+    nodes = " and ".join(
+        f"{count} node{'' if count == 1 else 's'} with {size} {what} and {size * config.cpus_per_rank} CPUs each"
+        for size, count in sizes.items()
+    )
+    given = config.gpus_per_node if isinstance(config.gpus_per_node, int) else [*config.gpus_per_node]
+    keys = f"cluster.num_nodes={config.num_nodes}, gpus_per_node={given}, cpus_per_rank={config.cpus_per_rank}"
+    return f"{nodes} ({keys})"
 
 
 def is_running(pid: int | None) -> bool:

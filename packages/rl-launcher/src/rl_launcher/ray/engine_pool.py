@@ -49,7 +49,7 @@ class RunningEngine:
     actor: Actor | None
     """None until its process is made."""
     host: str
-    """Address of its node."""
+    """Address of the node of its actor."""
     state: Literal["starting", "waiting", "serving", "gone"] = "starting"
     started: EngineInfo | None = None
     """None while it starts."""
@@ -77,7 +77,7 @@ class EnginePool:
     start_actor: Callable[[int], Actor]
     """Starts the actor of the engine with this index, in its place."""
     hosts: Sequence[str]
-    """The address of each engine's node; as many as there are engines."""
+    """The address of the node of each engine's actor; as many as there are engines."""
     max_restarts: int
     """How many engines that died are replaced, in the whole run."""
     start_timeout_s: float

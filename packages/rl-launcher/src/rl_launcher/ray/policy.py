@@ -241,7 +241,14 @@ def start_trainers(runtime: RayRuntime, placement: Placement, spec: TrainerSpec)
     actors = runtime.start_actors(places, sees="all")
     gather(
         [
-            actor.submit_make(TrainingWorker, spec, rank=place.rank, local_rank=place.slot, ip=actor.ip)
+            actor.submit_make(
+                TrainingWorker,
+                spec,
+                rank=place.rank,
+                local_rank=place.slot,
+                num_local_ranks=len(placement.ranks_on(place.node)),
+                ip=actor.ip,
+            )
             for actor, place in zip(actors, placement.ranks, strict=True)
         ],
         timeout_s=timeout_s,

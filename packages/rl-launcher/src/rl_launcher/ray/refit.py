@@ -23,13 +23,10 @@ from rl_refit.parties import Parties
 
 
 class RayWeightSync:
-    """A `WeightSync` from the trainer's ranks, on the nodes `policy_hosts`, to all engines of a pool."""
+    """A `WeightSync` from the trainer's ranks to all engines of a pool; `one_node` tells whether all are on one."""
 
-    def __init__(
-        self, policy: RayPolicy, engines: EnginePool, config: RefitConfig, *, policy_hosts: Sequence[str]
-    ) -> None:
-        self._policy, self._engines, self._config = policy, engines, config
-        self._one_node = len({*policy_hosts, *engines.hosts}) == 1
+    def __init__(self, policy: RayPolicy, engines: EnginePool, config: RefitConfig, *, one_node: bool) -> None:
+        self._policy, self._engines, self._config, self._one_node = policy, engines, config, one_node
         self.enter_refitting: Callable[[], None] = lambda: None
         """Brings the weights of both sides onto devices that they share; called before each refit."""
         self.healing: Callable[[], AbstractContextManager[None]] = nullcontext

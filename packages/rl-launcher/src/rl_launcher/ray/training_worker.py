@@ -49,12 +49,14 @@ class TrainerSpec:
 class TrainingWorker:
     """A rank. Starting takes two calls: rank 0 serves the store (`host_store`), then all ranks `load` together.
 
-    `local_rank` is its GPU among those of the node, `ip` the address of the node that the other nodes reach.
+    `local_rank` is its GPU among those of the node, of whose ranks there are `num_local_ranks`; `ip` is the address of
+    the node that the other nodes reach.
     """
 
-    def __init__(self, spec: TrainerSpec, *, rank: int, local_rank: int, ip: str) -> None:
+    def __init__(self, spec: TrainerSpec, *, rank: int, local_rank: int, num_local_ranks: int, ip: str) -> None:
         torch.set_num_threads(spec.threads)
-        self._spec, self._rank, self._local_rank, self._ip = spec, rank, local_rank, ip
+        self._spec, self._rank, self._ip = spec, rank, ip
+        self._local_rank, self._num_local_ranks = local_rank, num_local_ranks
         self._config = select_backend(spec.policy).config
         self._store: Any = None
         self._models: dict[int, Any] = {}
@@ -80,6 +82,7 @@ class TrainingWorker:
             rank=self._rank,
             num_ranks=self._spec.num_ranks,
             local_rank=self._local_rank,
+            num_local_ranks=self._num_local_ranks,
             device=self._config.device,
             timeout_s=self._config.timeout_s,
         )

@@ -71,8 +71,9 @@ class ClusterConfig:
     num_nodes: int = 1
     """Nodes that the run uses."""
 
-    gpus_per_node: int = 1
-    """GPUs that it uses on each node. If the policy is on the CPU: processes on each node."""
+    gpus_per_node: int | tuple[int, ...] = 1
+    """GPUs that it uses on each node; a list gives each node its own number. If the policy is on the CPU: processes on
+    each node."""
 
     cpus_per_rank: int = 1
     """CPUs that Ray reserves for each rank and engine, also for data loading and copies."""
@@ -101,17 +102,25 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            at_least={"num_nodes": 1, "gpus_per_node": 1, "cpus_per_rank": 1, "max_restarts": 0},
+            at_least={"num_nodes": 1, "cpus_per_rank": 1, "max_restarts": 0},
             above={"start_timeout_s": 0, "call_timeout_s": 0, "hang_timeout_s": 0},
             infinite={"start_timeout_s", "call_timeout_s", "hang_timeout_s"},
         )
+        listed = self.gpus_per_node if isinstance(self.gpus_per_node, tuple) else (self.gpus_per_node,)
+        if bad := [each for each in listed if isinstance(each, bool) or not isinstance(each, int) or each < 1]:
+            raise ValueError(f"gpus_per_node={self._gpus_text} must be >= 1 on each node; {bad[0]!r} is not")
+        if isinstance(self.gpus_per_node, tuple) and len(listed) != self.num_nodes:
+            raise ValueError(
+                f"gpus_per_node={self._gpus_text} lists {len(listed)} nodes, and num_nodes={self.num_nodes}; "
+                f"set num_nodes={max(len(listed), 1)}"
+            )
         if self.runtime == "in_process" and self.address is not None:
             raise ValueError(
                 f"address={self.address} names a Ray cluster, and runtime=in_process uses none; set runtime=ray"
             )
-        if self.runtime == "in_process" and (self.num_nodes > 1 or self.gpus_per_node > 1):
+        if self.runtime == "in_process" and self.num_ranks > 1:
             raise ValueError(
-                f"num_nodes={self.num_nodes} and gpus_per_node={self.gpus_per_node} are more than one rank, and "
+                f"num_nodes={self.num_nodes} and gpus_per_node={self._gpus_text} are more than one rank, and "
                 f"runtime=in_process has one; set runtime=ray"
             )
         if self.runtime == "in_process" and self.max_restarts:
@@ -120,6 +129,18 @@ class ClusterConfig:
             )
 
     @property
+    def slots_of_nodes(self) -> tuple[int, ...]:
+        """GPUs of each node, or processes if the policy is on the CPU."""
+        if isinstance(self.gpus_per_node, tuple):
+            return self.gpus_per_node
+        return (self.gpus_per_node,) * self.num_nodes
+
+    @property
     def num_ranks(self) -> int:
         """GPUs of the run, or processes if the policy is on the CPU."""
-        return self.num_nodes * self.gpus_per_node
+        return sum(self.slots_of_nodes)
+
+    @property
+    def _gpus_text(self) -> str:
+        """As a recipe has it."""
+        return str([*self.gpus_per_node] if isinstance(self.gpus_per_node, tuple) else self.gpus_per_node)
