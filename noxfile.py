@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "scripts"))
 
 from environments import find_uv, install, use_every_pyenv  # noqa: E402  (found by the line above)
-from repository import Package, Repository, admitted, floor, group  # noqa: E402
+from repository import Package, Repository, admitted, cell_id, floor, group  # noqa: E402
 
 REPO = Repository.read(HERE)
 TOOLS = nox.project.load_toml(HERE / "pyproject.toml")
@@ -189,12 +189,6 @@ def define_sessions(package: Package) -> None:
     nox.session(name=f"wheel-{name}", tags=[name, "quick"], python=python)(wheel)
     nox.session(name=f"floor-{name}", tags=[name, "floor"], python=python, default=False)(floors)
     nox.session(name=f"regression-{name}", tags=[name, "regression"], python=python, default=False)(regression)
-
-
-def cell_id(cell: dict[str, str]) -> str:
-    """Return the name of a cell in the session's name: `3.11-torch2.13`."""
-    plain = ("python", "resolution")
-    return "-".join(value if name in plain else f"{name}{value}" for name, value in cell.items())
 
 
 for _package in REPO.packages.values():

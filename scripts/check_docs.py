@@ -1,11 +1,12 @@
 """Check what can be checked of the documents: links, anchors, and the tables of public names.
 
-    python scripts/check_docs.py
+    python scripts/check_docs.py            every complaint, a line each
+    python scripts/check_docs.py --write    first make the root README's table of tested versions again
 
 A link is any relative `[text](path#anchor)` outside code; anchors are made from headings as on GitHub. Links to the web
 are not followed. A README's table under the heading "Public names" (or "Names") must mention all of `__all__`, and what
-its first column lists must exist: a name, a module, or `module.name`. The root README's row of a package must list
-exactly the versions of its matrix.
+its first column lists must exist: a name, a module, or `module.name`. The root README's table of tested versions,
+between its two comments, is made from the cells of the matrix that ran; those that never did are listed under it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
-from repository import Repository
+from packaging.version import Version
+
+from repository import Repository, cell_id
 from repository_rules import text_files
 
 if TYPE_CHECKING:
@@ -31,19 +34,23 @@ LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*\s*$", flags=re.MULTILINE)
 PUBLIC_NAMES = re.compile(r"^#+ (?:public )?names$(.*?)(?=^#+ |\Z)", flags=re.I | re.M | re.S)  # noqa: FURB167
 
+MATRIX = re.compile(r"(<!-- matrix -->\n)(.*?)(<!-- /matrix -->)", flags=re.DOTALL)
+
+COLUMNS = ("python", "torch", "transformers", "resolution")
+"""What the table of tested versions shows by itself; all else that a cell names is in its last column."""
+OTHER_NAMES = {"vllm": "vLLM", "ray": "Ray"}
+
 
 def main() -> None:
     """Check every Markdown file of the repository in the current directory."""
     repository = Repository.read(Path.cwd())
+    if "--write" in sys.argv[1:]:
+        write_matrix(repository)
     pages = [path for path in text_files(repository) if path.suffix == ".md"]
     complaints = [
         *(complaint for page in pages for complaint in check_links(page)),
         *(complaint for package in repository.packages.values() for complaint in check_public_names(package)),
-        *(
-            complaint
-            for package in repository.packages.values()
-            for complaint in check_matrix(package, repository.root)
-        ),
+        *check_matrix(repository),
     ]
     for complaint in complaints:
         print(complaint.replace(f"{repository.root}/", ""))
@@ -98,15 +105,45 @@ def check_public_names(package: Package) -> Iterator[str]:
             yield f"{readme}:1: the table of public names has {name}, which {package.import_name} does not"
 
 
-def check_matrix(package: Package, root: Path) -> Iterator[str]:
-    """Find differences between the versions in the root README and the package's matrix."""
-    readme = root / "README.md"
-    tested = {version for cell in package.cells for name, version in cell.items() if name != "python"}
-    rows = [line for line in readme.read_text().splitlines() if line.startswith(f"| {package.name} |")]
-    promised = {version for row in rows for version in re.findall(r"\d+\.\d+", row)}
-    if promised != tested:
-        differing = ", ".join(sorted(promised ^ tested))
-        yield f"{readme}:1: the table of tested versions and the matrix of {package.name} differ in {differing}"
+def check_matrix(repository: Repository) -> Iterator[str]:
+    """Find out whether the root README's table of tested versions differs from the matrix."""
+    readme = repository.root / "README.md"
+    match MATRIX.search(readme.read_text()):
+        case None:
+            yield f"{readme}:1: no table of tested versions between '<!-- matrix -->' and '<!-- /matrix -->'"
+        case found if found[2] != (made := matrix_table(repository)):
+            differing = "; ".join(sorted({*found[2].splitlines()} ^ {*made.splitlines()}))
+            again = "make the table again with python scripts/check_docs.py --write"
+            yield f"{readme}:1: the tested versions and the matrix differ: {again}. Differing lines: {differing}"
+
+
+def write_matrix(repository: Repository) -> None:
+    """Make the root README's table of tested versions again."""
+    readme = repository.root / "README.md"
+    made = matrix_table(repository)
+    readme.write_text(MATRIX.sub(lambda found: f"{found[1]}{made}{found[3]}", readme.read_text()))
+
+
+def matrix_table(repository: Repository) -> str:
+    """Return the versions of the cells that ran, a row for each package, and the cells that never ran."""
+    lines = ["| package | Python | torch | transformers | others |", "|---|---|---|---|---|"]
+    missing = []
+    for package in repository.packages.values():
+        ran = [cell for cell in package.cells if cell not in package.never_run]
+        columns = [_versions(ran, name) for name in ("python", "torch", "transformers")]
+        names = [name for name in dict.fromkeys(name for cell in ran for name in cell) if name not in {*COLUMNS}]
+        others = [f"{OTHER_NAMES.get(name, name)} {_versions(ran, name)}" for name in names]
+        others += ["all that it needs at its floor"] * any("resolution" in cell for cell in ran)
+        lines.append(f"| {' | '.join([package.name, *columns, '; '.join(others) or '–'])} |")
+        if package.never_run:
+            missing.append(f"- {package.name}: {', '.join(f'`{cell_id(cell)}`' for cell in package.never_run)}")
+    heading = ["", "Cells that **never ran**, or not to their end:", ""] if missing else []
+    return "\n".join([*lines, *heading, *missing, ""])
+
+
+def _versions(cells: list[dict[str, str]], name: str) -> str:
+    found = {cell[name] for cell in cells if name in cell}
+    return ", ".join(sorted(found, key=Version)) or "–"
 
 
 def table_names(markdown: str) -> tuple[set[str], set[str]]:

@@ -76,13 +76,13 @@ class Package:
 
     @property
     def cells(self) -> list[dict[str, str]]:
-        """The cells of the matrix, oldest first; the last one is the quick one."""
+        """The cells of the matrix; the last one is the quick one, which a plain `nox` runs."""
         cells = self.pyproject["tool"]["matrix"]["cells"]
         return [{name: value for name, value in cell.items() if name != "never_run"} for cell in cells]
 
     @property
     def never_run(self) -> list[dict[str, str]]:
-        """The cells marked `never_run = true`: no machine of the project could run them so far."""
+        """The cells marked `never_run = true`: no machine of the project has run them to their end so far."""
         marks = [cell.get("never_run", False) for cell in self.pyproject["tool"]["matrix"]["cells"]]
         return [cell for cell, marked in zip(self.cells, marks, strict=True) if marked]
 
@@ -175,6 +175,12 @@ class Repository:
         # In a container the checkout often belongs to another user, which git refuses by default.
         command = ("git", "-c", f"safe.directory={self.root}", *arguments)
         return subprocess.run(command, cwd=self.root, check=True, stdout=subprocess.PIPE).stdout
+
+
+def cell_id(cell: Mapping[str, str]) -> str:
+    """Return the name of a cell in its session's name: `3.11-torch2.13`."""
+    plain = ("python", "resolution")
+    return "-".join(value if name in plain else f"{name}{value}" for name, value in cell.items())
 
 
 def group(pyproject: Mapping[str, Any], name: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from check_docs import anchors, check_links, check_matrix, check_public_names, table_names
-from repository import Package, Repository
+from check_docs import anchors, check_links, check_matrix, check_public_names, matrix_table, table_names, write_matrix
+from repository import Repository
 
 
 @pytest.fixture
@@ -54,11 +54,29 @@ def test_the_table_and_the_exports_must_agree(root):
     assert "has tear_down" in complaints
 
 
-@pytest.mark.parametrize(("row", "differing"), [("2.13 | 5.18, 5.19", []), ("2.13 | 5.18", ["5.19"])])
-def test_the_readme_promises_what_the_matrix_tests(tmp_path, row, differing):
-    cells = [{"python": "3.11", "torch": "2.13", "transformers": minor} for minor in ("5.18", "5.19")]
-    package = Package(tmp_path, {"project": {"name": "rl-thing"}, "tool": {"matrix": {"cells": cells}}})
-    (tmp_path / "README.md").write_text(f"| rl-thing | {row} |\n| [rl-thing](x) | 9.9 |\n")
-    assert [each in complaint for each, complaint in zip(differing, check_matrix(package, tmp_path), strict=True)] == [
-        True for _ in differing
-    ]
+def test_the_readme_promises_what_the_matrix_tests(root):
+    pyproject = root / "packages/wall/pyproject.toml"
+    newest = '\n[[tool.matrix.cells]]\npython = "3.13"\ntorch = "2.15"\nray = "2.60"\n'
+    floors = '\n[[tool.matrix.cells]]\npython = "3.11"\ntorch = "2.9"\nresolution = "lowest-direct"\n'
+    pyproject.write_text(f"{pyproject.read_text()}{newest}{floors}")
+    readme = root / "README.md"
+    readme.write_text("# toys\n")
+    assert "no table of tested versions" in "".join(check_matrix(Repository.read(root)))
+    readme.write_text("# toys\n\n<!-- matrix -->\n| wall | 9.9 |\n<!-- /matrix -->\n\nMore.\n")
+    (complaint,) = check_matrix(Repository.read(root))
+    assert "| wall | 9.9 |" in complaint
+    write_matrix(Repository.read(root))
+    assert list(check_matrix(Repository.read(root))) == []
+    row = "| wall | 3.11, 3.13 | 2.9, 2.12, 2.13, 2.15 | – | Ray 2.60; all that it needs at its floor |"
+    assert row in readme.read_text().splitlines()
+    assert readme.read_text().endswith("<!-- /matrix -->\n\nMore.\n")
+    assert "never ran" not in readme.read_text()
+
+
+def test_a_cell_that_never_ran_is_listed_apart_and_promised_by_no_row(root):
+    pyproject = root / "packages/wall/pyproject.toml"
+    newest = '\n[[tool.matrix.cells]]\npython = "3.13"\ntorch = "2.15"\nnever_run = true\n'
+    pyproject.write_text(f"{pyproject.read_text()}{newest}")
+    lines = matrix_table(Repository.read(root)).splitlines()
+    assert "| wall | 3.11 | 2.12, 2.13 | – | – |" in lines
+    assert [line for line in lines if line.startswith("-")] == ["- wall: `3.13-torch2.15`"]

@@ -22,7 +22,7 @@ from environments import (
     uv_variables,
     version_of,
 )
-from repository import Repository
+from repository import Repository, cell_id
 
 
 @pytest.fixture
@@ -110,6 +110,19 @@ def test_the_noxfile_loads_without_a_python_of_the_matrix_on_the_path(tmp_path):
     assert pythons == {"dev": None, "quickstart": None, "lint": "3.11"}
 
 
+def test_each_cell_is_listed_with_its_python_and_only_a_package_s_last_one_and_those_of_vllm_are_quick():
+    command = [sys.executable, "-m", "nox", "--list", "--json", "-k", "tests"]
+    here = Path(__file__).resolve().parents[2]
+    listed = json.loads(subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout)
+    sessions = {each["session"]: each for each in listed if each["session"].startswith("tests-")}
+    assert {each["python"] for each in sessions.values()} == set(SUPPORTED)
+    for package in Repository.read(here).packages.values():
+        names = [f"tests-{package.name}({cell_id(cell)})" for cell in package.cells]
+        assert [sessions[name]["python"] for name in names] == [cell["python"] for cell in package.cells]
+        quick = [name for name in names if "quick" in sessions[name]["tags"]]
+        assert quick == [name for name in names if name == names[-1] or "vllm" in name]
+
+
 CONFIGURED = """\
 :env:.find-links='/wheels /more'
 global.constraint='/etc/constraints.txt'
@@ -155,7 +168,7 @@ from pathlib import Path
 import nox
 sys.path.insert(0, {scripts!r})
 from environments import find_uv, install
-from repository import Repository
+from repository import Repository, cell_id
 REPO = Repository.read(Path.cwd())
 nox.options.default_venv_backend = "uv" if find_uv() else "virtualenv"
 nox.options.reuse_venv = "yes"

@@ -165,9 +165,10 @@ NEWEST = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(
 
 
 def pytest_collection_modifyitems(items):
-    """Run what is about torch alone in one cell of the matrix, the last; `EVERY_TEST=1` runs everything anywhere."""
+    """Run what is about torch alone in one cell of each torch; `EVERY_TEST=1` runs everything anywhere."""
     newest = version("transformers").startswith(f"{NEWEST['transformers']}.")
-    if newest or os.environ.get("EVERY_TEST") == "1":
+    another_torch = not version("torch").startswith(f"{NEWEST['torch']}.")
+    if newest or another_torch or os.environ.get("EVERY_TEST") == "1":
         return
     reason = f"about torch alone: the cell of transformers {NEWEST['transformers']} runs it, as EVERY_TEST=1 does"
     for item in items:

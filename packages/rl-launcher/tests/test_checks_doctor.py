@@ -58,8 +58,11 @@ def test_the_shipped_matrix_is_that_of_every_package():
     }
     if not pyprojects:
         pytest.skip("the packages' sources are not beside this test")
-    written = {name: pyproject["tool"]["matrix"]["cells"] for name, pyproject in pyprojects.items()}
-    assert matrix() == written, "write it again: it is `[tool.matrix]` of every pyproject.toml"
+    written = {
+        name: [cell for cell in pyproject["tool"]["matrix"]["cells"] if not cell.get("never_run")]
+        for name, pyproject in pyprojects.items()
+    }
+    assert matrix() == written, "write it again: it is `[tool.matrix]` of every pyproject.toml, less what never ran"
     for requirement in EXTRAS.values():
         package, extra = requirement.rstrip("]").split("[")
         assert extra in pyprojects[package]["project"]["optional-dependencies"], requirement

@@ -233,7 +233,7 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         "and torch's ring attention takes none.",
         source="https://github.com/NVIDIA-NeMo/RL/blob/main/docs/model-quirks.md#context-parallel-with-fsdp2",
         evidence="measured",
-        checked="2.13",
+        checked="2.15",
     ),
     ModelQuirk(
         name="linear-attention-context",
@@ -244,7 +244,7 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         reason="Its layers of linear attention carry a state along the row, which torch's ring attention does not.",
         source="https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/automodel/setup.py",
         evidence="reported",
-        checked="2.13",
+        checked="2.15",
     ),
     ModelQuirk(
         name="mamba-context",
@@ -255,6 +255,6 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         reason="Its Mamba layers carry a state along the row, which torch's ring attention does not.",
         source="https://github.com/NVIDIA-NeMo/Automodel/issues/1409",
         evidence="reported",
-        checked="2.13",
+        checked="2.15",
     ),
 )

@@ -2,7 +2,7 @@
 
 `diagnose` compares the installed versions with the tested ones (`match`), runs the checks of `doctor_findings`, and
 derives from them which features are ready (`verdicts`). `matrix.json` is a copy of `[tool.matrix]` in every package's
-pyproject.toml; a test keeps the two equal.
+pyproject.toml, without the cells that never ran; a test keeps the two equal.
 """
 
 import importlib.metadata
