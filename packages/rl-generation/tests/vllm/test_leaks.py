@@ -20,7 +20,6 @@ CACHE_BYTES = 64 << 20
     [
         ("in-process", 5),
         pytest.param("own-process", 2, marks=pytest.mark.slow),
-        pytest.param("async", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_engine_leaves_nothing_behind(kind, cycles, checkpoints, monkeypatch):

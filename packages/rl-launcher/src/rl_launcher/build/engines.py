@@ -110,11 +110,8 @@ def make_engine(
     engine = make_training_engine(spec, ready=ready, model=model, tokenizer=tokenizer, own_process=own_process)
     if spec.vllm is None:
         sink = ModuleSink(engine.model, on_commit=engine.commit_version)
-    elif spec.asynchronous:
-        pause = "keep" if spec.in_flight else "wait"
-        sink = VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
     else:
-        sink = VllmSink(engine.llm, cast=spec.casts)
+        sink = VllmSink(engine.vllm, loop=engine.loop, pause="keep" if spec.in_flight else "wait", cast=spec.casts)
     return MadeEngine(engine=engine, sink=sink, close=engine.close)
 
 
