@@ -1,5 +1,6 @@
 """An engine beside a trainer: it is made without weights, and everything that it serves was brought by a refit."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -291,6 +292,7 @@ def make_training_engine(
     from rl_generation.checkpoints import load_config
     from rl_generation.memory import default_cpu_cache_bytes
     from rl_generation.vllm import VllmEngine
+    from rl_generation.vllm.timeouts import sample_timeout_s
 
     options = spec.vllm
     if spec.device == "cpu":
@@ -307,9 +309,13 @@ def make_training_engine(
                 max_num_seqs=options.max_num_seqs,
             ),
         )
+    # A synchronous caller waits for its whole batch, however long that is, unless somebody says otherwise.
+    timeout_s = None if spec.asynchronous else sample_timeout_s() or math.inf
     if own_process is None:
         own_process = spec.asynchronous or options.tensor_parallel_size * options.pipeline_parallel_size > 1
-    return VllmEngine(options, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready)
+    return VllmEngine(
+        options, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready, timeout_s=timeout_s
+    )
 
 
 def _refuse_below(config: object, least: int, *names: str) -> None:

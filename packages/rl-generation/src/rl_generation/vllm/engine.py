@@ -66,7 +66,8 @@ class VllmEngine:
         ready: Asked before each call generates; raises to refuse, as `check` of rl-refit's sink does.
         version: Of the checkpoint's weights: optimizer steps that they have seen.
         timeout_s: Of each sample; None takes `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`, or, where that is not set, 600 for a
-            request that is awaited, streamed or submitted, and no limit for the batch of a `generate`.
+            request that is awaited, streamed or submitted, and no limit for the batch of a `generate`. `math.inf` is
+            no limit for any.
 
     Raises:
         EngineOptionError: vLLM is missing or does not fit, or an option is impossible here; nothing was started.
@@ -87,7 +88,10 @@ class VllmEngine:
     ) -> None:
         check_version(version)
         check_options(options, own_process=own_process)
-        self._timeout_s = sample_timeout_s() if timeout_s is None else check_timeout(timeout_s)
+        if timeout_s is None:
+            self._timeout_s = sample_timeout_s()
+        else:
+            self._timeout_s = math.inf if timeout_s == math.inf else check_timeout(timeout_s)
         if own_process:
             check_not_importing_main()
         self._prepared = prepare(options, logp_of=logp_of)
@@ -438,7 +442,10 @@ class VllmEngine:
         return self._events.run(self._running.call(what, timeout_s=self._limit(timeout_s), name=name))
 
     def _limit(self, timeout_s: float | None) -> float:
-        return max(CALL_TIMEOUT_S, self._timeout_s or 0.0) if timeout_s is None else check_timeout(timeout_s)
+        if timeout_s is not None:
+            return check_timeout(timeout_s)
+        samples_s = self._timeout_s or 0.0
+        return CALL_TIMEOUT_S if samples_s == math.inf else max(CALL_TIMEOUT_S, samples_s)
 
 
 def _elsewhere(events: EventLoop, end: Callable[[], None]) -> None:
