@@ -24,7 +24,6 @@ from rl_generation import (
     Streamer,
     StreamingEngine,
     TransformersEngine,
-    VllmAsyncEngine,
     VllmEngine,
 )
 from rl_generation.seeding import ServingEngine
@@ -50,19 +49,14 @@ if TYPE_CHECKING:
         return policy
 
     def engines_of(
-        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine, d: RemoteEngine
-    ) -> tuple[
-        contracts.Engine[Sampling],
-        contracts.Engine[Sampling],
-        contracts.Engine[Sampling],
-        contracts.Engine[Sampling],
-    ]:
-        return a, b, c, d
+        a: TransformersEngine, b: VllmEngine, c: RemoteEngine
+    ) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling], contracts.Engine[Sampling]]:
+        return a, b, c
 
-    def stepping_of(a: TransformersEngine, b: VllmEngine) -> tuple[SteppingEngine, SteppingEngine]:
-        return a, b
+    def stepping_of(a: TransformersEngine) -> SteppingEngine:
+        return a
 
-    def streaming_of(a: Streamer, b: VllmAsyncEngine) -> tuple[StreamingEngine, StreamingEngine]:
+    def streaming_of(a: Streamer, b: VllmEngine) -> tuple[StreamingEngine, StreamingEngine]:
         return a, b
 
     def rollout_of(rollout: Rollout) -> contracts.Rollout:
@@ -80,15 +74,14 @@ if TYPE_CHECKING:
         return engine
 
     def engines_of_requests(
-        a: TransformersEngine, b: VllmEngine, c: VllmAsyncEngine, d: RemoteEngine, e: Streamer
+        a: TransformersEngine, b: VllmEngine, c: RemoteEngine, d: Streamer
     ) -> tuple[
-        contracts.RequestEngine[Sampling],
         contracts.RequestEngine[Sampling],
         contracts.RequestEngine[Sampling],
         contracts.RequestEngine[Sampling],
         Callable[..., object],
     ]:
-        return a, b, c, d, e.submit
+        return a, b, c, d.submit
 
     def weight_sync_over_ray(a: RayWeightSync) -> contracts.WeightSync:
         return a

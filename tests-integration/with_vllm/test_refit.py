@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from rl_generation import Sampling, verify_logp
-from rl_generation.vllm import VllmAsyncEngine, VllmEngine, VllmOptions
+from rl_generation.vllm import VllmEngine, VllmOptions
 from rl_refit import ModuleSource, PoisonedError, Refit
 from rl_refit.vllm import WORKER_EXTENSION, VllmSink
 
@@ -65,9 +65,9 @@ def train(policy):
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-def test_every_step_reaches_the_synchronous_engine_and_its_rollouts_say_which(policy, options):
+def test_every_step_reaches_an_engine_in_this_process_and_its_rollouts_say_which(policy, options):
     with VllmEngine(options, own_process=False, ready=lambda: sink.check()) as engine:  # noqa: PLW0108
-        sink = VllmSink(engine.llm)
+        sink = VllmSink(engine.vllm, loop=engine.loop)
         refit = Refit(ModuleSource(policy), sink)
         for version in (1, 2, 3):
             train(policy)
@@ -82,8 +82,9 @@ def test_every_step_reaches_the_synchronous_engine_and_its_rollouts_say_which(po
         refit.close()
 
 
-def test_a_refit_in_flight_keeps_the_answers_that_are_under_way(policy, options):
-    with VllmAsyncEngine(options) as engine:
+@pytest.mark.parametrize("own_process", [False, True], ids=["in-process", "own-process"])
+def test_a_refit_in_flight_keeps_the_answers_that_are_under_way(policy, options, own_process):
+    with VllmEngine(options, own_process=own_process) as engine:
         refit = Refit(ModuleSource(policy), VllmSink(engine.vllm, loop=engine.loop, pause="keep"))
         refit(version=1)
         assert verify_logp(engine, policy, prompts=PROMPTS, sampling=SAMPLING).max_abs_difference <= 1e-4

@@ -1,4 +1,4 @@
-"""Tokens a second of the three engines and of `transformers.generate`, side by side on one model, one thread each.
+"""Tokens a second of the engines and of `transformers.generate`, side by side on one model, one thread each.
 
 Two workloads: 64 prompts and 32 new tokens of each; and a long tail, 64 prompts and 8 answers to each, of geometric
 lengths up to 96 tokens. Every engine has a process of its own and waits while another one works; each round asks all of
@@ -32,7 +32,6 @@ ENGINES = {
     "embedded": "TransformersEngine",
     "vllm": "VllmEngine, in process",
     "vllm-own": "VllmEngine, own process",
-    "vllm-async": "VllmAsyncEngine",
 }
 BATCH = 256
 
@@ -100,12 +99,9 @@ def make(name: str, path: str):
 
         engine = TransformersEngine(load_model(path), stop_token_ids=[], pad_token_id=PAD, max_batch_size=BATCH)
         return generate_of_engine(engine), contextlib.closing(engine)
-    from rl_generation.vllm import VllmAsyncEngine, VllmEngine
+    from rl_generation.vllm import VllmEngine
 
-    if name == "vllm-async":
-        engine = VllmAsyncEngine(vllm_options(path), stop_token_ids=[])
-    else:
-        engine = VllmEngine(vllm_options(path), own_process=name == "vllm-own", stop_token_ids=[])
+    engine = VllmEngine(vllm_options(path), own_process=name == "vllm-own", stop_token_ids=[])
     return generate_of_engine(engine), contextlib.closing(engine)
 
 

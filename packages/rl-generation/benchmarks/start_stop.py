@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "programs
 import leaks
 import saved_model
 
-CYCLES = {"embedded": 50, "in-process": 5, "own-process": 5, "async": 5}
-GROWTH_BYTES = {"embedded": 8 << 20, "in-process": 64 << 20, "own-process": 64 << 20, "async": 64 << 20}
+CYCLES = {"embedded": 50, "in-process": 5, "own-process": 5}
+GROWTH_BYTES = {"embedded": 8 << 20, "in-process": 64 << 20, "own-process": 64 << 20}
 """Of vLLM: less than one cache of all those that there were."""
 
 
@@ -48,7 +48,7 @@ def measure(kind: str, cycles: int, model: str):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=CYCLES, default=list(CYCLES))
-    parser.add_argument("--cycles", type=int, help="of each; by default {embedded} and {async}".format(**CYCLES))
+    parser.add_argument("--cycles", type=int, help="of each; by default {embedded} and {own-process}".format(**CYCLES))
     arguments = parser.parse_args()
     missing = [] if has_vllm() else [kind for kind in arguments.kinds if kind != "embedded"]
     figures = {}

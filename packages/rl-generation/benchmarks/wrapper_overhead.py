@@ -1,4 +1,4 @@
-"""What `VllmEngine` and `VllmAsyncEngine` cost over the bare vLLM inside of them: at most 3 % is promised.
+"""What `VllmEngine` costs over the bare `AsyncLLM` inside of it: at most 3 % is promised.
 
 Both generate with one engine, ours and then vLLM's own `generate` of it, with the same SamplingParams, in an order
 that is drawn anew for each round; bare vLLM is measured twice, so that the ratio of the two says what the noise is.
@@ -6,7 +6,7 @@ vLLM's side is given its prompts and parameters ready made, and reads nothing of
 them. Of several answers to a prompt, vLLM makes one request, which it divides; ours makes one of each, and so it can
 time out alone. Figures are medians of each round's ratio, with their quartiles.
 
-In process, both run vLLM's `step` until all is done. `outside` is the time on the core before, between and after those
+In process, both have vLLM step until all is done. `outside` is the time on the core before, between and after those
 steps, which is all that a wrapper can change, and its ratio is 1 + (its own - bare vLLM's) / all of bare vLLM's time:
 the noise of the steps, which are the same, is not in it.
 
@@ -37,7 +37,7 @@ from workloads import ENVIRONMENT, MODELS, WORKLOADS, cpu_seconds, has_vllm, sav
 
 LIMIT = 1.03
 CLOCKS = ("wall", "core", "outside")
-KINDS = {"in-process": "VllmEngine, in process", "async": "VllmAsyncEngine"}
+KINDS = {"in-process": "VllmEngine, in process", "own-process": "VllmEngine, in its own process"}
 numbers = itertools.count()
 
 
@@ -63,17 +63,6 @@ def count(outputs) -> int:
 
 def bare(engine, workload):
     """What prepares a call of bare vLLM; the call returns its outputs."""
-    from vllm import TokensPrompt
-
-    def prepare(prompts):
-        ready = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        params = params_of(engine, workload)
-        return lambda: engine.llm.generate(ready, params, use_tqdm=False)
-
-    return prepare, count
-
-
-def bare_async(engine, workload):
     from vllm.inputs import tokens_input
 
     async def answer(prompt, params):
@@ -129,8 +118,8 @@ class Steps:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def watch(self, engine) -> None:
-        step = engine.step
+    def watch(self, engine, name: str) -> None:
+        step = getattr(engine, name)
 
         def timed_step():
             start = cpu_seconds()
@@ -139,7 +128,7 @@ class Steps:
             finally:
                 self.seconds += cpu_seconds() - start
 
-        engine.step = timed_step
+        setattr(engine, name, timed_step)
 
 
 steps = Steps()
@@ -189,20 +178,20 @@ def compare(found):
 @contextlib.contextmanager
 def ways_of(kind: str, path: str):
     """What makes the ways to compare, of a workload."""
-    from rl_generation.vllm import VllmAsyncEngine, VllmEngine
+    from rl_generation.vllm import VllmEngine
 
     def ways(make, engine, workload):
         found = {"bare": make(engine, workload), "ours": ours(engine, workload), "bare again": make(engine, workload)}
         return found if workload.n == 1 else {**found, "bare, each alone": alone(make, engine, workload)}
 
-    if kind == "async":
-        with VllmAsyncEngine(vllm_options(path), stop_token_ids=[]) as engine:
-            yield lambda workload: ways(bare_async, engine, workload)
+    if kind == "own-process":
+        with VllmEngine(vllm_options(path), own_process=True, stop_token_ids=[]) as engine:
+            yield lambda workload: ways(bare, engine, workload)
         return
     with VllmEngine(vllm_options(path), stop_token_ids=[]) as engine:
         llm = plain_llm(path)
-        for each in (engine.llm, llm):
-            steps.watch(each.llm_engine)
+        steps.watch(engine.vllm.engine_core.core, "advance")
+        steps.watch(llm.llm_engine, "step")
         yield lambda workload: {**ways(bare, engine, workload), "as it comes": as_it_comes(llm, workload)}
         llm.llm_engine.engine_core.shutdown()
 

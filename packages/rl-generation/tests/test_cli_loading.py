@@ -126,13 +126,13 @@ def test_code_that_comes_with_a_model_is_not_run_unless_trusted(model):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"engine": "sglang"}, "engine must be one of transformers, vllm, vllm-async"),
+        ({"engine": "sglang"}, "engine must be one of transformers, vllm;"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 means nothing to the engine 'transformers'"),
         ({"enforce_eager": True}, "enforce_eager=True means nothing to the engine 'transformers'"),
         ({"kv_cache_memory_bytes": 64}, "kv_cache_memory_bytes=64 means nothing to the engine 'transformers'"),
         ({"vllm_kwargs": {"a": 1}}, "vllm_kwargs={'a': 1} means nothing"),
         ({"engine": "vllm", "device": "cpu"}, "device='cpu' means nothing to the engine 'vllm'"),
-        ({"engine": "vllm-async", "own_process": True}, "own_process=True means nothing"),
+        ({"own_process": True}, "own_process=True means nothing to the engine 'transformers'"),
         ({"tokenizer": "x", "with_tokenizer": False}, "contradicts with_tokenizer=False"),
     ],
 )

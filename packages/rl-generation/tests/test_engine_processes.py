@@ -1,6 +1,7 @@
 """Processes that die, what they leave behind, and how long a sample may take; real processes, no vLLM."""
 
 import asyncio
+import math
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,10 @@ import pytest
 
 from rl_generation.child_process import process_stat
 from rl_generation.errors import EngineDeadError, EngineOptionError, TimedOutSample
+from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import Rollout, VersionSpan
+from rl_generation.vllm import VllmOptions
+from rl_generation.vllm.admission import Admission
 from rl_generation.vllm.health import Health
 from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.processes import EngineProcesses
@@ -22,6 +26,7 @@ from rl_generation.vllm.timeouts import sample_timeout_s, timeout_error
 
 PATIENCE_S = 60
 PROGRAMS = Path(__file__).parent / "programs"
+LIMITS = Limits(vocab_size=10, max_length=100, max_length_name="max_model_len")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -122,7 +127,7 @@ def test_an_engine_that_failed_without_dying_is_dead_all_the_same(process, monke
         raise OSError("sockets")
 
     async def ask():
-        health = Health(SimpleNamespace(errored=True), EngineProcesses([process]))
+        health = Health(SimpleNamespace(errored=True, engine_core=None), EngineProcesses([process]))
         await health.run(fail())
 
     with pytest.raises(EngineDeadError, match="vLLM's engine failed, and its log says why"):
@@ -146,11 +151,17 @@ def test_a_timeout_that_is_no_time_is_refused(monkeypatch, value):
         sample_timeout_s()
 
 
-def test_a_sample_has_ten_minutes_unless_the_environment_says_otherwise(monkeypatch):
+def test_the_limit_of_a_sample_is_the_calls_or_the_engines_or_that_of_its_kind_of_call(monkeypatch):
+    def limit(engines, **call):
+        admission = Admission(options=VllmOptions(model="m"), limits=LIMITS, timeout_s=engines)
+        return admission.requests([[5]], Sampling(max_new_tokens=1), **call)[1].timeout_s
+
     monkeypatch.delenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", raising=False)
-    assert sample_timeout_s() == 600
+    assert sample_timeout_s() is None
+    assert (limit(None), limit(None, otherwise_s=math.inf)) == (600, math.inf)
     monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "12.5")
     assert sample_timeout_s() == 12.5
+    assert (limit(12.5), limit(12.5, otherwise_s=math.inf), limit(12.5, timeout_s=2.0)) == (12.5, 12.5, 2.0)
 
 
 def test_a_timeout_says_what_was_reached_what_is_kept_and_what_to_do():

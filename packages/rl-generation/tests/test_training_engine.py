@@ -1,5 +1,6 @@
 """An engine beside a trainer: a spec that crosses processes, weights that only a refit brings, and what is refused."""
 
+import math
 import pickle
 import sys
 from pathlib import Path
@@ -50,6 +51,21 @@ def test_a_spec_crosses_processes_and_moves_to_another_folder():
     moved = spec.with_model("elsewhere")
     assert (moved.model, moved.vllm.model) == ("elsewhere", "elsewhere")
     assert spec_of().with_model("elsewhere").vllm is None
+
+
+def test_a_synchronous_vllm_engine_waits_for_its_batch_and_an_asynchronous_one_has_a_process_and_limits(monkeypatch):
+    def made(**changes):
+        options = VllmOptions(model="model", kv_cache_memory_bytes=1 << 20, **changes.pop("options", {}))
+        engine = make_training_engine(spec_of(vllm=options, **changes), ready=lambda: None)
+        return engine["own_process"], engine["timeout_s"]
+
+    monkeypatch.setattr("rl_generation.vllm.VllmEngine", lambda _options, **given: given)
+    monkeypatch.delenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", raising=False)
+    assert made() == (False, math.inf)
+    assert made(options={"tensor_parallel_size": 2}) == (True, math.inf)
+    assert made(asynchronous=True) == (True, None)
+    monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "12.5")
+    assert made() == (False, 12.5)
 
 
 def test_options_of_another_engine_are_refused():

@@ -15,7 +15,6 @@ from rl_generation.rollout import RolloutTiming, VersionSpan
 from rl_generation.vllm import runtime
 from rl_generation.vllm.checkpoint import has_tokenizer, load_format_of, read_config, stop_token_ids_of
 from rl_generation.vllm.explanation import explain
-from rl_generation.vllm.in_flight import StreamedAnswer
 from rl_generation.vllm.lora import LoraAdapter, check_lora
 from rl_generation.vllm.options import VllmOptions, engine_arguments, nearest
 from rl_generation.vllm.outputs import logp_hint, logp_of_tokens, rollout_of, timing_of, version_of
@@ -180,27 +179,26 @@ def test_models_and_tokenizers_that_are_not_there_are_refused_by_name(checkpoint
 def test_a_missing_or_untested_vllm_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr(runtime, "installed_version", lambda: None)
     with pytest.raises(EngineOptionError, match=r"vLLM is not installed .* `pip install rl-generation\[vllm\]`"):
-        check_runtime(asynchronous=False)
+        check_runtime()
     monkeypatch.setattr(runtime, "installed_version", lambda: "0.33.1")
     with pytest.raises(EngineOptionError, match=r"vLLM 0\.33\.1 is installed, .* tested with 0\.32\.x only"):
-        check_runtime(asynchronous=True)
+        check_runtime()
     monkeypatch.setattr(runtime, "installed_version", lambda: "0.32.0+cpu")
-    assert check_runtime(asynchronous=True) == "0.32.0+cpu"
+    assert check_runtime() == "0.32.0+cpu"
 
 
 @pytest.mark.parametrize(
-    ("value", "asynchronous", "message"),
+    ("value", "message"),
     [
-        ("0", False, "which vLLM .* does not have any more; unset NRL_VLLM_USE_V1"),
-        ("0", True, "use the synchronous VllmEngine, or unset NRL_VLLM_USE_V1"),
-        ("__import__('os')", False, "NRL_VLLM_USE_V1 must be 0 or 1"),
-        ("", True, "NRL_VLLM_USE_V1 must be 0 or 1, or not set .*; got ''"),
+        ("0", "which vLLM .* does not have any more; unset NRL_VLLM_USE_V1"),
+        ("__import__('os')", "NRL_VLLM_USE_V1 must be 0 or 1"),
+        ("", "NRL_VLLM_USE_V1 must be 0 or 1, or not set .*; got ''"),
     ],
 )
-def test_the_runtime_variable_is_read_and_never_evaluated(monkeypatch, value, asynchronous, message):
+def test_the_runtime_variable_is_read_and_never_evaluated(monkeypatch, value, message):
     monkeypatch.setenv("NRL_VLLM_USE_V1", value)
     with pytest.raises(EngineOptionError, match=message):
-        check_runtime(asynchronous=asynchronous)
+        check_runtime()
 
 
 def test_importing_the_door_to_vllm_imports_neither_vllm_nor_ray_nor_transformers():
@@ -240,6 +238,13 @@ def test_an_answer_aborted_before_its_first_token_has_the_version_of_now():
     nothing = completion((), (), finish_reason="abort", weight_versions=[])
     rollout = rollout_of(nothing, **PLACE, logp_of="sampled", version=9)
     assert rollout.versions == (VersionSpan(version=9, start=0, end=0),)
+
+
+def test_weights_that_made_none_of_the_tokens_of_an_aborted_answer_have_no_span():
+    spans = [SimpleNamespace(version="3", start=0, end=3), SimpleNamespace(version="4", start=3, end=3)]
+    aborted = completion(finish_reason="abort", weight_versions=spans)
+    rollout = rollout_of(aborted, **PLACE, logp_of="raw", version=9)
+    assert rollout.versions == (VersionSpan(version=3, start=0, end=3),)
 
 
 @pytest.mark.parametrize(
@@ -283,14 +288,6 @@ def test_timing_is_vllms_own():
     assert timing_of(nothing) is None
 
 
-def test_weights_that_made_none_of_the_tokens_of_an_aborted_answer_have_no_span():
-    request = Request(prompt=(5,), sampling=Sampling(max_new_tokens=4))
-    answer = StreamedAnswer("a", "a-0", request=request, sample_index=0, tokens=[5, 6], logp=[-1.0, -1.0])
-    state = SimpleNamespace(weight_version_starts=[("3", 0), ("4", 2)], stats=None)
-    rollout = answer.aborted(state, logp_of="raw", version=9).rollout
-    assert rollout.versions == (VersionSpan(version=3, start=0, end=2),)
-
-
 def test_speculative_decoding_is_named_where_a_log_probability_is_broken():
     assert not logp_hint(VllmOptions(model="m"))
     assert "it is speculative decoding" in logp_hint(VllmOptions(model="m", speculative_config={"method": "ngram"}))
@@ -306,9 +303,9 @@ def test_a_script_without_its_guard_is_named_where_processes_did_not_start(tmp_p
     script = tmp_path / "train.py"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     assert not main_guard_hint()
-    script.write_text("VllmAsyncEngine(options)")
+    script.write_text("VllmEngine(options, own_process=True)")
     assert "import the script that makes it, train.py: make it under `if __name__" in main_guard_hint()
-    script.write_text('if __name__ == "__main__":\n    VllmAsyncEngine(options)')
+    script.write_text('if __name__ == "__main__":\n    VllmEngine(options, own_process=True)')
     assert not main_guard_hint()
 
 
@@ -336,7 +333,7 @@ def test_bad_words_that_vllm_refuses_are_refused_before_any_request_has_begun():
         check_for_vllm(asked(bad_words=[" "]), LIMITS)
 
 
-def test_statistics_are_summed_and_an_idle_engine_runs_nothing():
+def test_statistics_are_summed():
     statistics = Statistics()
     scheduler = SimpleNamespace(num_running_reqs=2, num_waiting_reqs=1, num_skipped_waiting_reqs=1, kv_cache_usage=0.5)
     step = SimpleNamespace(
@@ -349,11 +346,10 @@ def test_statistics_are_summed_and_an_idle_engine_runs_nothing():
         statistics.record(scheduler, step)
     statistics.record(None, None)
     statistics.count_aborted(1)
-    busy, idle = statistics.metrics(version=5), statistics.metrics(version=5, busy=False)
+    busy = statistics.metrics(version=5)
     assert (busy.running, busy.waiting, busy.cache_usage, busy.version) == (2, 2, 0.5, 5)
     assert (busy.prompt_tokens, busy.cached_prompt_tokens, busy.generated_tokens, busy.preemptions) == (20, 8, 6, 2)
     assert busy.finished == {"stop": 2, "abort": 1}
-    assert (idle.running, idle.waiting, idle.cache_usage, idle.generated_tokens) == (0, 0, 0.0, 6)
 
 
 # -- For people ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rl_generation.streaming import Streamer
 from rl_generation.training_engine import TrainingEngineSpec, make_training_engine
 from rl_generation.transformers_engine import TransformersEngine
 from rl_generation.verify import compare_logp, verify_logp
-from rl_generation.vllm import LoraAdapter, VllmAsyncEngine, VllmEngine, VllmOptions
+from rl_generation.vllm import LoraAdapter, VllmEngine, VllmOptions
 
 __all__ = [
     "MODEL_FLAGS",
@@ -64,7 +64,6 @@ __all__ = [
     "TrainingEngineSpec",
     "TransformersEngine",
     "VersionSpan",
-    "VllmAsyncEngine",
     "VllmEngine",
     "VllmOptions",
     "compare_logp",

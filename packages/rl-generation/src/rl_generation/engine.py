@@ -110,7 +110,7 @@ class RequestEngine(Engine, Protocol):
 
 @runtime_checkable
 class SteppingEngine(Engine, Protocol):
-    """What generates a token at a time, in the caller's thread; `TransformersEngine` and `VllmEngine`."""
+    """What generates a token at a time, in the caller's thread; `TransformersEngine` is one."""
 
     def add_request(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
         """Take a request in; raise what `generate` would raise of it."""
@@ -129,7 +129,7 @@ class SteppingEngine(Engine, Protocol):
 class StreamingEngine(Protocol):
     """What also answers one prompt at a time, many at once, from any thread's event loop.
 
-    `VllmAsyncEngine` is one; `Streamer` makes one of each of the others.
+    `VllmEngine` is one; `Streamer` makes one of an engine that steps.
     """
 
     @property

@@ -24,10 +24,9 @@ __all__ = [
     "vllm_options_of",
 ]
 
-ENGINES = ("transformers", "vllm", "vllm-async")
+ENGINES = ("transformers", "vllm")
 
 OPTIONAL = ("max_batch_size", "max_cache_tokens", "continuous_batching")
-OURS_ONLY = ("device", "continuous_batching", "max_cache_tokens")
 FOREIGN = {
     "transformers": (
         "tensor_parallel_size",
@@ -38,8 +37,7 @@ FOREIGN = {
         "own_process",
         "vllm_kwargs",
     ),
-    "vllm": OURS_ONLY,
-    "vllm-async": (*OURS_ONLY, "own_process"),
+    "vllm": ("device", "continuous_batching", "max_cache_tokens"),
 }
 """Fields of a spec that mean nothing to an engine."""
 
@@ -59,7 +57,7 @@ class EngineSpec:
     """A folder that `save_pretrained` wrote, or a hub id."""
 
     engine: str = "transformers"
-    """One of `ENGINES`: in this process by transformers, by vLLM, or by vLLM asynchronously."""
+    """One of `ENGINES`: in this process by transformers, or by vLLM."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub id; None is its main branch, which may move."""
@@ -95,7 +93,7 @@ class EngineSpec:
     """Of vLLM: ranks over which every layer is cut."""
 
     data_parallel_size: int | None = None
-    """Of vLLM: replicas of the whole engine; above 1 asks for "vllm-async"."""
+    """Of vLLM: replicas of the whole engine; above 1 asks for `own_process`."""
 
     max_model_len: int | None = None
     """Of vLLM: tokens of a prompt and its answer together."""
@@ -108,7 +106,7 @@ class EngineSpec:
     """Of vLLM: True starts sooner and generates slower, without CUDA graphs and compilation."""
 
     own_process: bool = False
-    """Of the engine "vllm": True puts it into a process of its own; "vllm-async" always has one."""
+    """Of vLLM: True puts it into a process of its own, where it works beside this one."""
 
     vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Fields of `VllmOptions`, and any other arguments of vLLM's EngineArgs."""
@@ -136,7 +134,7 @@ def check_available(spec: EngineSpec) -> None:
     if spec.engine != "transformers":
         from rl_generation.vllm.runtime import check_runtime
 
-        check_runtime(asynchronous=spec.engine == "vllm-async")
+        check_runtime()
         vllm_options_of(spec)
 
 
@@ -162,15 +160,13 @@ def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
             logp_of=spec.logp_of,
             **{name: each for name in OPTIONAL if (each := getattr(spec, name)) is not None},
         )
-    from rl_generation.vllm import VllmAsyncEngine, VllmEngine
+    from rl_generation.vllm import VllmEngine
 
     # The config and the tokenizer first: they are refused at once, an engine after half a minute.
     config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     tokenizer = tokenizer_of(spec)
     stops = stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision)
     options = vllm_options_of(spec)
-    if spec.engine == "vllm-async":
-        return VllmAsyncEngine(options, stop_token_ids=stops, logp_of=spec.logp_of), tokenizer
     engine = VllmEngine(options, stop_token_ids=stops, logp_of=spec.logp_of, own_process=spec.own_process)
     return engine, tokenizer
 

@@ -33,7 +33,7 @@ class Streamer:
     From now on nothing else may call the engine, except through `between_steps`.
 
     Args:
-        engine: A `TransformersEngine`, a `VllmEngine`, or another that steps.
+        engine: A `TransformersEngine`, or another that steps.
         health_timeout_s: Seconds within which the worker thread must get to a health check; longer than a step takes.
 
     Raises:

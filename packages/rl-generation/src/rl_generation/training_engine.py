@@ -1,5 +1,6 @@
 """An engine beside a trainer: it is made without weights, and everything that it serves was brought by a refit."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -192,7 +193,7 @@ class TrainingEngineSpec:
     """Makes it a vLLM engine; None is the transformers engine of this package."""
 
     asynchronous: bool = False
-    """Of vLLM: serve many callers at once."""
+    """Of vLLM: serve many callers at once, from a process of its own."""
 
     in_flight: bool = False
     """Of an asynchronous engine: a refit pauses responses and continues them with the new weights, instead of waiting
@@ -261,7 +262,7 @@ def make_training_engine(
     tokenizer: Any = None,
     own_process: bool | None = None,
 ) -> Any:
-    """Make the engine: a `TransformersEngine`, a `VllmEngine` or a `VllmAsyncEngine`.
+    """Make the engine: a `TransformersEngine` or a `VllmEngine`.
 
     Args:
         spec: What it is made of.
@@ -269,8 +270,8 @@ def make_training_engine(
         model: Of the transformers engine: an `nn.Module` to take over, with its weights. None makes one of zeros.
         tokenizer: Of the transformers engine, where `spec.reads_text`; None loads the model's. vLLM reads the one in
             the model's folder.
-        own_process: Of a synchronous vLLM engine: whether it gets a process of its own; None gives it one if it has
-            several ranks. vLLM would take over the default process group of a trainer in the same process.
+        own_process: Of a vLLM engine: whether it gets a process of its own; None gives it one if it is asynchronous or
+            has several ranks. vLLM would take over the default process group of a trainer in the same process.
 
     Raises:
         EngineOptionError: vLLM is missing or refuses an option.
@@ -290,7 +291,8 @@ def make_training_engine(
         )
     from rl_generation.checkpoints import load_config
     from rl_generation.memory import default_cpu_cache_bytes
-    from rl_generation.vllm import VllmAsyncEngine, VllmEngine
+    from rl_generation.vllm import VllmEngine
+    from rl_generation.vllm.timeouts import sample_timeout_s
 
     options = spec.vllm
     if spec.device == "cpu":
@@ -308,13 +310,13 @@ def make_training_engine(
                 max_num_seqs=options.max_num_seqs,
             ),
         )
-    if spec.asynchronous:
-        engine = VllmAsyncEngine(options, stop_token_ids=spec.stop_token_ids)
-        engine.ready = ready
-        return engine
-    several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
-    own_process = several if own_process is None else own_process
-    return VllmEngine(options, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready)
+    # A synchronous caller waits for its whole batch, however long that is, unless somebody says otherwise.
+    timeout_s = None if spec.asynchronous else sample_timeout_s() or math.inf
+    if own_process is None:
+        own_process = spec.asynchronous or options.tensor_parallel_size * options.pipeline_parallel_size > 1
+    return VllmEngine(
+        options, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready, timeout_s=timeout_s
+    )
 
 
 def _refuse_below(config: object, least: int, *names: str) -> None:

@@ -2,7 +2,7 @@
 
     python start_stop.py KIND CYCLES MODEL
 
-KIND: `embedded` (and a `Streamer` over it), `in-process`, `own-process` or `async`. MODEL: the folder of a checkpoint.
+KIND: `embedded` (and a `Streamer` over it), `in-process` or `own-process`. MODEL: the folder of a checkpoint.
 Prints one line of JSON: what was held before the first time and after each, and which objects outlived theirs.
 """
 
@@ -81,32 +81,22 @@ def options(path: str):
     )
 
 
-def synchronous(path: str, *, own_process: bool) -> list[object]:
+def of_vllm(path: str, *, own_process: bool) -> list[object]:
+    """Asked for whole answers and for streams, and stopped while it works."""
     from rl_generation.vllm import VllmEngine
 
     with VllmEngine(options(path), own_process=own_process) as engine:
         check(engine.generate(PROMPTS, SAMPLING))
-        engine.add_request("under way", PROMPTS[0], ENDLESS)
-        engine.step()
-        seen.update(mapped_by_family())
-        return [engine, engine.llm]
-
-
-def asynchronous(path: str) -> list[object]:
-    from rl_generation.vllm import VllmAsyncEngine
-
-    with VllmAsyncEngine(options(path)) as engine:
-        check(engine.generate(PROMPTS, SAMPLING))
         asyncio.run(read(engine))
+        engine.submit(PROMPTS[0], ENDLESS, seed=0)
         seen.update(mapped_by_family())
         return [engine, engine.vllm]
 
 
 KINDS: dict[str, Callable[[str], list[object]]] = {
     "embedded": embedded,
-    "in-process": lambda path: synchronous(path, own_process=False),
-    "own-process": lambda path: synchronous(path, own_process=True),
-    "async": asynchronous,
+    "in-process": lambda path: of_vllm(path, own_process=False),
+    "own-process": lambda path: of_vllm(path, own_process=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""What all engines have in common: one policy behind the embedded engine, vLLM in this process, and asynchronous vLLM.
+"""What all engines have in common: one policy behind the embedded engine, vLLM in this process, and vLLM in its own.
 
 The policy recites a story (see `families`), so that what a greedy answer holds, and where a stop string or a bad word
 must end or turn it, is written down here and not taken from an engine.
@@ -24,11 +24,11 @@ from hypothesis import given
 
 from rl_generation import Sampling, TransformersEngine
 from rl_generation.verify import verify_logp
-from rl_generation.vllm import VllmAsyncEngine, VllmEngine, VllmOptions
+from rl_generation.vllm import VllmEngine, VllmOptions
 
 TOLERANCE = 1e-4
 FAIR = 1e-6  # a fair sample fails so often, and without a seed each run draws another
-EVERY = pytest.mark.parametrize("name", ["embedded", "vllm", "vllm_async"])
+EVERY = pytest.mark.parametrize("name", ["embedded", "vllm", "vllm_apart"])
 ONCE, UPON, TIME, CAF, HALF, SECOND_HALF, LAST_BYTE, OP, END = (STORY[i] for i in (0, 1, 3, 6, 7, 8, 14, -3, -2))
 ASCII = range(4, 98)  # tokens of one printable character
 BARE_TIME = families.tokenizer().encode("time")[0]
@@ -53,8 +53,8 @@ def engines(policy, tmp_path_factory):
     )
     policy.config.max_position_embeddings = families.MAX_LENGTH  # of the embedded engine: one limit for all
     embedded = TransformersEngine(policy, stop_token_ids=[families.EOS], pad_token_id=0, tokenizer=families.tokenizer())
-    with VllmAsyncEngine(options) as asynchronous, VllmEngine(options) as vllm:
-        yield {"embedded": embedded, "vllm": vllm, "vllm_async": asynchronous}
+    with VllmEngine(options, own_process=True) as apart, VllmEngine(options) as vllm:
+        yield {"embedded": embedded, "vllm": vllm, "vllm_apart": apart}
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_the_same_seed_gives_the_same_answers_again_and_no_seed_others(engine):
     assert set(tokens(None)).isdisjoint(tokens(None))
 
 
-@pytest.mark.parametrize("name", ["vllm_async"])
+@pytest.mark.parametrize("name", ["vllm", "vllm_apart"])
 def test_a_stream_is_the_answer_piece_by_piece(engine):
     sampling = replace(SEEDED, temperature=1.0, stop=("é s", "TOP"))
     expected = engine.generate([[1, 9, 30]], [sampling])
@@ -346,7 +346,7 @@ def test_an_answer_is_what_its_request_gives_alone(engine, company):
     companies.check_company(engine, company, lambda prompt, sampling: engine.generate([prompt], [sampling]))
 
 
-@pytest.mark.parametrize("name", ["embedded", "vllm"])
+@EVERY
 @companies.examples(15)
 @given(schedule=SCHEDULES)
 def test_those_that_come_and_are_aborted_midway_change_nothing(engine, schedule):

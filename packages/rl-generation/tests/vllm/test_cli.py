@@ -60,7 +60,7 @@ def test_samples_that_time_out_have_lines_of_their_own_and_the_others_are_kept(
 ):
     monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "1e-3")
     model, output = checkpoints("llama"), tmp_path / "answers.jsonl"
-    flags = ["--engine", "vllm-async", "--seed", "4", "--max-new-tokens", "400", "--ignore-eos", *VLLM_FLAGS, "--json"]
+    flags = ["--engine", "vllm", "--seed", "4", "--max-new-tokens", "400", "--ignore-eos", *VLLM_FLAGS, "--json"]
     assert generate(model, prompts, output, *flags) == 1
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     lines = read(output)

@@ -2,8 +2,8 @@
 
 Under "raw" that is the softmax of the model whatever was cut, and under "sampled" the distribution drawn from.
 
-The embedded engine and vLLM, in this process, serve the same checkpoint. The asynchronous engine, which runs the same
-vLLM, is compared in `test_all_engines`.
+The embedded engine and vLLM, in this process, serve the same checkpoint. vLLM in its own process is compared in
+`test_all_engines`.
 """
 
 from importlib.util import find_spec

@@ -1,5 +1,6 @@
 """What vLLM leaves behind when it is stopped, in programs of their own; `benchmarks/start_stop.py` does it oftener."""
 
+import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -9,6 +10,8 @@ import pytest
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
+
+from watching import living
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 CACHE_BYTES = 64 << 20
@@ -20,7 +23,6 @@ CACHE_BYTES = 64 << 20
     [
         ("in-process", 5),
         pytest.param("own-process", 2, marks=pytest.mark.slow),
-        pytest.param("async", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_engine_leaves_nothing_behind(kind, cycles, checkpoints, monkeypatch):
@@ -38,3 +40,14 @@ def test_a_stopped_engine_leaves_nothing_behind(kind, cycles, checkpoints, monke
         )
     assert len(found["after"]) == cycles
     assert leaks.leaks(found, growth_bytes=CACHE_BYTES) == []
+
+
+@pytest.mark.parametrize("own_process", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_program_ends_with_an_engine_open_and_a_request_under_way(own_process, checkpoints):
+    program = Path(__file__).parent / "programs" / "unclosed.py"
+    command = [sys.executable, str(program), own_process, checkpoints("llama")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=540)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    processes = [int(each) for each in ended.stdout.splitlines()[-1].split()]
+    assert bool(processes) == (own_process == "1")
+    assert not living(processes)

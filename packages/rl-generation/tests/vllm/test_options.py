@@ -1,10 +1,11 @@
 """Real vLLM: what is refused before anything starts, and what options do, with one engine after another in process."""
 
+import asyncio
 import json
+import math
 import os
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ if find_spec("vllm") is None:
 import safetensors.torch
 import tiny
 import torch
+from watching import taken
 
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.requests import Sampling
@@ -32,11 +34,11 @@ def path(checkpoints):
 
 
 def refused(match, options, **others):
-    children = set(Path("/proc/self/task").glob("*/children"))
+    before = taken()
     with pytest.raises(EngineOptionError, match=match):
         VllmEngine(options, **others)
     assert not torch.distributed.is_initialized()
-    assert set(Path("/proc/self/task").glob("*/children")) <= children
+    assert taken() <= before
 
 
 # -- Refused before anything starts ----------------------------------------------------------------------------------
@@ -83,8 +85,8 @@ def test_a_broken_config_is_refused_with_its_path(tmp_path):
         refused(rf"{tmp_path}/config\.json {fault}", tiny.options(str(tmp_path)))
 
 
-def test_data_parallel_replicas_ask_for_the_asynchronous_engine(path):
-    refused(r"for data_parallel_size=2 use VllmAsyncEngine", tiny.options(path, data_parallel_size=2))
+def test_data_parallel_replicas_ask_for_processes_of_their_own(path):
+    refused(r"for data_parallel_size=2 give own_process=True", tiny.options(path, data_parallel_size=2))
 
 
 def test_workers_that_vllm_could_not_bind_are_refused_with_what_to_set(path, monkeypatch):
@@ -145,8 +147,6 @@ def test_dummy_weights_are_not_sampled_from_until_a_version_is_committed(path):
         assert "none: no refit has been committed" in engine.explain()
         with pytest.raises(ModelError, match=r"for_training=True or load_format.* no refit has been committed"):
             engine.generate([[5]], GREEDY)
-        with pytest.raises(ModelError, match="no refit has been committed"):
-            engine.add_request("a", [5], GREEDY)
         engine.commit_version(4)
         assert engine.generate([[5]], GREEDY)[0].version == 4
 
@@ -187,25 +187,64 @@ def test_a_start_after_one_that_failed_works(path):
         assert len(engine.generate([[5]], GREEDY)[0].tokens) == 16
 
 
-def test_an_interrupt_inside_a_step_ends_the_engine_and_a_restart_answers_as_before(path, monkeypatch):
+@pytest.mark.parametrize("failure", [RuntimeError("out of luck"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_fails_inside_a_step_ends_the_engine_and_a_restart_answers_as_before(path, monkeypatch, failure):
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    def fail(*_):
+        raise failure
 
     with VllmEngine(tiny.options(path)) as engine:
         (before,) = engine.generate([[5, 6]], GREEDY)
         state = torch.get_rng_state()
         with monkeypatch.context() as patched:
-            patched.setattr(LlamaForCausalLM, "compute_logits", interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            patched.setattr(LlamaForCausalLM, "compute_logits", fail)
+            with pytest.raises(EngineDeadError, match=f"failed, in a step: {type(failure).__name__}: {failure}"):
                 engine.generate([[5, 6]], GREEDY)
         assert torch.equal(torch.get_rng_state(), state)
-        for ask in (lambda: engine.generate([[5, 6]], GREEDY), engine.check_health, engine.metrics):
-            with pytest.raises(EngineDeadError, match=r"interrupted half-way; restart\(\) makes a new one"):
+        for ask in (
+            lambda: engine.generate([[5, 6]], GREEDY),
+            lambda: asyncio.run(engine.check_health()),
+            engine.reset_prefix_cache,
+        ):
+            with pytest.raises(EngineDeadError, match=r"in a step: .*; restart\(\) makes a new engine"):
                 ask()
         engine.restart()
         assert engine.generate([[5, 6]], GREEDY)[0].tokens == before.tokens
+
+
+def test_nothing_else_is_started_in_process_while_an_engine_is_there_and_generators_are_the_hosts(path):
+    from vllm import LLM, EngineArgs  # noqa: F401  (importing vLLM sets variables, once)
+
+    torch.manual_seed(5)
+    variables, state = dict(os.environ), torch.get_rng_state()
+    with VllmEngine(tiny.options(path)) as engine:
+        assert dict(os.environ) == variables
+        for _ in range(20):  # whoever has got an answer draws from generators that vLLM has left
+            engine.generate([[5, 6]], Sampling(max_new_tokens=2))
+            assert torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(EngineOptionError, match="of a trainer or of another engine in process"):
+            VllmEngine(tiny.options(path))
+        assert engine.process_ids == ()
+
+
+def test_a_generate_has_no_limit_of_time_unless_somebody_sets_one(path, monkeypatch):
+    from rl_generation.vllm import samples
+
+    seen = []
+    with VllmEngine(tiny.options(path)) as engine:
+        answer = samples.Samples._answer
+
+        def noted(self, sample):
+            seen.append(sample.manner.timeout_s)
+            return answer(self, sample)
+
+        monkeypatch.setattr(samples.Samples, "_answer", noted)
+        engine.generate([[5]], GREEDY)
+        engine.generate([[5]], GREEDY, timeout_s=50.0)
+        engine.submit([5], GREEDY, seed=0).result(60)
+        asyncio.run(engine.generate_async([[5]], GREEDY))
+    assert seen == [math.inf, 50.0, 600.0, 600.0]
 
 
 def test_an_adapter_of_a_new_number_has_new_answers_though_its_folder_is_the_same(path, tmp_path):

@@ -1,4 +1,4 @@
-"""The HTTP server over the asynchronous vLLM engine, as OpenAI's own client sees it."""
+"""The HTTP server over the vLLM engine, as OpenAI's own client sees it."""
 
 import threading
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from rl_generation.requests import Sampling
 from rl_generation.server import ControlServer, Server
-from rl_generation.vllm.async_engine import VllmAsyncEngine
+from rl_generation.vllm import VllmEngine
 
 MODEL = "tiny"
 QUESTION = {"role": "user", "content": "hello there"}
@@ -29,7 +29,7 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    engine = VllmAsyncEngine(tiny.options(checkpoints("llama")), version=3)
+    engine = VllmEngine(tiny.options(checkpoints("llama")), own_process=True, version=3)
     yield engine
     engine.close()
 

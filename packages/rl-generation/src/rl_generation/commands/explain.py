@@ -26,8 +26,7 @@ __all__ = ["add_arguments", "run"]
 
 KINDS = {
     "transformers": "TransformersEngine: transformers, in this process, continuous batching",
-    "vllm": "VllmEngine: vLLM, synchronous",
-    "vllm-async": "VllmAsyncEngine: vLLM, asynchronous, in a process of its own",
+    "vllm": "VllmEngine: vLLM, in this process or its own",
 }
 MEANINGS: dict[LogpOf, str] = {
     "sampled": "of the distribution drawn from: bad words excluded, logits over temperature, cut by min-p, top-k and "

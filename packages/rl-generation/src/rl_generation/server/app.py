@@ -67,7 +67,7 @@ def create_app(
     """Make the ASGI application that serves an engine; the engine stays the caller's to close.
 
     Args:
-        streaming_engine: A `VllmAsyncEngine`, or `Streamer(engine)` of another.
+        streaming_engine: A `VllmEngine`, or `Streamer(engine)` of one that steps.
         tokenizer: The model's; copied, since it is used beside the engine's thread.
         model_name: What clients must call the model, where they name it.
         api_key: Clients must send it, but for `/health`; None answers clients of this machine alone.

@@ -37,7 +37,7 @@ class ControlServer(HttpThread):
     A pause freezes what is under way between two tokens; what is asked for meanwhile waits, and its time runs.
 
     Args:
-        streaming_engine: A `Streamer` or a `VllmAsyncEngine`, as it is served; it is not closed here.
+        streaming_engine: A `Streamer` or a `VllmEngine`, as it is served; it is not closed here.
         token: Clients send it as `Authorization: Bearer …`; see `read_token`.
         host: Address to listen on. Beyond loopback the token travels as it is: use a network of your own, or a tunnel.
         port: To listen on; 0 takes a free one.

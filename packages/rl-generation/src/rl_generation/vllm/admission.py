@@ -1,15 +1,14 @@
-"""What a call of the asynchronous engine must pass before any of it is submitted. Starts nothing, waits for nothing."""
+"""What a call of the engine must pass before any of it is submitted. Starts nothing, waits for nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, final
 
-from rl_generation.errors import EngineOptionError
 from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.vllm.lora import LoraAdapter, check_lora
 from rl_generation.vllm.options import VllmOptions
 from rl_generation.vllm.sampling_params import check_for_vllm
-from rl_generation.vllm.timeouts import check_timeout
+from rl_generation.vllm.timeouts import DEFAULT_TIMEOUT_S, check_timeout
 
 __all__ = ["Admission", "CallOptions", "Manner", "Prompts", "Samplings", "check_version"]
 
@@ -36,7 +35,7 @@ class Manner:
     """What holds for all samples of a call."""
 
     timeout_s: float
-    """Of each sample, from its submission."""
+    """Of each sample, from its submission; may be infinite."""
 
     lora: Any = None
     """vLLM's LoRARequest; None for the model as it is."""
@@ -52,8 +51,8 @@ class Admission:
 
     options: VllmOptions
     limits: Limits
-    timeout_s: float
-    """Of a sample, where its call does not say."""
+    timeout_s: float | None
+    """Of a sample, where its call does not say; None where nobody has set one."""
 
     def requests(
         self,
@@ -63,8 +62,9 @@ class Admission:
         lora: LoraAdapter | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
+        otherwise_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[list[Request], Manner]:
-        """Return what a call comes to.
+        """Return what a call comes to, with `otherwise_s` for each sample where nobody has set a limit.
 
         Raises:
             PromptError: A request cannot be served.
@@ -75,16 +75,9 @@ class Admission:
             check_for_vllm(request, self.limits)
         if lora is not None:
             check_lora(lora, self.options)
-        limit_s = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
+        limit_s = self.timeout_s or otherwise_s if timeout_s is None else check_timeout(timeout_s)
         adapter = None if lora is None else lora.request()
         return requests, Manner(timeout_s=limit_s, lora=adapter, request_id=request_id)
-
-    def check_sleep(self, level: int) -> None:
-        """Raise EngineOptionError where the engine was made without `enable_sleep_mode`, or there is no such level."""
-        if level not in (1, 2) or not self.options.enable_sleep_mode:
-            raise EngineOptionError(
-                f"sleep needs an engine made with enable_sleep_mode=True, and level 1 or 2; got level={level!r}"
-            )
 
 
 def check_version(version: int) -> None:

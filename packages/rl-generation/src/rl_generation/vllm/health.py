@@ -1,20 +1,17 @@
-"""Whether the processes of an `AsyncLLM` live, and how whatever waits for a dead one comes to an end.
+"""Whether an `AsyncLLM` and its processes live, and how whatever waits for a dead one comes to an end.
 
 vLLM notices the death of its engine process within a second and ends the requests that wait for tokens; whoever waits
-for the answer of another call waits for ever, and nobody learns which process died of what. Reads /proc, so it works
-on Linux only.
+for the answer of another call waits for ever, and nobody learns which process died of what.
 """
 
 import asyncio
-import signal
-from collections.abc import Coroutine, Mapping
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any, TypeVar, final
 
 from rl_generation.errors import EngineDeadError
 from rl_generation.vllm.processes import EngineProcesses
 
-__all__ = ["Health", "dead_root", "dead_worker", "engine_roots", "workers_of"]
+__all__ = ["Health"]
 
 T = TypeVar("T")
 PERIOD_S = 0.25
@@ -32,13 +29,12 @@ class Health:
 
     Args:
         llm: The `AsyncLLM`.
-        processes: Its processes, of which the roots are watched, and the workers below them.
+        processes: Its processes; none where it lives in this one.
     """
 
     def __init__(self, llm: Any, processes: EngineProcesses) -> None:
         self.death: str | None = None
         self._llm, self._processes = llm, processes
-        self._workers = workers_of(processes)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watch = asyncio.create_task(self._look_now_and_then())
 
@@ -99,7 +95,7 @@ class Health:
             await asyncio.sleep(PERIOD_S)
 
     def _look(self) -> None:
-        found = dead_root(self._processes) or dead_worker(self._workers)
+        found = self._processes.dead()
         if found is not None:
             self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
 
@@ -107,67 +103,10 @@ class Health:
         """Where vLLM says that its engine failed, which may come before a process has ended, or without that."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while self.death is None and self._llm.errored:
-            if asyncio.get_running_loop().time() > deadline:
-                self.end("vLLM's engine failed, and its log says why; restart() makes a new one")
+            if not self._processes.roots or asyncio.get_running_loop().time() > deadline:
+                cause = getattr(self._llm.engine_core, "failure", None)  # of a core in this process
+                said = "and its log says why" if cause is None else f"in a step: {type(cause).__name__}: {cause}"
+                self.end(f"vLLM's engine failed, {said}; restart() makes a new engine")
+                return
             await asyncio.sleep(PERIOD_S)
             self._look()
-
-
-def engine_roots(llm: Any) -> list[Any]:
-    """The `multiprocessing.Process` objects that an `AsyncLLM` started: its engines, and what coordinates them."""
-    resources = llm.engine_core.resources
-    roots = list(getattr(resources.engine_manager, "processes", ()))
-    if resources.coordinator is not None:
-        roots.append(resources.coordinator.proc)
-    return roots
-
-
-def workers_of(processes: EngineProcesses) -> dict[int, tuple[str, str]]:
-    """Process id of each worker below the roots → its title, and when it began.
-
-    A worker is what vLLM has titled as one; compilers and trackers come and go.
-    """
-    found = {}
-    for process_id in processes.process_ids:
-        title, began = _title(process_id), _began(process_id)
-        if began is not None and "Worker" in title:
-            found[process_id] = (title, began)
-    return found
-
-
-def dead_root(processes: EngineProcesses) -> str | None:
-    """Say which root is dead, and how it ended; None where all live."""
-    for root in processes.roots:
-        if not root.is_alive():
-            return f"{root.name} (process {root.pid}) of the engine is dead: {_ending(root.exitcode)}"
-    return None
-
-
-def dead_worker(workers: Mapping[int, tuple[str, str]]) -> str | None:
-    """Say which worker is dead; None where all live. How it ended is known to its parent alone."""
-    for process_id, (title, began) in workers.items():
-        if _began(process_id) != began:
-            return f"{title} (process {process_id}) of the engine is dead; vLLM's log may say of what"
-    return None
-
-
-def _title(process_id: int) -> str:
-    try:
-        return Path(f"/proc/{process_id}/cmdline").read_text(encoding="utf-8").partition("\0")[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def _began(process_id: int) -> str | None:
-    """When a living process began, which tells it from a later one of the same number; None where it is dead."""
-    try:
-        row = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if row[0] in "ZX" else row[19]
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "how it ended is unknown"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

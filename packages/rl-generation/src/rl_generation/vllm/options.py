@@ -71,7 +71,7 @@ class VllmOptions:
     """Ranks over which the layers are divided; more fits larger models over slow links."""
 
     data_parallel_size: int = 1
-    """Replicas of the whole engine; more answers more prompts at once. Above 1 asks for `VllmAsyncEngine`."""
+    """Replicas of the whole engine; more answers more prompts at once. Above 1 asks for `own_process=True`."""
 
     enable_expert_parallel: bool = False
     """True gives each rank whole experts in place of a slice of all of them, in mixture-of-experts models."""
@@ -144,14 +144,14 @@ class VllmOptions:
                 raise EngineOptionError(f"vllm_kwargs sets {key!r}, which the engine does; use {ELSEWHERE[key]}")
 
 
-def check_options(options: object, *, most_replicas: int | None = None) -> None:
+def check_options(options: object, *, own_process: bool) -> None:
     """Raise EngineOptionError where an engine is given something else, or asked for more replicas than it can have."""
     if not isinstance(options, VllmOptions):
         raise EngineOptionError(f"options must be VllmOptions(model={options!r}); got {type(options).__name__}")
-    if most_replicas is not None and options.data_parallel_size > most_replicas:
+    if options.data_parallel_size > 1 and not own_process:
         raise EngineOptionError(
-            f"vLLM's synchronous engine has one replica; for data_parallel_size={options.data_parallel_size} use "
-            f"VllmAsyncEngine, or make one VllmEngine in each of several processes"
+            f"in process, vLLM has one replica; for data_parallel_size={options.data_parallel_size} give "
+            f"own_process=True, or make one engine in each of several processes"
         )
 
 

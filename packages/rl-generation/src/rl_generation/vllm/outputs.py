@@ -141,4 +141,6 @@ def _stop_reason(completion: Any, tokens: Sequence[int]) -> int | str | None:
 def _versions(spans: Any, length: int, version: int) -> tuple[VersionSpan, ...]:
     if not spans or not length:
         return (VersionSpan(version=version, start=0, end=length),)
-    return tuple(VersionSpan(version=version_of(each.version), start=each.start, end=each.end) for each in spans)
+    # An answer that is aborted may have a last span, of weights that made none of its tokens.
+    made = [each for each in spans if each.start < each.end]
+    return tuple(VersionSpan(version=version_of(each.version), start=each.start, end=each.end) for each in made)

@@ -1,4 +1,4 @@
-"""What both vLLM engines do before anything starts: refuse what cannot work, and settle what vLLM is made with."""
+"""What the vLLM engine does before anything starts: refuse what cannot work, and settle what vLLM is made with."""
 
 import importlib
 import os
@@ -75,14 +75,14 @@ class Prepared:
             )
 
 
-def prepare(options: VllmOptions, *, logp_of: LogpOf, asynchronous: bool) -> Prepared:
+def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     """Check the options against this machine, the checkpoint and vLLM; imports vLLM, starts nothing.
 
     Raises:
         EngineOptionError: vLLM is missing, too old or too new; there is no such model or tokenizer; `vllm_kwargs` holds
             a key that vLLM does not know; or workers cannot be placed.
     """
-    version = check_runtime(asynchronous=asynchronous)
+    version = check_runtime()
     options = _with_paths(options)
     config = read_config(options)
     load_format = load_format_of(options, config, version=version)

@@ -1,4 +1,4 @@
-"""The processes of an engine: which they are, when one of them dies, and what they leave behind in shared memory.
+"""The processes of an engine: which they are, which of them died and how, and what they leave in shared memory.
 
 Reads /proc, so this is Linux. Does not know requests.
 """
@@ -6,18 +6,15 @@ Reads /proc, so this is Linux. Does not know requests.
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, InvalidStateError
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, final
 
 from rl_generation.child_process import process_stat
 from rl_generation.vllm.leftovers import SHARED_MEMORY, mapped_shared_memory
 
-__all__ = ["EngineProcesses", "Watchdog"]
+__all__ = ["EngineProcesses"]
 
 PREFIX = "vllm_dist_"
 """What vLLM's ranks on a CPU call their shared memory, which they leave even at a clean end."""
@@ -30,7 +27,7 @@ class EngineProcesses:
     """All processes under `roots`, and the shared memory that they had mapped when this was made.
 
     Args:
-        roots: `multiprocessing.Process` objects that the engine started.
+        roots: `multiprocessing.Process` objects that the engine started; none where it lives in this process.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -38,6 +35,8 @@ class EngineProcesses:
         self._started: dict[int, int] = {}
         self._files: set[Path] = set()
         self.survey()
+        # What vLLM has titled as one; compilers and trackers come and go.
+        self._workers = {number: title for number in self._started if "Worker" in (title := _title(number))}
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -52,24 +51,21 @@ class EngineProcesses:
             self._files |= {path for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith(PREFIX)}
 
     def dead(self) -> str | None:
-        """Say which of the roots is dead, with its exit code; None where all live."""
+        """Say which root or worker is dead, and how it ended where that is known; None where all live."""
         for root in self.roots:
             if not root.is_alive():
-                return f"process {root.pid} of the engine is gone (exit code {root.exitcode})"
+                return f"{root.name} (process {root.pid}) of the engine is dead: {_ending(root.exitcode)}"
+        for process_id, title in self._workers.items():  # how a worker ended is known to its parent alone
+            if not self._lives(process_id):
+                return f"{title} (process {process_id}) of the engine is dead; vLLM's log may say of what"
         return None
-
-    def wait_for_death(self, *, timeout_s: float) -> None:
-        """Return once a root is known to be dead, or after `timeout_s`: its exit code may be a moment behind."""
-        deadline = time.monotonic() + timeout_s
-        while self.roots and self.dead() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
 
     def end(self, *, timeout_s: float = 10.0) -> None:
         """Wait until all have ended, kill those that have not, and remove what they left in shared memory."""
         self._wait(timeout_s)
-        for process in self._living():
+        for process_id in filter(self._lives, self._started):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(process_id, signal.SIGKILL)
         # A worker is no child of this process, and on a busy machine one that was killed needs a while to end.
         self._wait(KILL_TIMEOUT_S)
         for root in self.roots:
@@ -79,61 +75,18 @@ class EngineProcesses:
 
     def _wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self._living() and time.monotonic() < deadline:
+        while any(map(self._lives, self._started)) and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _living(self) -> list[int]:
-        found = {process_id: process_stat(process_id) for process_id in self._started}
-        return [process_id for process_id, stat in found.items() if stat and stat.started == self._started[process_id]]
-
-
-@final
-class Watchdog:
-    """Ends the waiting of a caller whose engine process was killed: vLLM's own client would wait for ever.
-
-    vLLM's monitor closes the sockets of a dead engine and tells nobody who waits for an answer already. Until `close`,
-    a thread looks whether a root of `processes` is dead, and then fails what waits.
-
-    Args:
-        client: vLLM's `SyncMPClient`.
-        processes: Its processes.
-        interval_s: Seconds between two looks once one is dead.
-    """
-
-    def __init__(self, client: Any, processes: EngineProcesses, *, interval_s: float = 0.1) -> None:
-        self._client, self._processes, self._interval_s = client, processes, interval_s
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="rl-generation-watchdog")
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        sentinels = [root.sentinel for root in self._processes.roots]
-        while not self._closed.is_set():
-            if wait(sentinels, timeout=self._interval_s):
-                self._fail_what_waits()
-                self._closed.wait(self._interval_s)
-
-    def _fail_what_waits(self) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        self._client.resources.engine_dead = True
-        if self._client.outputs_queue.empty():
-            self._client.outputs_queue.put_nowait(EngineDeadError())
-        waiting: dict[int, Future[Any]] = self._client.utility_results
-        for call in list(waiting):
-            future = waiting.pop(call, None)
-            if future is not None:
-                with contextlib.suppress(InvalidStateError):
-                    future.set_exception(EngineDeadError())
+    def _lives(self, process_id: int) -> bool:
+        stat = process_stat(process_id)
+        return stat is not None and stat.started == self._started[process_id]
 
 
 def _below(roots: set[int]) -> dict[int, int]:
     """Process id → start of `roots` and all of their descendants that live."""
+    if not roots:
+        return {}
     stats = {int(each.name): process_stat(int(each.name)) for each in Path("/proc").iterdir() if each.name.isdigit()}
     found: dict[int, int] = {}
     newest = roots
@@ -141,3 +94,16 @@ def _below(roots: set[int]) -> dict[int, int]:
         found |= {process_id: stat.started for process_id in newest if (stat := stats.get(process_id)) is not None}
         newest = {process_id for process_id, stat in stats.items() if stat and stat.parent in newest} - found.keys()
     return found
+
+
+def _title(process_id: int) -> str:
+    try:
+        return Path(f"/proc/{process_id}/cmdline").read_text(encoding="utf-8").partition("\0")[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "how it ended is unknown"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"

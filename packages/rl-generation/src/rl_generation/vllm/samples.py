@@ -56,6 +56,11 @@ class Samples:
         self._numbers = itertools.count()
         self._aborting: set[asyncio.Task[None]] = set()
 
+    @property
+    def under_way(self) -> int:
+        """How many vLLM has that nobody has got to the end of."""
+        return len(self._under_way)
+
     async def generate(self, requests: Sequence[Request], manner: Manner) -> list[Rollout]:
         """Answer all of them, in order.
 

@@ -1,6 +1,5 @@
 """A Sampling as vLLM's SamplingParams: one request for each answer, which touches no other."""
 
-import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from rl_generation.detokenizer import INCOMPLETE, decode
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling
 
-__all__ = ["MAX_TEMPERATURE", "check_for_vllm", "for_sample", "to_sampling_params"]
+__all__ = ["MAX_TEMPERATURE", "check_for_vllm", "to_sampling_params"]
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses what is above."""
@@ -25,7 +24,7 @@ EMBEDDED_ONLY = (
     "regex",
     "top_logp",
 )
-"""Fields of Sampling that these engines refuse."""
+"""Fields of Sampling that this engine refuses."""
 
 ENOUGH_TOKENS = 8
 """At the end of a prompt, to tell whether it ends inside a character of at most four bytes."""
@@ -62,14 +61,6 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
                 f"prompt {index} has {len(sampling.bad_words)} bad_words, which make {len(sequences)} sequences of "
                 f"tokens, with and without a space before them, and vLLM takes {most}; set {variable} to change that"
             )
-
-
-def for_sample(params: Any, sample_index: int) -> Any:
-    """Return the `vllm.SamplingParams` of another answer to the same request; `params` are those of the first."""
-    other = copy.copy(params)
-    if params.seed is not None:
-        other.seed = params.seed + sample_index
-    return other
 
 
 def to_sampling_params(

@@ -11,7 +11,7 @@ __all__ = ["Statistics"]
 
 @final
 class Statistics:
-    """A `StatLogger` of vLLM's by its methods: as `logger_manager` of an `LLMEngine`, or one for each engine.
+    """A `StatLogger` of vLLM's by its methods, one for each replica.
 
     For `AsyncLLM(stat_loggers=[…])`, give a function `(vllm_config, engine_index) -> Statistics`.
     """
@@ -41,17 +41,17 @@ class Statistics:
         """Add answers that somebody aborted: vLLM leaves them out."""
         self._finished["abort"] += count
 
-    def metrics(self, *, version: int, busy: bool = True) -> EngineMetrics:
-        """Return all of it; an engine that is not `busy` runs nothing, whatever its last step said."""
+    def metrics(self, *, version: int) -> EngineMetrics:
+        """Return all of it."""
         return EngineMetrics(
             time_s=time.monotonic(),
-            running=self._running if busy else 0,
-            waiting=self._waiting if busy else 0,
+            running=self._running,
+            waiting=self._waiting,
             prompt_tokens=self._prompt,
             cached_prompt_tokens=self._cached,
             generated_tokens=self._generated,
             preemptions=self._preemptions,
-            cache_usage=self._usage if busy else 0.0,
+            cache_usage=self._usage,
             finished=dict(self._finished),
             version=version,
         )

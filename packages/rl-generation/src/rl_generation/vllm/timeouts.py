@@ -10,26 +10,27 @@ from rl_generation.rollout import Rollout
 __all__ = ["DEFAULT_TIMEOUT_S", "TIMEOUT_VARIABLE", "check_timeout", "sample_timeout_s", "timeout_error"]
 
 TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
-"""The environment variable that bounds each sample of a `VllmAsyncEngine`, in seconds."""
+"""The environment variable that bounds each sample of a `VllmEngine`, in seconds."""
 
 DEFAULT_TIMEOUT_S = 600.0
+"""Of a request that is awaited, streamed or submitted, where nobody says."""
 
 
-def sample_timeout_s() -> float:
-    """Read `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`; 600 where it is not set.
+def sample_timeout_s() -> float | None:
+    """Read `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`; None where it is not set.
 
     Raises:
         EngineOptionError: It is not a positive, finite number.
     """
     text = os.environ.get(TIMEOUT_VARIABLE)
     if text is None:
-        return DEFAULT_TIMEOUT_S
+        return None
     try:
         return check_timeout(float(text), name=TIMEOUT_VARIABLE)
     except ValueError:
         raise EngineOptionError(
             f"{TIMEOUT_VARIABLE} must be a positive, finite number of seconds; got {text!r}. Unset it for "
-            f"{DEFAULT_TIMEOUT_S:.0f}"
+            f"{DEFAULT_TIMEOUT_S:.0f}, and no limit for generate"
         ) from None
 
 

@@ -5,6 +5,7 @@ about 1e-6 in a logit here: a draw that falls so near to the edge between two to
 100,000 tokens. Examples are drawn the same way in every run, and none of them should be such a case on any machine.
 """
 
+import asyncio
 from dataclasses import replace
 
 import families
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from rl_generation import Sampling
+from rl_generation import Sampling, StreamingEngine
 
 TOLERANCE = 1e-4
 STORY = list(families.successors())
@@ -113,6 +114,9 @@ def check_company(engine, company, alone):
 def run(engine, schedule):
     """Step through a schedule; return the deltas of each request, by its index."""
     deltas = {str(index): [] for index in range(len(schedule))}
+    if isinstance(engine, StreamingEngine):
+        asyncio.run(stream(engine, schedule, deltas))
+        return deltas
     last = max(start + (patience or 0) for _, start, patience in schedule)
     step = 0
     while step <= last or engine.has_unfinished_requests():
@@ -125,6 +129,19 @@ def run(engine, schedule):
             deltas[request_id].append(delta)
         step += 1
     return deltas
+
+
+async def stream(engine, schedule, deltas):
+    """The same with an engine that steps by itself: its steps are about a millisecond, or a delta of the request."""
+
+    async def follow(name, prompt, sampling, start, patience):
+        await asyncio.sleep(start / 1000)
+        async for delta in engine.stream(prompt, sampling, request_id=name):
+            deltas[name].append(delta)
+            if patience is not None and len(deltas[name]) >= patience:
+                await engine.abort(request_id=name)
+
+    await asyncio.gather(*(follow(str(index), *request, *when) for index, (request, *when) in enumerate(schedule)))
 
 
 def check_schedule(engine, schedule, alone):

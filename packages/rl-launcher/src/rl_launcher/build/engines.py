@@ -132,10 +132,7 @@ def make_sink(spec: TrainingEngineSpec, engine: Any) -> WeightSink | EngineSink:
     """What the refits of `engine` fill; a later one takes the engine from an earlier one."""
     if spec.vllm is None:
         return ModuleSink(engine.model, on_commit=engine.commit_version)
-    if spec.asynchronous:
-        pause = "keep" if spec.in_flight else "wait"
-        return VllmSink(engine.vllm, loop=engine.loop, pause=pause, cast=spec.casts)  # type: ignore[arg-type]
-    return VllmSink(engine.llm, cast=spec.casts)
+    return VllmSink(engine.vllm, loop=engine.loop, pause="keep" if spec.in_flight else "wait", cast=spec.casts)
 
 
 def make_in_process(spec: TrainingEngineSpec, *, model: Any, tokenizer: Any) -> MadeEngine:

@@ -1,8 +1,15 @@
-"""Real `AsyncLLM` with one worker: what it samples, who may call it, what a timeout, an abort and a pause cost."""
+"""Real vLLM with one worker, in this process and in its own: the same claims of both.
+
+What it samples, who may call it, whom a request touches, what a timeout, an abort and a pause cost, what new weights
+change, and what is refused.
+"""
 
 import asyncio
+import math
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -26,13 +33,15 @@ from rl_generation.errors import (
 )
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.vllm.async_engine import VllmAsyncEngine
+from rl_generation.vllm import VllmEngine
 
 TOLERANCE = 1e-4
 PATIENCE_S = 300
 SHORT = Sampling(max_new_tokens=3, ignore_eos=True)
 LONG = Sampling(max_new_tokens=480, ignore_eos=True)
 FREE = Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, seed=11, n=2, ignore_eos=True)
+GREEDY = Sampling(max_new_tokens=16, temperature=0.0, top_p=0.5, ignore_eos=True)
+BLOCKS = list(range(10, 110))  # a prompt that fills blocks of the prefix cache
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +49,23 @@ def model():
     return tiny.policy("qwen3", 0)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["in-process", "own-process"])
+def own_process(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def engine(checkpoints):
+def engine(checkpoints, own_process):
     before = taken()
-    options = tiny.options(checkpoints("qwen3"), worker_extension_cls="weights_worker.WeightsWorker")
-    engine = VllmAsyncEngine(options)
+    options = tiny.options(
+        checkpoints("qwen3"),
+        worker_extension_cls="weights_worker.WeightsWorker",
+        vllm_kwargs={"block_size": 32},
+    )
+    engine = VllmEngine(options, own_process=own_process)
     yield engine
     processes, sockets, files = engine.process_ids, folder(engine), shared_memory(engine.process_ids)
-    assert list(sockets.iterdir())
+    assert bool(processes) == bool(list(sockets.iterdir())) == own_process
     engine.close()
     engine.close()
     assert living(processes) == []
@@ -82,17 +100,31 @@ async def deltas(engine, prompt, sampling, **others):
     return [delta async for delta in engine.stream(prompt, sampling, **others)]
 
 
+def same(rollouts, others):
+    """Whether tokens and ends are the same, and logp up to the shapes of matrix products."""
+    return len(rollouts) == len(others) and all(
+        (a.tokens, a.finish_reason, a.stop_reason) == (b.tokens, b.finish_reason, b.stop_reason)
+        and a.logp == pytest.approx(b.logp, abs=1e-5)
+        for a, b in zip(rollouts, others, strict=True)
+    )
+
+
+def letters(tokens, tokenizer):
+    """Positions of tokens that are a letter, and come for the first time."""
+    return [i for i, t in enumerate(tokens) if tokenizer.decode([t]).isalpha() and t not in tokens[:i] and i > 2]
+
+
 # -- What it samples -------------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_are_the_likeliest_of_a_plain_forward(engine, model):
+def test_greedy_tokens_are_the_likeliest_of_a_plain_forward_and_their_logp_is_at_temperature_one(engine, model):
     prompts = tiny.prompts(6)
-    greedy = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
-    for prompt, rollout in zip(prompts, engine.generate(prompts, greedy), strict=True):
+    for prompt, rollout in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
         logits = tiny.logits(model, prompt, rollout.tokens)
         assert list(rollout.tokens) == logits.argmax(-1).tolist()
         assert rollout.logp == pytest.approx(tiny.chosen(logits.log_softmax(-1), rollout.tokens), abs=TOLERANCE)
-        assert (rollout.finish_reason, rollout.version) == ("length", 0)
+        assert (rollout.finish_reason, rollout.stop_reason, rollout.logp_of) == ("length", None, "sampled")
+        assert rollout.version == 0
         assert 0 < rollout.timing.first_token_s < rollout.timing.total_s
 
 
@@ -105,26 +137,97 @@ def test_logp_is_of_the_distribution_that_was_drawn_from_and_every_sample_has_it
         logits = tiny.logits(model, prompts[rollout.prompt_index], rollout.tokens)
         expected = tiny.chosen(tiny.cut_logp(logits, temperature=0.7, top_p=0.9), rollout.tokens)
         assert rollout.logp == pytest.approx(expected, abs=TOLERANCE)
+        assert rollout.logp != pytest.approx(tiny.chosen(logits.log_softmax(-1), rollout.tokens), abs=0.01)
 
 
-def test_submitted_requests_get_what_each_would_get_alone(engine):
+def test_an_eos_token_ends_an_answer_is_kept_and_is_the_stop_reason(engine):
+    prompts = tiny.prompts(48)
+    hot = {"max_new_tokens": 48, "temperature": 2.0, "seed": 1}
+    answers = engine.generate(prompts, Sampling(**hot))
+    stopped = [each for each in answers if each.finish_reason == "stop"]
+    assert stopped
+    assert {(each.tokens[-1], each.stop_reason, each.truncated) for each in stopped} == {(tiny.EOS, tiny.EOS, False)}
+    assert all(tiny.EOS not in each.tokens[:-1] for each in answers)
+    on = engine.generate(prompts, Sampling(**hot, ignore_eos=True))
+    assert {len(each.tokens) for each in on} == {48}
+    assert any(tiny.EOS in each.tokens for each in on)
+
+
+def test_a_bad_word_is_never_drawn_and_the_logp_knows(engine, model):
+    (prompt,), tokenizer = tiny.prompts(1), engine.limits.tokenizer
+    (free, _) = engine.generate([prompt], FREE)
+    token = free.tokens[letters(free.tokens, tokenizer)[0]]
+    seeded = {"max_new_tokens": 24, "seed": 11, "ignore_eos": True, "n": 4}
+    for rollout in engine.generate([prompt], Sampling(**seeded, bad_words=(tokenizer.decode([token]),))):
+        assert token not in rollout.tokens
+        logits = tiny.logits(model, prompt, rollout.tokens)
+        logits[:, token] = -math.inf
+        assert rollout.logp == pytest.approx(tiny.chosen(logits.log_softmax(-1), rollout.tokens), abs=TOLERANCE)
+
+
+# -- Whom a request touches ------------------------------------------------------------------------------------------
+
+
+def test_stops_and_limits_of_one_request_do_not_touch_another(engine):
+    prompts, tokenizer = tiny.prompts(1) * 5, engine.limits.tokenizer
+    one = replace(FREE, n=1)
+    (free,) = engine.generate(prompts[:1], [one])
+    first, second = letters(free.tokens, tokenizer)[:2]
+    samplings = [
+        one,
+        replace(one, stop=(tokenizer.decode([free.tokens[second]]),)),
+        replace(one, stop_token_ids=(free.tokens[first],)),
+        replace(one, max_new_tokens=2),
+        replace(one, seed=12),
+    ]
+    answers = engine.generate(prompts, samplings)
+    assert [each.tokens for each in answers[:4]] == [free.tokens[:end] for end in (24, second + 1, first + 1, 2)]
+    assert [(each.finish_reason, each.stop_reason) for each in answers[:4]] == [
+        ("length", None),
+        ("stop", samplings[1].stop[0]),
+        ("stop", free.tokens[first]),
+        ("length", None),
+    ]
+    assert answers[4].tokens != free.tokens
+    assert same(answers, [engine.generate([p], [s])[0] for p, s in zip(prompts, samplings, strict=True)])
+
+
+def test_submitted_requests_share_the_batch_and_get_what_each_would_get_alone(engine):
     assert isinstance(engine, RequestEngine)
-    prompts, sampling = tiny.prompts(6), Sampling(max_new_tokens=24, temperature=0.7)
-    futures = [engine.submit(prompt, sampling, seed=seed) for seed, prompt in enumerate(prompts)]
-    alone = engine.generate(prompts, [sampling.for_request(seed) for seed in range(6)])
-    assert [future.result(PATIENCE_S).tokens for future in futures] == [each.tokens for each in alone]
+    prompts = tiny.prompts(12)
+    free, greedy = Sampling(max_new_tokens=24, temperature=0.7), Sampling(max_new_tokens=8, temperature=0.0)
+    samplings = [free if number % 3 else greedy for number in range(12)]
+    beside = replace(FREE, max_new_tokens=100)
+    streamed = Call(asyncio.run, deltas(engine, prompts[0], beside))
+    with ThreadPoolExecutor(4) as threads:
+        rollouts = list(
+            threads.map(
+                lambda number: engine.submit(prompts[number], samplings[number], seed=number).result(PATIENCE_S),
+                range(12),
+            )
+        )
+    assert streamed.join() is None
+    for number, rollout in enumerate(rollouts):
+        assert same([rollout], engine.generate([prompts[number]], [samplings[number].for_request(number)]))
+    ends = [delta.rollout for delta in streamed.value if delta.rollout is not None]
+    assert same(sorted(ends, key=lambda each: each.sample_index), engine.generate([prompts[0]], [beside]))
 
 
-def test_what_happens_to_a_submitted_request_is_its_own(engine):
+def test_what_happens_to_a_submitted_request_touches_no_other(engine):
     kept, cancelled = (engine.submit([5, 6], LONG, seed=seed) for seed in (1, 2))
     with pytest.raises(PromptError, match="token id 999"):
         engine.submit([999], SHORT, seed=0).result(PATIENCE_S)
     with pytest.raises(PromptError, match="submit it 2 times"):
         engine.submit([5], FREE, seed=0).result(PATIENCE_S)
     assert isinstance(engine.submit([5], LONG, seed=0, timeout_s=0.01).exception(PATIENCE_S), SampleTimeoutError)
+    engine.pause(mode="keep", clear_cache=False)
     assert cancelled.cancel()
-    assert len(kept.result(PATIENCE_S).tokens) == 480
+    assert not kept.done(), "the test's premise"
+    engine.resume()
+    (alone,) = engine.generate([[5, 6]], [replace(LONG, seed=1)])
+    assert same([kept.result(PATIENCE_S)], [alone])
     until(lambda: unfinished(engine) == 0)
+    engine.reset_prefix_cache()
 
 
 def test_a_stop_token_ends_an_answer_and_stays_in_it(engine):
@@ -136,14 +239,20 @@ def test_a_stop_token_ends_an_answer_and_stays_in_it(engine):
     assert (rollout.tokens, rollout.finish_reason, rollout.stop_reason) == (free.tokens[:10], "stop", stop)
 
 
-def test_broken_logits_are_an_error_and_never_a_number(engine):
+def test_broken_logits_are_an_error_that_names_the_token_and_never_a_number_and_the_engine_recovers(engine):
     (norm,) = engine.collective_rpc("get_norm")
     engine.collective_rpc("set_norm", args=[[float("nan")] * len(norm)])
     try:
+        with pytest.raises(LogpError, match=r"answer \d to prompt \d has .* nan for token \d+ at position 0"):
+            engine.generate(tiny.prompts(3), FREE)
+        with pytest.raises(LogpError, match="answer 0 to prompt 0 has log-probability nan"):
+            engine.submit([5], SHORT, seed=0).result(PATIENCE_S)
         with pytest.raises(LogpError, match="has log-probability nan"):
-            engine.generate(tiny.prompts(3), SHORT)
+            asyncio.run(deltas(engine, [5], SHORT))
     finally:
+        until(lambda: unfinished(engine) == 0)
         engine.collective_rpc("set_norm", args=[norm])
+        engine.reset_prefix_cache()
     assert len(engine.generate(tiny.prompts(3), SHORT)) == 3
 
 
@@ -213,9 +322,27 @@ def test_it_is_what_servers_and_trainers_ask_for(engine):
     assert after.generated_tokens - before.generated_tokens == 6
     assert after.finished["length"] - before.finished.get("length", 0) == 2
     assert (after.running, after.waiting) == (0, 0)
-    assert "vLLM, asynchronous" in engine.explain()
     assert engine.generate([], SHORT) == []
     asyncio.run(engine.check_health())
+
+
+def test_metrics_count_tokens_shared_prefixes_and_ends(engine):
+    engine.reset_prefix_cache()
+    before = engine.metrics()
+    for _ in range(2):
+        engine.generate([BLOCKS], Sampling(max_new_tokens=4, n=3, seed=1, ignore_eos=True))
+    after = engine.metrics()
+    assert after.prompt_tokens - before.prompt_tokens == 600
+    assert after.cached_prompt_tokens - before.cached_prompt_tokens >= 3 * 96  # all blocks of 32, the second time
+    assert after.generated_tokens - before.generated_tokens == 24
+    assert after.finished["length"] - before.finished.get("length", 0) == 6
+    assert (after.running, after.waiting, after.version) == (0, 0, 0)
+
+
+def test_explain_says_what_it_is(engine, own_process):
+    place = "vLLM, in its own processes" if own_process else "vLLM, in this process"
+    for part in (place, "0.32", "max_model_len", "512 tokens", "sampled", "load_format"):
+        assert part in engine.explain()
 
 
 # -- Aborts and timeouts ---------------------------------------------------------------------------------------------
@@ -250,7 +377,8 @@ def test_leaving_early_aborts_what_is_unfinished(engine):
 
 def test_an_abort_ends_answers_as_they_are(engine):
     async def one_of_two():
-        tasks = [asyncio.create_task(deltas(engine, [5, i], LONG, request_id=f"r{i}")) for i in (6, 7)]
+        long = replace(LONG, seed=3)
+        tasks = [asyncio.create_task(deltas(engine, [5, i], long, request_id=f"r{i}")) for i in (6, 7)]
         start = generated(engine)
         await asyncio.to_thread(until, lambda: unfinished(engine) == 2 and generated(engine) > start + 4)
         assert await engine.abort(request_id="r6") == 1
@@ -259,13 +387,26 @@ def test_an_abort_ends_answers_as_they_are(engine):
         assert await engine.abort() == 1
         return first, await tasks[1]
 
-    for found in asyncio.run(one_of_two()):
+    alone = engine.generate([[5, 6], [5, 7]], [replace(LONG, seed=3)] * 2)
+    for found, whole in zip(asyncio.run(one_of_two()), alone, strict=True):
         rollout = found[-1].rollout
-        assert (rollout.finish_reason, rollout.truncated) == ("abort", True)
+        assert (rollout.finish_reason, rollout.stop_reason, rollout.truncated) == ("abort", None, True)
         assert 0 < len(rollout.tokens) < 480
+        assert rollout.tokens == whole.tokens[: len(rollout.tokens)]
         assert tuple(token for delta in found for token in delta.tokens) == rollout.tokens
         assert len(rollout.logp) == len(rollout.tokens)
     assert asyncio.run(engine.abort()) == 0
+
+
+def test_an_aborted_request_that_never_ran_has_no_tokens_and_still_a_version(engine):
+    engine.pause(mode="keep")
+    early = engine.submit([7, 8], LONG, seed=0)
+    until(lambda: unfinished(engine) == 1)
+    assert asyncio.run(engine.abort()) == 1
+    engine.resume()
+    rollout = early.result(PATIENCE_S)
+    assert (rollout.tokens, rollout.finish_reason, rollout.timing) == ((), "abort", None)
+    assert rollout.versions == (VersionSpan(version=0, start=0, end=0),)
 
 
 def test_a_timeout_costs_one_sample(engine):
@@ -297,7 +438,22 @@ def test_each_of_n_samples_has_its_own_time(engine):
     engine.resume()
 
 
-def test_an_engine_that_hangs_is_found_out(engine):
+def test_an_interrupt_of_who_waits_aborts_what_was_asked_for_and_touches_no_other(engine):
+    kept = engine.submit([5, 6], LONG, seed=1)
+    engine.pause(mode="keep", clear_cache=False)  # so that no machine is fast enough
+    interrupt = Call(lambda: until(lambda: unfinished(engine) == 3) and os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[7], [8]], LONG)
+    assert interrupt.join() is None
+    until(lambda: unfinished(engine) == 1)
+    engine.resume()
+    assert len(kept.result(PATIENCE_S).tokens) == 480
+    assert len(engine.generate([[5]], SHORT)) == 1
+
+
+def test_an_engine_that_hangs_is_found_out(engine, own_process):
+    if not own_process:
+        pytest.skip("a process that hangs is this one")
     (core, *_) = engine.process_ids
     os.kill(core, signal.SIGSTOP)
     try:
@@ -363,6 +519,50 @@ def test_what_is_aborted_by_a_pause_is_handed_back(engine):
     assert 0 < len(call.value[0].tokens) < 480
 
 
+def test_weights_that_the_extension_changed_are_used_once_they_are_committed(engine, model):
+    prompts = [BLOCKS, BLOCKS[:40]]
+    before = engine.generate(prompts, GREEDY)
+    (norm,) = engine.collective_rpc("get_norm")
+    assert engine.collective_rpc("scale_norm", args=(1.5,)) == [[0, 1.5]]
+    engine.commit_version(8)
+    after = engine.generate(prompts, GREEDY)
+    changed = tiny.policy("qwen3", 0)
+    changed.model.norm.weight.mul_(1.5)
+    for prompt, old, new in zip(prompts, before, after, strict=True):
+        expected = tiny.logits(changed, prompt, new.tokens).log_softmax(-1)
+        assert new.logp == pytest.approx(tiny.chosen(expected, new.tokens), abs=TOLERANCE)
+        assert new.logp != pytest.approx(old.logp, abs=1e-2)
+        assert new.versions == (VersionSpan(version=8, start=0, end=16),)
+    engine.collective_rpc("set_norm", args=(norm,))
+    engine.commit_version(0)
+    assert same(engine.generate(prompts, GREEDY), before)
+
+
+def test_a_sleeping_engine_refuses_and_after_level_two_wants_a_refit(engine):
+    """vLLM on a CPU answers the calls, and frees nothing."""
+    engine.commit_version(5)
+    engine.sleep(level=1)
+    with pytest.raises(ModelError, match="the engine sleeps"):
+        engine.generate([[5]], SHORT)
+    engine.wake_up()
+    assert engine.generate([[5]], SHORT)[0].version == 5
+    engine.sleep(level=2)
+    engine.wake_up(tags=["weights"])
+    engine.wake_up(tags=["kv_cache"])
+    assert engine.version == 5
+    with pytest.raises(ModelError, match="slept at level 2, and no refit has been committed since"):
+        engine.generate([[5]], SHORT)
+    engine.commit_version(0)
+    assert engine.generate([[5]], SHORT)[0].version == 0
+    engine.pause(mode="keep")
+    kept = engine.submit([5], SHORT, seed=0)
+    until(lambda: unfinished(engine) == 1)
+    with pytest.raises(ModelError, match="requests are under way"):
+        engine.sleep()
+    engine.resume()
+    assert len(kept.result(PATIENCE_S).tokens) == 3
+
+
 def test_versions_that_a_refit_tells_vllm_alone_are_the_engines_too(engine):
     def tell(version):
         asyncio.run_coroutine_threadsafe(engine.vllm.update_weight_version(version), engine.loop).result(60)
@@ -408,8 +608,8 @@ def test_nothing_is_begun_before_everything_is_checked(engine):
             engine.generate([[5]], SHORT, timeout_s=timeout_s)
     with pytest.raises(EngineOptionError, match="mode must be 'wait', 'keep' or 'abort'"):
         engine.pause(mode="refuse")
-    with pytest.raises(EngineOptionError, match="enable_sleep_mode=True"):
-        engine.sleep()
+    with pytest.raises(EngineOptionError, match="level 1 or 2; got level=3"):
+        engine.sleep(level=3)
     for version in (-1, 1.5, True):
         with pytest.raises(ValueError, match=f"at least 0; got version={version}"):
             engine.commit_version(version)
@@ -439,15 +639,4 @@ def test_whoever_vouches_for_the_weights_is_asked_each_time(engine):
 def test_a_timeout_that_is_no_time_is_refused_before_anything_starts(checkpoints, monkeypatch, value):
     monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", value)
     with pytest.raises(EngineOptionError, match=f"NRL_VLLM_ASYNC_TIMEOUT_SECONDS must be .*; got '{value}'"):
-        VllmAsyncEngine(tiny.options(checkpoints("qwen3")))
-
-
-def test_what_is_no_options_is_refused_with_what_to_write():
-    with pytest.raises(EngineOptionError, match=r"options must be VllmOptions\(model='/models/llama'\); got str"):
-        VllmAsyncEngine("/models/llama")
-
-
-def test_the_old_runtime_has_no_asynchronous_engine(checkpoints, monkeypatch):
-    monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
-    with pytest.raises(EngineOptionError, match="use the synchronous VllmEngine, or unset NRL_VLLM_USE_V1"):
-        VllmAsyncEngine(tiny.options(checkpoints("qwen3")))
+        VllmEngine(tiny.options(checkpoints("qwen3")))

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -17,7 +16,7 @@ from watching import left_of, living, shared_memory, taken
 
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import Sampling
-from rl_generation.vllm.async_engine import VllmAsyncEngine
+from rl_generation.vllm import VllmEngine
 from rl_generation.vllm.lora import LoraAdapter
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
@@ -26,7 +25,7 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 def test_options_that_vllm_refuses_are_named_and_leave_nothing(checkpoints):
     before = taken()
     with pytest.raises(EngineOptionError, match=r"(?s)vLLM refuses these options: .*Sleep mode is not supported"):
-        VllmAsyncEngine(tiny.options(checkpoints("qwen3"), enable_sleep_mode=True))
+        VllmEngine(tiny.options(checkpoints("qwen3"), enable_sleep_mode=True), own_process=True)
     assert taken() <= before
 
 
@@ -44,7 +43,7 @@ def test_two_replicas_are_one_engine(checkpoints, tmp_path):
     )
 
     async def inside():
-        with VllmAsyncEngine(options) as engine:
+        with VllmEngine(options, own_process=True) as engine:
             await ask(engine, tmp_path)
             return engine.process_ids, shared_memory(engine.process_ids)
 
@@ -81,9 +80,7 @@ def check(model, prompts, rollouts):
 
 
 def check_sleep(engine, prompts):
-    """vLLM on a CPU refuses to be made for it, and then answers the calls all the same, without freeing anything."""
-    admission = engine._admission
-    engine._admission = replace(admission, options=replace(admission.options, enable_sleep_mode=True))
+    """vLLM on a CPU answers the calls, without freeing anything."""
     engine.sleep(level=2)
     with pytest.raises(ModelError, match="slept at level 2, and no refit has been committed since"):
         engine.generate(prompts, GREEDY)
