@@ -229,16 +229,16 @@ class StepRecording:
             if clips is not None:
                 clipped[rows, :width] = clips
         if values is not None and self._objective is not None:
-            rows = kept_rows(rollouts, self._objective).nonzero()[:, 0]
+            kept = kept_rows(rollouts, self._objective).nonzero()[:, 0]
             # The critic is asked about rows one token longer, for what comes after a response that was cut off.
             width = min(values.shape[1], shape[1])
-            mask = rollouts.response[rows][:, :width].numpy()
-            fill("value", rows.numpy(), np.where(mask, values[:, :width].float().numpy(), np.float32("nan")))
+            mask = rollouts.response[kept][:, :width].numpy()
+            fill("value", kept.numpy(), np.where(mask, values[:, :width].float().numpy(), np.float32("nan")))
             last = torch.zeros(len(rollouts))
-            at = rollouts.lengths[rows].clamp(max=values.shape[1] - 1)
-            last[rows] = values[torch.arange(len(rows)), at].float()
+            at = rollouts.lengths[kept].clamp(max=values.shape[1] - 1)
+            last[kept] = values[torch.arange(len(kept)), at].float()
             figures["last_value"] = torch.where(rollouts.truncated, last, 0.0)
-        texts = self._texts_of(rollouts.sources)
+        others: dict[str, Any] = {**self._texts_of(rollouts.sources), **columns}
         return StepRollouts(
             tokens=rollouts.tokens,
             lengths=rollouts.lengths,
@@ -256,11 +256,10 @@ class StepRecording:
             truncated=rollouts.truncated,
             failed=rollouts.failed,
             update=update,
-            **texts,
             responses=rollouts.answers,
             failures=rollouts.failures,
             figures=figures,
-            **columns,
+            **others,
         )
 
     def _texts_of(self, sources: Sequence[str]) -> dict[str, Sequence[Any]]:
