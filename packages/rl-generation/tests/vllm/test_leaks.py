@@ -21,7 +21,7 @@ CACHE_BYTES = 64 << 20
 @pytest.mark.parametrize(
     ("kind", "cycles"),
     [
-        ("in-process", 5),
+        pytest.param("in-process", 5, marks=pytest.mark.slow),
         pytest.param("own-process", 2, marks=pytest.mark.slow),
     ],
 )

@@ -25,6 +25,7 @@ def predicted(family):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", dummy_start.FAMILIES)
 def test_the_engine_fits_as_many_sequences_and_tokens_as_were_predicted(family):
     engine, memory = predicted(family)
