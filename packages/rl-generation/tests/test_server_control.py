@@ -103,3 +103,9 @@ def test_a_token_comes_from_the_environment_or_from_a_file_that_is_private(tmp_p
 def test_an_engine_that_cannot_pause_has_no_control_port():
     with pytest.raises(EngineOptionError, match="object cannot pause"):
         ControlServer(object(), token=TOKEN)
+
+
+def test_an_engine_that_cannot_sleep_says_which_can(control):
+    refused = control.post("/sleep", json={})
+    assert refused.status_code == 409
+    assert "cannot sleep: vLLM's engine can" in refused.json()["error"]["message"]

@@ -178,3 +178,24 @@ def test_a_control_port_freezes_and_continues_what_is_under_way(engine):
         assert not future.done()
         assert control.post("/resume", json={}).json() == {"paused": False, "weight_version": 3}
         assert future.result(240).tokens == expected
+
+
+def test_an_engine_sleeps_and_wakes_and_refuses_to_while_somebody_waits(engine):
+    greedy = Sampling(max_new_tokens=8, temperature=0.0)
+    expected = engine.generate(PROMPTS, greedy)
+    with (
+        ControlServer(engine, token="token") as server,
+        httpx.Client(base_url=server.url, headers={"Authorization": "Bearer token"}, timeout=240) as control,
+    ):
+        future = engine.submit(PROMPTS[0], Sampling(max_new_tokens=450, ignore_eos=True), seed=0)
+        control.post("/pause", json={})
+        refused = control.post("/sleep", json={})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "engine_refuses")
+        assert "requests are under way" in refused.json()["error"]["message"]
+        control.post("/resume", json={})
+        future.result(240)
+        assert control.post("/sleep", json={}).status_code == 200
+        with pytest.raises(ValueError, match="wake_up"):
+            engine.generate(PROMPTS, greedy)
+        assert control.post("/wake_up", json={}).status_code == 200
+        assert [one.tokens for one in engine.generate(PROMPTS, greedy)] == [one.tokens for one in expected]

@@ -1,10 +1,11 @@
 """The control port: stops and continues a served engine, and says which weights it has. Never on the public port.
 
-    GET /state   POST /pause   POST /resume
+    GET /state   POST /pause   POST /resume   POST /sleep   POST /wake_up
 
-Each answers `{"paused": …, "weight_version": …}`. Whoever may call it can stop the engine for all of its clients, so it
-asks for a token of its own, even on this machine. Weights do not come in here, and neither does their version: the
-refit that writes them commits it. Whoever arranges refits may add routes of their own behind the same token.
+An engine that sleeps has freed its device's memory and keeps the weights in the host's; vLLM's can. Each answers
+`{"paused": …, "weight_version": …}`. Whoever may call it can stop the engine for all of its clients, so it asks for a
+token of its own, even on this machine. Weights do not come in here, and neither does their version: the refit that
+writes them commits it. Whoever arranges refits may add routes of their own behind the same token.
 """
 
 import asyncio
@@ -21,8 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl_generation.engine import StreamingEngine
-from rl_generation.errors import EngineOptionError
+from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.server.app import error_handlers
+from rl_generation.server.errors import HttpError
 from rl_generation.server.guard import Guard, check_api_key
 from rl_generation.server.limits import ServerLimits
 from rl_generation.server.running import HttpThread
@@ -69,12 +71,20 @@ class ControlServer(HttpThread):
 
         def after(act: Callable[[], None]) -> Callable[[Request], Any]:
             async def route(request: Request) -> Response:
-                await asyncio.to_thread(act)  # which waits for the step that is under way
+                try:
+                    await asyncio.to_thread(act)  # which waits for the step that is under way
+                except (EngineOptionError, ModelError) as error:  # it cannot sleep, or not now
+                    raise HttpError(409, str(error), code="engine_refuses") from error
                 return await state(request)
 
             return route
 
+        def cannot() -> None:
+            raise EngineOptionError(f"{type(engine).__name__} cannot sleep: vLLM's engine can")
+
         own = [
+            Route("/sleep", after(getattr(engine, "sleep", cannot)), methods=["POST"]),
+            Route("/wake_up", after(getattr(engine, "wake_up", cannot)), methods=["POST"]),
             Route("/state", state, methods=["GET"]),
             Route("/pause", after(lambda: engine.pause(mode="keep")), methods=["POST"]),
             Route("/resume", after(engine.resume), methods=["POST"]),
