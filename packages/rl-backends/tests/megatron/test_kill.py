@@ -146,8 +146,9 @@ def test_a_rank_that_is_killed_in_a_step_ends_all_and_the_next_run_goes_on(kille
     goes_on(layout, folder, first=KILLED)
 
 
-@pytest.mark.parametrize(("layout", "where"), [("DP2", "before gradients meet"), ("PP2", "forward")])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "where"), [("DP2", "before gradients meet"), pytest.param("PP2", "forward", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_deadline(world, on_ranks, tmp_path, layout, where):
     timeout_s = 40.0  # all else waits for each other as long, on a machine that is busy
 
