@@ -326,7 +326,7 @@ def test_a_server_that_loses_many_requests_at_once_is_named_and_rested_once(vllm
     vllm.together = threading.Barrier(20)
     with RemoteEngine(vllm.url, vocab_size=VOCAB_SIZE, retries=0) as engine:
         futures = [engine.submit([1], Sampling(max_new_tokens=99), seed=0) for _ in range(20)]
-        errors = [future.exception(60) for future in futures]
+        errors = [future.exception(240) for future in futures]
         assert all(isinstance(error, EngineDeadError) for error in errors)
         assert list(engine.unreachable) == [vllm.url]
         before = len(vllm.asked)
