@@ -39,13 +39,13 @@ LANES = ("vllm",)
 # Minutes on two cores, if more than one or two. They only decide the order: long sessions start first, so that none is
 # left over to run alone.
 MINUTES = {
-    "integration-vllm": 22,
-    "tests-rl-backends": 28,
-    "tests-rl-launcher": 14,
-    "tests-rl-generation": 12,
-    "tests-rl-parallel-plans": 23,
-    "integration": 12,
-    "tests-rl-refit": 9,
+    "integration-vllm": 15,
+    "tests-rl-backends": 18,
+    "tests-rl-launcher": 12,
+    "tests-rl-generation": 10,
+    "tests-rl-parallel-plans": 14,
+    "integration": 8,
+    "tests-rl-refit": 8,
     "tests-rl-algorithms": 5,
     "tests-rl-observe": 2,
     "typecheck": 3,
