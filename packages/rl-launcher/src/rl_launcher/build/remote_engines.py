@@ -149,13 +149,13 @@ class RemoteWeightSync:
             self._policy.shards()
         while True:
             present = self._present()
-            if present != self._joined:
-                self._join(present)
             try:
+                if tuple(present) != self._joined:
+                    self._join(present)
                 self.last = self._transfer(version)
             except RefitError as error:
                 self._leave()
-                gone = set(present) - {*self._facts()}
+                gone = present.keys() - self._facts().keys()
                 if not gone:
                     raise
                 self._num_repeated += 1
@@ -235,7 +235,8 @@ class RemoteWeightSync:
         self._absent = absent
         return found
 
-    def _present(self) -> tuple[str, ...]:
+    def _present(self) -> dict[str, Mapping[str, Any]]:
+        """Likewise; there is at least one. A server that was started anew has to join again."""
         facts = self._facts()
         if not facts:
             why = "; ".join(f"{url}: {reason}" for url, reason in self._absent.items())
@@ -243,11 +244,13 @@ class RemoteWeightSync:
         restarted = any(facts[url]["joined"] is None for url in facts.keys() & {*self._joined})
         if restarted:
             self._leave()
-        return tuple(facts)
+        return facts
 
-    def _join(self, urls: tuple[str, ...]) -> None:
+    def _join(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        import httpx
+
         self._leave()
-        facts = self._facts()
+        urls = tuple(facts)
         first = facts[urls[0]]
         hosts = {self._remote.host, *(facts[url]["host"] for url in urls)}
         shards = self._policy.shards()
@@ -261,7 +264,10 @@ class RemoteWeightSync:
         )
         for number, url in enumerate(urls):
             body = {"parties": asdict(parties), "engine": number, "dtypes": dtypes_of(shards)}
-            answer = self._http.post(f"{url}/refit/join", json=body, timeout=MARGIN_S)
+            try:
+                answer = self._http.post(f"{url}/refit/join", json=body, timeout=MARGIN_S)
+            except httpx.HTTPError as error:
+                raise RefitError(f"{url} does not answer: {type(error).__name__}") from error
             if not answer.is_success:
                 raise Refusal(f"{url} cannot be refitted by this run: {_message(answer)}")
         self._refit = parties.source_refit(weight_source(self._policy), rank=0, host=self._remote.host)
