@@ -335,6 +335,6 @@ def test_a_model_that_ranks_cannot_load_is_refused_as_in_one_process(ray_cluster
 
 def test_a_start_for_which_there_is_no_room_is_refused_in_time(ray_cluster, folder):
     overrides = ["cluster.cpus_per_rank=16", "cluster.start_timeout_s=3"]
-    refused = pytest.raises(ClusterError, match=r"32 CPUs each .*start_timeout_s=3 .* has 8 CPUs")
+    refused = pytest.raises(ClusterError, match=r"32 CPUs each .*start_timeout_s=3 .* 8 CPUs\), is 24 CPUs short")
     with refused, trainers(folder, *overrides):
         pass

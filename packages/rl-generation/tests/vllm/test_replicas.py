@@ -1,4 +1,5 @@
-"""A real engine with two replicas, started in the midst of a running event loop, with adapters and for training."""
+"""A real engine with two replicas, started in the midst of a running event loop, with adapters and for training;
+and one of two stages."""
 
 import asyncio
 import json
@@ -51,6 +52,13 @@ def test_two_replicas_are_one_engine(checkpoints, tmp_path):
     assert living(processes) == []
     assert left_of(files) == set()
     assert taken() <= before
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_are_one_model(checkpoints):
+    prompts = tiny.prompts(8)
+    with VllmEngine(tiny.options(checkpoints("qwen3"), pipeline_parallel_size=2), own_process=True) as engine:
+        check(tiny.policy("qwen3", 0), prompts, engine.generate(prompts, GREEDY))
 
 
 async def ask(engine, folder):
