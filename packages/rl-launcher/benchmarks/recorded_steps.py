@@ -1,21 +1,20 @@
-"""What recorded steps cost the quickstart: one run, in which one of each two batches is recorded.
+"""What recorded steps cost the quickstart: the same run twice, with and without them, a batch at a time in turns.
 
-A batch's turn lasts from the end of its generation to the end of the next batch's, so that what is written behind the
-loop counts towards the batch that it is about. While a turn is not recorded, the stage has the policy without anything
-around it. Other programs on the machine meet both kinds of turns alike; CPU seconds are told beside wall time because
-they change wall time more.
+Both runs are processes of their own with the same seeds, so that their batches are the same to the bit, and what else
+the machine does meets both alike. A turn lasts from the end of a batch's generation to the end of the next batch's, so
+that what is written behind the loop counts towards the batch that it is about.
 
-    python packages/rl-launcher/benchmarks/recorded_steps.py [--batches 240] [--runs 1]
+    python packages/rl-launcher/benchmarks/recorded_steps.py [--batches 120]
 
 The last line is JSON with every figure, and whether the bar of 1 % of a batch's wall time holds.
 """
 
 import argparse
 import contextlib
-import itertools
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,103 +22,105 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rl_launcher.recipe_files import load_recipe
-from rl_launcher.run import run
-from rl_launcher.run.stages import grpo
-from rl_launcher.run.step_recording import StepRecording
-from rl_launcher.schema import Recipe
-
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 OVERRIDES = ["evaluation.every=0", "evaluation.max_prompts=64"]
+SIDES = {"recorded": [], "not": ["logger.recorded_steps.last=0", "logger.recorded_steps.every=0"]}
 WARM_UP = 4
 """Batches that are not counted."""
-CLOCKS = ("wall", "cpu", "loop", "writer")
+CLOCKS = ("wall", "cpu", "loop", "thread", "writer")
+"""Wall time; CPU time of the process, of its training thread, of its thread that hands steps over, and of the process
+that writes them."""
+COMPARED = ("wall", "cpu", "loop")
 BAR = 0.01
 
 
-class InTurns(StepRecording):
-    """Records every second batch on average, and notes what the clocks say when a turn begins."""
+def one_side(side: str, *, batches: int) -> None:
+    """Run, and tell of each turn in a line; the next one begins when a line comes in."""
+    from rl_launcher.recipe_files import load_recipe
+    from rl_launcher.run import run
+    from rl_launcher.run.stages import grpo
+    from rl_launcher.run.step_recording import StepRecording
+    from rl_launcher.schema import Recipe
 
-    marks: list[tuple[bool, dict[str, float]]]
-    """Of each turn: whether it is recorded, and the clocks at its begin, in seconds."""
+    parent = sys.stdout
+    begin: dict[str, float] = {}
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        type(self).marks = self.marks = []
-        self._order, self._coming = random.Random(0), list[bool]()
-        self.turn = False
+    class InTurns(StepRecording):
+        def on_rollouts(self, rollouts: Any) -> None:
+            end = clocks(self._recorder)
+            told = {name: end[name] - begin.get(name, end[name]) for name in CLOCKS}
+            print(json.dumps(told | {"tokens": int(rollouts.lengths.sum())}), file=parent, flush=True)
+            sys.stdin.readline()
+            begin.update(clocks(self._recorder))
+            super().on_rollouts(rollouts)
 
-    def observed(self, policy: Any) -> Any:
-        return _Either(policy, super().observed(policy), self)
-
-    def on_rollouts(self, rollouts: Any) -> None:
-        if not self._coming:
-            self._coming = self._order.sample([True, False], 2)
-        self.turn = self._coming.pop()
-        thread = self._recorder._thread
-        clocks = {"wall": time.perf_counter(), "cpu": time.process_time(), "loop": time.thread_time(), "writer": 0.0}
-        if thread is not None:
-            clocks["writer"] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-        self.marks.append((self.turn, clocks))
-        super().on_rollouts(rollouts)
-
-    def record(self, *given: Any, **options: Any) -> None:
-        if self.turn:
-            super().record(*given, **options)
-        else:
-            self._expect()
-
-
-class _Either:
-    """The policy as it is, or observed, whichever the turn asks for."""
-
-    def __init__(self, policy: Any, observed: Any, turns: InTurns) -> None:
-        self._policy, self._observed, self._turns = policy, observed, turns
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._observed if self._turns.turn else self._policy, name)
-
-
-def one_run(batches: int) -> dict[bool, list[dict[str, float]]]:
-    """Seconds of the turns of one run, those that were recorded and those that were not."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        overrides = [*OVERRIDES, f"grpo.max_num_steps={4 * (batches + WARM_UP + 1)}", f"run_dir={folder}/run"]
+        steps = [f"grpo.max_num_steps={4 * (batches + WARM_UP + 1)}", f"run_dir={folder}/run"]
         with mock.patch.object(grpo, "StepRecording", InTurns):
-            run(load_recipe(RECIPE, schema=Recipe, overrides=overrides))
-    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
-    marks = InTurns.marks[WARM_UP:]
-    for (recorded, begin), (_, end) in itertools.pairwise(marks):
-        found[recorded].append({name: end[name] - begin[name] for name in CLOCKS})
+            run(load_recipe(RECIPE, schema=Recipe, overrides=[*OVERRIDES, *SIDES[side], *steps]))
+
+
+def clocks(recorder: Any) -> dict[str, float]:
+    """In seconds."""
+    found = dict.fromkeys(CLOCKS, 0.0)
+    found |= {"wall": time.perf_counter(), "cpu": time.process_time(), "loop": time.thread_time()}
+    if (thread := recorder._thread) is not None:
+        found["thread"] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    if (writer := recorder._writer) is not None:
+        found["writer"] = time.clock_gettime(~writer.process.pid << 3 | 2)  # what clock_getcpuclockid(3) gives
     return found
 
 
-def more(differences: list[float]) -> tuple[float, float, float]:
-    """Median of the differences of neighbouring turns, and its 95 % interval over differences drawn again."""
+def pairs(batches: int) -> list[dict[str, dict[str, float]]]:
+    """The turns of both sides, batch by batch."""
+    order, found = random.Random(0), list[dict[str, dict[str, float]]]()
+    with contextlib.ExitStack() as stack:
+        asking: dict[str, Any] = {}
+        for side in SIDES:
+            command = [sys.executable, __file__, "--side", side, "--batches", str(batches)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            asking[side] = process
+        for process in asking.values():
+            process.stdout.readline()  # it has its first rollouts
+        for _ in range(batches + WARM_UP):
+            turn: dict[str, dict[str, float]] = {}
+            for side in order.sample([*SIDES], 2):
+                print(file=asking[side].stdin, flush=True)
+                turn[side] = json.loads(asking[side].stdout.readline())
+            tokens = {each.pop("tokens") for each in turn.values()}
+            assert len(tokens) == 1, f"the batches differ: {tokens} tokens"
+            found.append(turn)
+    return found[WARM_UP:]
+
+
+def more(ratios: list[float]) -> tuple[float, float, float]:
+    """Median of the ratios less 1, and its 95 % interval over ratios drawn again."""
     draws = random.Random(0)
-    medians = sorted(statistics.median(draws.choices(differences, k=len(differences))) for _ in range(2000))
-    return statistics.median(differences), medians[50], medians[1949]
+    medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) - 1 for _ in range(2000))
+    return statistics.median(ratios) - 1, medians[50], medians[1949]
 
 
 def main() -> None:
     """Run, print a table in milliseconds, then everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batches", type=int, default=240, help="of each run, recorded and not recorded together")
-    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--batches", type=int, default=120, help="of each side")
+    parser.add_argument("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
-    for _ in range(chosen.runs):
-        for recorded, turns in one_run(chosen.batches).items():
-            found[recorded] += turns
-    figures: dict[str, Any] = {"batches": len(found[True]) + len(found[False])}
+    if chosen.side:
+        one_side(chosen.side, batches=chosen.batches)
+        return
+    found = pairs(chosen.batches)
+    figures: dict[str, Any] = {"batches": len(found)}
     for name in CLOCKS:
-        on, off = ([turn[name] for turn in found[recorded]] for recorded in (True, False))
-        medians = {"recorded": statistics.median(on), "not": statistics.median(off)}
-        figures[name] = {key: round(1000 * value, 2) for key, value in medians.items()}
+        medians = {side: statistics.median(turn[side][name] for turn in found) for side in SIDES}
+        figures[name] = {side: round(1000 * value, 2) for side, value in medians.items()}
         line = f"{name:>7}: {figures[name]['recorded']:8.2f} ms recorded, {figures[name]['not']:8.2f} ms not"
-        if name != "writer":
-            found_more = [each / medians["not"] for each in more([a - b for a, b in zip(on, off, strict=False)])]
-            figures[name] |= dict(zip(("more", "low", "high"), (round(each, 4) for each in found_more), strict=True))
-            line += ", {:+.2f} % ({:+.2f} to {:+.2f})".format(*(100 * each for each in found_more))
+        if name in COMPARED:
+            told = more([turn["recorded"][name] / turn["not"][name] for turn in found])
+            figures[name] |= dict(zip(("more", "low", "high"), (round(each, 4) for each in told), strict=True))
+            line += ", {:+.2f} % ({:+.2f} to {:+.2f})".format(*(100 * each for each in told))
         print(line)
     print(json.dumps({**figures, "bar": BAR, "holds": figures["wall"]["more"] <= BAR}))
 

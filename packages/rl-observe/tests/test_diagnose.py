@@ -11,7 +11,8 @@ import pytest
 
 from rl_observe import RunDirectory
 from rl_observe.diagnose import CAUSES, diagnose, diagnose_steps
-from rl_observe.recorded_steps import RecordedStep, StepRecorder, StepRollouts
+from rl_observe.recorded_steps import RecordedStep, StepRollouts
+from rl_observe.step_recorder import StepRecorder
 
 V, P, T, GROUP, PROMPTS = 24, 4, 12, 4, 8
 STOP, BOS = 2, 1

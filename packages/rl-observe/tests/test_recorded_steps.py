@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,13 +26,13 @@ from rl_observe.recorded_steps import (
     RecordedStep,
     RecordedStepError,
     RecordedSteps,
-    StepRecorder,
     StepRollouts,
-    _to_bytes,
+    TrainedRows,
 )
 from rl_observe.replay import replay
 from rl_observe.report.rollouts import browsable
 from rl_observe.show import rollouts_table
+from rl_observe.step_recorder import StepRecorder
 
 
 def make_rollouts(*, rows=8, group_size=4, prompt=3, response=5, seed=0, **changes):
@@ -110,6 +111,40 @@ def test_columns_that_differ_within_a_row_keep_every_token(run):
     step = RecordedStep.of("grpo", 1, make_rollouts(versions=versions, advantage=advantage))
     assert np.array_equal(step.padded("versions"), versions)
     assert np.array_equal(step.padded("advantage")[given.response], advantage.astype(np.float32)[given.response])
+
+
+def test_rows_as_the_steps_had_them_are_laid_out_like_columns_of_the_batch():
+    """Two steps on other rows in another order, each as wide as its own rows, and a later epoch, which is left out."""
+    rng = np.random.default_rng(0)
+    given = make_rollouts()
+    order = rng.permutation(8)
+    columns = {name: np.asarray(getattr(given, name)) for name in ("logp", "loss", "advantage")}
+    columns["clipped"] = rng.random(given.response.shape) < 0.5
+    update = np.full(8, -1)
+    trained, mask = [], np.zeros_like(given.response)
+    for number, rows in enumerate((order[:3], order[3:7], order[:3])):
+        width = int(given.lengths[rows].max())
+        others = 1.0 if number == 2 else 0.0
+        parts = {
+            name: each[rows, :width] + others if name != "clipped" else each[rows, :width]
+            for name, each in columns.items()
+        }
+        unknown = {"logp_ref": np.full((len(rows), width), np.nan)}
+        trained.append(TrainedRows(rows=rows, trainable=given.response[rows, :width], columns=parts | unknown))
+        update[rows] = np.where(update[rows] < 0, number, update[rows])
+        mask[rows] = given.response[rows]
+    plainly = {name: np.where(mask, each, False if name == "clipped" else np.nan) for name, each in columns.items()}
+    absent = {"logp": None, "loss": None, "advantage": None, "update": None}
+    one = RecordedStep.of("grpo", 1, make_rollouts(**absent, trained=trained))
+    two = RecordedStep.of("grpo", 1, make_rollouts(**plainly, trainable=mask, update=update))
+    assert one.columns.keys() == two.columns.keys()
+    for name, column in two.columns.items():
+        assert np.array_equal(one.columns[name], column, equal_nan=column.dtype.kind == "f"), name
+    narrow = TrainedRows(rows=[0, 1], trainable=np.ones((2, 8), dtype=bool), columns={"logp": np.zeros((2, 7))})
+    with pytest.raises(
+        RecordedStepError, match=r"logp of update 0 has the shape \[2, 7\], its trainable tokens \[2, 8\]"
+    ):
+        RecordedStep.of("grpo", 1, make_rollouts(trained=[narrow]))
 
 
 def test_rollouts_are_a_dataframe(run):
@@ -236,7 +271,7 @@ def test_without_the_losses_a_step_is_compared_and_replayed_without_them_and_tha
     other = RunDirectory.create(tmp_path / "other")
     other.metrics.touch()
     other.recorded_steps.mkdir()
-    (other.recorded_steps / step.path.name).write_bytes(_to_bytes(shorter))
+    shorter.write(other.recorded_steps)
     found = compare_records(run, other)
     assert found.first is None
     assert [shorter.cut_told in remark for remark in found.remarks] == [True]
@@ -349,6 +384,32 @@ def test_a_file_cut_or_changed_at_any_byte_is_refused(run):
     assert (steps, len(remarks)) == ([], 1)
 
 
+def writers_of(process_id):
+    return [each for each in psutil.Process(process_id).children() if "write_steps" in " ".join(each.cmdline())]
+
+
+def test_if_the_process_that_writes_is_killed_its_step_is_told_and_the_next_ones_are_written(run):
+    told = []
+    recorder = StepRecorder(run, decode=lambda ids: f"<{ids[0]}>", warn=told.append)
+    for step in (1, 2):
+        recorder.record("grpo", step, make_rollouts(seed=step))
+    recorder._waiting.join()
+    (writer,) = writers_of(os.getpid())
+    assert "torch" not in " ".join(each.path for each in writer.memory_maps())
+    assert os.getpgid(writer.pid) != os.getpgid(0), "else Ctrl-C would end it"
+    writer.suspend()
+    recorder.record("grpo", 3, make_rollouts(seed=3))
+    writer.kill()
+    recorder.record("grpo", 4, make_rollouts(seed=4))
+    recorder.close()
+    assert writers_of(os.getpid()) == []
+    lost = [why for why in recorder.unwritten if "ended with exit code -9, and this step is lost" in why]
+    assert len(lost) == len(recorder.unwritten) == 1
+    assert told == [f"a step could not be recorded: {lost[0]}"]
+    assert [*run.steps] == [1, 2, 4]
+    assert run.steps[4].token_rows(0)[0]["text"].startswith("<"), "the new process is given all texts anew"
+
+
 def _write_forever(folder, started):
     run = RunDirectory(folder)
     recorder = StepRecorder(run, RecordedStepsConfig(last=1000))
@@ -371,8 +432,10 @@ def test_a_killed_process_leaves_complete_steps_and_loses_at_most_the_one_in_fli
             assert process.is_alive()
             time.sleep(0.01)
         time.sleep(0.003 * kill)
+        (writer,) = writers_of(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
+        writer.wait(60)  # it writes the step that it has, and ends
         steps, remarks = run.steps.readable()
         assert remarks == []
         # `handed_over` is counted after `record` returned, so one more may have been handed over, and be there.

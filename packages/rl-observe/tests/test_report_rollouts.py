@@ -12,8 +12,9 @@ import pytest
 
 from rl_observe import RunDirectory, write_report
 from rl_observe.config import RecordedStepsConfig
-from rl_observe.recorded_steps import StepRecorder, StepRollouts
+from rl_observe.recorded_steps import StepRollouts
 from rl_observe.report.rollouts import browsable
+from rl_observe.step_recorder import StepRecorder
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="it needs Chromium, and none is installed here")

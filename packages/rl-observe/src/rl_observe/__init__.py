@@ -19,12 +19,13 @@ from rl_observe.log_files import (
 )
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions, write_origins
-from rl_observe.recorded_steps import RecordedStep, RecordedStepError, RecordedSteps, StepRecorder, StepRollouts
+from rl_observe.recorded_steps import RecordedStep, RecordedStepError, RecordedSteps, StepRollouts, TrainedRows
 from rl_observe.redaction import REDACTED, Secrets, redact, redacted_keys
 from rl_observe.report import compare_runs, write_report
 from rl_observe.run_directory import RunDirectory, RunDirectoryError
 from rl_observe.run_log import RunLog
 from rl_observe.samples import Sample, SampleTokens, ScoredResponse, token_sample
+from rl_observe.step_recorder import StepRecorder
 from rl_observe.trace import write_trace
 from rl_observe.trackers import TrackerError, check_trackers
 
@@ -56,6 +57,7 @@ __all__ = [
     "StepRecorder",
     "StepRollouts",
     "TrackerError",
+    "TrainedRows",
     "check_trackers",
     "collect_versions",
     "compare_runs",

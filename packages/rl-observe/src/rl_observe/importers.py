@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from rl_observe.config import RecordedStepsConfig
 from rl_observe.log_files import MetricsLog
-from rl_observe.recorded_steps import RecordedStepError, StepRecorder, StepRollouts
+from rl_observe.recorded_steps import RecordedStepError, StepRollouts
 from rl_observe.run_directory import RunDirectory
+from rl_observe.step_recorder import StepRecorder
 
 __all__ = ["FORMATS", "ImportedStep", "import_run", "read_nemo_rl", "read_slime", "read_trl", "read_verl"]
 

@@ -1,8 +1,5 @@
 """Recorded steps: what an optimizer step was trained on, token by token, in one portable file.
 
-    recorder = StepRecorder(run, RecordedStepsConfig(last=4, every=100, around_events=2))
-    recorder.record("grpo", 120, StepRollouts(tokens=..., lengths=..., ...), updates=[...])
-    recorder.close()
     run.steps[120].rollouts                                 # a pandas DataFrame, one line per rollout
 
 A bundle is `steps/<stage>-<step>.zip` in the run directory. It holds one batch of rollouts and every optimizer step
@@ -22,9 +19,8 @@ that is not enough, the arrays are compressed too; then texts and the columns of
 one that takes most first; at last the columns of `CUT_COLUMNS`. `RecordedStep.cut` names what was. step.json itself,
 tokens, log-probabilities, rewards and the few bytes of flags and row numbers are never cut.
 
-Writing happens in a thread of its own, one step at a time: a loop that is faster than the disk waits, and no step is
-left out. The file appears under its name when it is complete, and a reader checks its checksums. There is no pickle:
-nothing in a bundle can run.
+The file appears under its name when it is complete, and a reader checks its checksums. There is no pickle: nothing in a
+bundle can run. `rl_observe.step_recorder` writes them during a run.
 """
 
 from __future__ import annotations
@@ -33,29 +29,21 @@ import io
 import itertools
 import json
 import os
-import queue
 import re
-import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rl_observe.config import RecordedStepsConfig
-from rl_observe.log_files import read_json_lines
-from rl_observe.redaction import Secrets
 from rl_observe.run_directory import RunDirectory, describe
 
-if TYPE_CHECKING:
-    from rl_observe.diagnose import Finding
-
-__all__ = ["RecordedStep", "RecordedStepError", "RecordedSteps", "StepRecorder", "StepRollouts"]
+__all__ = ["Bundle", "RecordedStep", "RecordedStepError", "RecordedSteps", "StepRollouts", "TrainedRows", "bundles"]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -75,6 +63,9 @@ TEXTS_OF_ROWS = ("responses", "failures", *SHARED.values())
 
 PER_RESPONSE_TOKEN = ("logp_old", "logp", "logp_ref", "logp_proximal", "loss", "weight", "entropy", "value")
 """Columns of float32 that only tokens of a response have; NaN where it is not known."""
+
+ONLY_IF_KNOWN = {"advantage", "logp_ref", "logp_proximal"}
+"""Columns of `TrainedRows` that many losses do not have."""
 
 FIGURE = "figure/"
 """Begins the name of a column of `figures`."""
@@ -105,6 +96,21 @@ OF_ROWS = {"lengths", "rewards", "groups", "truncated", "failed", "update"}
 
 class RecordedStepError(ValueError):
     """A recorded step that cannot be read, or rollouts that cannot be recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRows:
+    """The rows that one optimizer step was trained on, as it had them: b rows, t tokens of the longest of them."""
+
+    rows: ArrayLike
+    """[b] which rows of the batch they are, from 0."""
+
+    trainable: ArrayLike
+    """[b, t] bool: the tokens that the loss looks at."""
+
+    columns: Mapping[str, ArrayLike] = field(default_factory=dict)
+    """[b, t] by name: columns of `StepRollouts` such as `logp`, `loss` and `clipped`. `advantage`, `logp_ref` and
+    `logp_proximal` are left out where nothing of them is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +192,10 @@ class StepRollouts:
     update: ArrayLike | None = None
     """[B] which of the step's updates trained on the row, from 0; -1 for none. By default 0."""
 
+    trained: Sequence[TrainedRows] = ()
+    """Of each optimizer step its rows, in place of `update`, `trainable` and their columns. A row that is in several,
+    as in a later epoch, is recorded as it was in the first."""
+
     figures: Mapping[str, ArrayLike] = field(default_factory=dict)
     """[B] other numbers of whole rollouts by name, such as a reward model's `score`."""
 
@@ -208,181 +218,36 @@ class StepRollouts:
     """The text of each token id, where the recorder has no `decode` that knows it."""
 
 
-# -- Writing -------------------------------------------------------------------------------------------------------
+# -- What a bundle holds ----------------------------------------------------------------------------------------------
 
 
-class StepRecorder:
-    """Write recorded steps in a thread of its own, and delete those that need not be kept.
-
-    One step is written at a time: `record` waits until the step before it is on disk, so that a process that is killed
-    loses at most the step that is being written.
-
-    Args:
-        run: whose directory they go to.
-        config: which steps are kept, and how many bytes they may take.
-        secrets: credentials to remove from all texts.
-        decode: token ids to text, such as `tokenizer.decode`; each id is decoded once, for viewers.
-        warn: called if a step could not be written; the run continues.
-        on_finding: called, in the other thread, with the stage and each cause of trouble that `monitor_step` finds in a
-            step, once per cause; the steps around it are kept. None checks nothing.
-    """
-
-    def __init__(
-        self,
-        run: RunDirectory,
-        config: RecordedStepsConfig | None = None,
-        *,
-        secrets: Secrets | None = None,
-        decode: Callable[[list[int]], str] | None = None,
-        warn: Callable[[str], object] | None = None,
-        on_finding: Callable[[str, Finding], object] | None = None,
-    ) -> None:
-        self.config = config or RecordedStepsConfig()
-        self.decode, self.on_finding = decode, on_finding
-        self._found: set[str] = set()
-        self._folder, self._secrets, self._warn = run.recorded_steps, secrets or Secrets(), warn
-        self._pieces: dict[int, str] = {}
-        self._events: set[tuple[str, int]] = set()
-        for row in read_json_lines(run.events)[0] if run.events.exists() else []:
-            self.keep_around(row.get("stage"), row.get("step"))
-        self._waiting: queue.Queue[tuple[dict[str, Any], StepRollouts | Callable[[], StepRollouts]] | None] = (
-            queue.Queue(maxsize=1)
-        )
-        self._thread: threading.Thread | None = None
-        self.unwritten: list[str] = []
-        """Why steps could not be written, one entry per step."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether any step is kept."""
-        return self.config.last > 0 or self.config.every > 0
-
-    def record(
-        self,
-        stage: str,
-        step: int,
-        rollouts: StepRollouts | Callable[[], StepRollouts],
-        *,
-        updates: Sequence[Mapping[str, object]] = (),
-        about: Mapping[str, object] | None = None,
-    ) -> None:
-        """Record one step. Arrays must not be changed afterwards: they are read in another thread.
-
-        Args:
-            stage: the stage of the step, such as `grpo`.
-            step: its number, from 1; with several updates on the same rollouts the number of the last.
-            rollouts: what was trained on, or a function that returns it, which is called in the other thread.
-            updates: the optimizer steps on these rollouts in their order, as plain data; usual keys are `step`, `loss`,
-                `grad_norm`, `learning_rate`, `error`.
-            about: whatever else is known, as plain data: `version`, `sampling`, `objective`, `seeds`, `timings`.
-        """
-        if not self.enabled:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="recorded-steps", daemon=True)
-            self._thread.start()
-        self._waiting.join()
-        self._waiting.put((_described(stage, step, updates=updates, about=about), rollouts))
-
-    def keep_around(self, stage: object, step: object) -> None:
-        """Keep the steps around an event at `step` of `stage`; without a step nothing is kept."""
-        if isinstance(stage, str) and isinstance(step, int):
-            self._events.add((stage, step))
-
-    def discard_after(self, stage: str, step: int) -> None:
-        """Delete the recorded steps of `stage` after `step`, which a resumed run is going to take again."""
-        for each in _bundles(self._folder):
-            if each.stage == stage and each.step > step:
-                each.path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Wait until everything is written; a second call does nothing."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._waiting.put(None)
-            thread.join()
-
-    def _write_all(self) -> None:
-        while (given := self._waiting.get()) is not None:
-            try:
-                self._write(*given)
-            except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it
-                why = describe(error) if isinstance(error, OSError) else str(error)
-                self.unwritten.append(why)
-                if len(self.unwritten) == 1 and self._warn is not None:
-                    self._warn(f"a step could not be recorded: {why}")
-            finally:
-                self._waiting.task_done()
-        self._waiting.task_done()
-
-    def _write(self, data: dict[str, Any], given: StepRollouts | Callable[[], StepRollouts]) -> None:
-        rollouts = given() if callable(given) else given
-        stage, step = data["stage"], data["step"]
-        if not re.fullmatch(r"[\w.]+", stage):
-            raise RecordedStepError(f"stage={stage!r} must consist of letters, digits, _ and . to be a file name")
-        data = self._secrets.scrub({**data, "component_names": list(rollouts.component_names)})
-        texts = {name: [*{*values}] for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
-        if self._secrets.scrub(texts) is not texts:  # each text once, and all at once
-            scrubbed: dict[str, Any] = {name: self._secrets.scrub([*getattr(rollouts, name)]) for name in texts}
-            rollouts = replace(rollouts, **scrubbed)
-        columns, pieces = _columns(rollouts), dict(self._secrets.scrub(rollouts.pieces))
-        if self.decode is not None:
-            ids = _distinct(columns["tokens"]).tolist()
-            self._pieces |= self._secrets.scrub({each: self.decode([each]) for each in ids if each not in self._pieces})
-            pieces |= {each: self._pieces[each] for each in ids}
-        recorded = RecordedStep(None, data, columns, _texts(rollouts, columns, data=data, pieces=pieces))
-        written = _to_bytes(recorded)
-        self._folder.mkdir(exist_ok=True)
-        # The name appears when every byte is written. A machine that loses power may lose the newest bytes all the
-        # same; then the checksums of the zip file do not match, and the reader says so.
-        unfinished = self._folder / f".{stage}-{step}.unfinished"
-        unfinished.write_bytes(written)
-        unfinished.replace(self._folder / f"{stage}-{step:08d}.zip")
-        if self.on_finding is not None:
-            from rl_observe.diagnose import monitor_step  # it imports this module
-
-            for finding in monitor_step(recorded):
-                if finding.cause not in self._found:
-                    self._found.add(finding.cause)
-                    self.keep_around(stage, step)
-                    self.on_finding(stage, finding)
-        self._delete_old()
-
-    def _delete_old(self) -> None:
-        """Delete what the configuration does not keep; if there are too many bytes, the oldest of the rest."""
-        config, found = self.config, _bundles(self._folder)  # oldest first
-        newest = {each.path for each in found[max(0, len(found) - config.last) :]}
-        around = {
-            each.path
-            for each in found
-            for stage, step in tuple(self._events)  # the loop may add one meanwhile
-            if each.stage == stage and abs(each.step - step) <= config.around_events * max(each.stride, 1)
-        }
-        kept = []
-        for each in found:
-            if each.path in newest | around or (config.every and each.step % config.every == 0):
-                kept.append(each)
-            else:
-                each.path.unlink(missing_ok=True)
-        # The newest go last, and those around an event before them: they explain what happened.
-        kept.sort(key=lambda each: (each.path in newest, each.path in around))
-        total = sum(each.size for each in kept)
-        for each in kept:
-            if total <= config.max_bytes:
-                break
-            each.path.unlink(missing_ok=True)
-            total -= each.size
-            if each.path == found[-1].path:
+def _laid_out(rollouts: StepRollouts) -> StepRollouts:
+    """The same with the columns of `trained` at their rows of the batch."""
+    batch: tuple[int, ...] = np.asarray(rollouts.tokens).shape
+    update, columns = np.full(batch[0], -1), {"trainable": np.zeros(batch, dtype=bool)}
+    for number, step in enumerate(rollouts.trained):
+        rows, mask = np.asarray(step.rows), np.asarray(step.trainable).astype(bool)
+        given = {name: np.asarray(column) for name, column in step.columns.items()}
+        for name, column in given.items():
+            if column.shape != mask.shape or mask.shape != (len(rows), min(mask.shape[-1], batch[-1])):
                 raise RecordedStepError(
-                    f"step {each.step} of {each.stage} takes {each.size} bytes, and max_bytes={config.max_bytes}"
+                    f"{name} of update {number} has the shape {list(column.shape)}, its trainable tokens "
+                    f"{list(mask.shape)}, its rows {list(rows.shape)} and the batch {list(batch)}"
                 )
-
-
-def _described(
-    stage: str, step: int, *, updates: Sequence[Mapping[str, object]], about: Mapping[str, object] | None
-) -> dict[str, Any]:
-    """What step.json holds, without what comes from the rollouts."""
-    return {"format": FORMAT, "stage": stage, "step": step, "updates": list(updates), **(about or {})}
+        if not (new := update[rows] < 0).all():
+            rows, mask = rows[new], mask[new]
+            given = {name: column[new] for name, column in given.items()}
+        update[rows], width = number, mask.shape[1]
+        columns["trainable"][rows, :width] = mask
+        for name, column in given.items():
+            is_flag = column.dtype == bool
+            if name in ONLY_IF_KNOWN and not np.isfinite(column[mask]).any():
+                continue
+            if name not in columns:
+                columns[name] = np.full(batch, *((False, bool) if is_flag else (np.nan, np.float32)))
+            columns[name][rows, :width] = column if is_flag else np.where(mask, column, np.float32("nan"))
+    laid_out: dict[str, Any] = {"update": update, **columns}
+    return replace(rollouts, trained=(), **laid_out)
 
 
 def _columns(rollouts: StepRollouts) -> dict[str, Array]:
@@ -538,7 +403,7 @@ def _zipped(
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as bundle:
         for name, content, method in (
-            ("step.json", json.dumps(data, ensure_ascii=False, default=_plain), zipfile.ZIP_DEFLATED),
+            ("step.json", json.dumps(data, ensure_ascii=False, default=plain), zipfile.ZIP_DEFLATED),
             ("texts.json", json.dumps(texts, ensure_ascii=False), zipfile.ZIP_DEFLATED),
             (
                 "tensors.safetensors",
@@ -621,7 +486,7 @@ def _is_of_rows(name: str, column: Array) -> bool:
     return column.ndim == 2 or name in OF_ROWS or name.startswith(FIGURE)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Numbers of numpy and torch, and whatever else JSON does not know, as plain data."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
@@ -634,7 +499,9 @@ _NAME = re.compile(r"(.+)-(\d{8,})\.zip")
 
 
 @dataclass(frozen=True, slots=True)
-class _Bundle:
+class Bundle:
+    """A file of a recorded step."""
+
     path: Path
     stage: str
     step: int
@@ -643,13 +510,13 @@ class _Bundle:
     stride: int = 1
 
 
-def _bundles(folder: Path) -> list[_Bundle]:
+def bundles(folder: Path) -> list[Bundle]:
     """The files of recorded steps, oldest first: by stage in the order in which they were written, then by step."""
-    found: list[_Bundle] = []
+    found: list[Bundle] = []
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if (name := _NAME.fullmatch(entry.name)) is not None:
             stat = entry.stat()
-            found.append(_Bundle(folder / entry.name, name[1], int(name[2]), stat.st_size, stat.st_mtime))
+            found.append(Bundle(folder / entry.name, name[1], int(name[2]), stat.st_size, stat.st_mtime))
     newest = {stage: max(each.order for each in found if each.stage == stage) for stage in {e.stage for e in found}}
     found.sort(key=lambda each: (newest[each.stage], each.stage, each.step))
     strides: dict[str, int] = {}  # optimizer steps from one recorded step to the next, where several share a batch
@@ -657,7 +524,7 @@ def _bundles(folder: Path) -> list[_Bundle]:
         if one.stage == two.stage:
             strides[one.stage] = min(strides.get(one.stage, two.step - one.step), two.step - one.step)
     return [
-        _Bundle(each.path, each.stage, each.step, each.size, each.order, strides.get(each.stage, 1)) for each in found
+        Bundle(each.path, each.stage, each.step, each.size, each.order, strides.get(each.stage, 1)) for each in found
     ]
 
 
@@ -670,7 +537,7 @@ class RecordedSteps(Mapping[int, "RecordedStep"]):
     """
 
     def __init__(self, run: RunDirectory, stage: str | None = None) -> None:
-        found = _bundles(run.recorded_steps)
+        found = bundles(run.recorded_steps)
         self.stage = stage or (found[-1].stage if found else None)
         self.stages = [*dict.fromkeys(each.stage for each in found)]
         """Every stage that has recorded steps, in the order in which they were recorded."""
@@ -774,11 +641,38 @@ class RecordedStep:
         updates: Sequence[Mapping[str, object]] = (),
         about: Mapping[str, object] | None = None,
     ) -> RecordedStep:
-        """A recorded step that is nowhere on disk, with the arguments of `StepRecorder.record`."""
-        data = _described(stage, step, updates=updates, about=about)
+        """A recorded step that is nowhere on disk, with the arguments of `StepRecorder.record`.
+
+        Raises:
+            RecordedStepError: a column or a list of texts has another shape than the tokens; it is named.
+        """
+        data = {"format": FORMAT, "stage": stage, "step": step, "updates": list(updates), **(about or {})}
         data["component_names"] = list(rollouts.component_names)
+        if rollouts.trained:
+            rollouts = _laid_out(rollouts)
         columns = _columns(rollouts)
         return cls(None, data, columns, _texts(rollouts, columns, data=data, pieces=rollouts.pieces))
+
+    def write(self, folder: Path) -> Path:
+        """Write the bundle into `folder`, which is made; returns its path.
+
+        Raises:
+            RecordedStepError: the stage cannot be part of a file's name.
+            OSError: the disk refuses.
+        """
+        if not re.fullmatch(r"[\w.]+", self.stage):
+            raise RecordedStepError(f"stage={self.stage!r} must consist of letters, digits, _ and . to be a file name")
+        written = _to_bytes(self)
+        folder.mkdir(exist_ok=True)
+        # The name appears when every byte is written. A machine that loses power may lose the newest bytes all the
+        # same; then the checksums of the zip file do not match, and the reader says so.
+        unfinished, path = (
+            folder / f".{self.stage}-{self.step}.unfinished",
+            folder / f"{self.stage}-{self.step:08d}.zip",
+        )
+        unfinished.write_bytes(written)
+        unfinished.replace(path)
+        return path
 
     def __len__(self) -> int:
         """How many rollouts there are: B."""

@@ -25,11 +25,11 @@ from rl_observe.log_files import (
 )
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions
-from rl_observe.recorded_steps import StepRecorder
 from rl_observe.redaction import Secrets, redact
 from rl_observe.report import write_report
 from rl_observe.run_directory import RunDirectory, write_text
 from rl_observe.samples import Sample
+from rl_observe.step_recorder import StepRecorder
 from rl_observe.trace import write_trace
 from rl_observe.trackers import Delivery, Status, enabled_trackers, start_tracker
 

@@ -248,7 +248,10 @@ def _roots(core: Any) -> list[Any]:
 
 async def _warm_up(llm: Any, version: int) -> None:
     await llm.get_supported_tasks()  # else the first request asks, before it can be aborted
-    if llm.vllm_config.parallel_config.pipeline_parallel_size > 1 and llm.vllm_config.device_config.device_type == "cpu":
+    if (
+        llm.vllm_config.parallel_config.pipeline_parallel_size > 1
+        and llm.vllm_config.device_config.device_type == "cpu"
+    ):
         # Without a run of the model, which it leaves out, vLLM 0.32 has nowhere on a CPU to receive what a stage sends.
         await llm.collective_rpc("execute_dummy_batch")
     await llm.update_weight_version(str(version))

@@ -9,9 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_algorithms.contracts import TokenBatch
@@ -23,7 +21,7 @@ from rl_launcher.build.parts import Parts
 from rl_launcher.recipe_files.dataclass_schema import to_plain
 from rl_launcher.run.record import PHASE
 from rl_launcher.schema import Recipe
-from rl_observe import StepRecorder, StepRollouts
+from rl_observe import StepRecorder, StepRollouts, TrainedRows
 from rl_observe.layers import LayerNorms
 
 FROM_EXAMPLES = ("advantage", "logp_ref", "logp_proximal")
@@ -198,54 +196,32 @@ class StepRecording:
             }
 
     def _lay_out(self, rollouts: Rollouts, steps: list[ObservedStep], values: Tensor | None) -> StepRollouts:
-        shape = tuple(rollouts.tokens.shape)
-        update = np.full(shape[0], -1)
-        trainable, clipped = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-        columns: dict[str, NDArray[Any]] = {}
+        trained = []
+        for step in steps:
+            given = {name: getattr(step.examples, name, None) for name in FROM_EXAMPLES}
+            given |= {name: step.columns.get(name) for name in FROM_LOSS}
+            columns: dict[str, Tensor] = {name: each.float() for name, each in given.items() if each is not None}
+            if "clipped" in step.columns:
+                columns["clipped"] = step.columns["clipped"]
+            trained.append(TrainedRows(rows=step.rows, trainable=step.examples.trainable, columns=columns))
         figures: dict[str, Tensor] = {}
-
-        def fill(name: str, rows: Any, given: Any) -> None:
-            if name not in columns:
-                columns[name] = np.full(shape, np.nan, dtype=np.float32)
-            columns[name][rows, : given.shape[1]] = given
-
-        for number, step in enumerate(steps):
-            rows, mask = step.rows.numpy(), step.examples.trainable.numpy()
-            of_step = {name: getattr(step.examples, name, None) for name in FROM_EXAMPLES}
-            of_step |= {name: step.columns.get(name) for name in FROM_LOSS}
-            given = {name: value.float().numpy() for name, value in of_step.items() if value is not None}
-            clips = step.columns["clipped"].numpy() if "clipped" in step.columns else None
-            new = update[rows] < 0  # in a later epoch a row is trained on again: the first time is recorded
-            if not new.all():
-                rows, mask = rows[new], mask[new]
-                given = {name: value[new] for name, value in given.items()}
-                clips = None if clips is None else clips[new]
-            update[rows] = number
-            width = mask.shape[1]
-            trainable[rows, :width] = mask
-            for name, value in given.items():
-                if name in FROM_LOSS or np.isfinite(value[mask]).any():
-                    fill(name, rows, np.where(mask, value, np.float32("nan")))
-            if clips is not None:
-                clipped[rows, :width] = clips
+        others: dict[str, Any] = self._texts_of(rollouts.sources)
         if values is not None and self._objective is not None:
             kept = kept_rows(rollouts, self._objective).nonzero()[:, 0]
             # The critic is asked about rows one token longer, for what comes after a response that was cut off.
-            width = min(values.shape[1], shape[1])
-            mask = rollouts.response[kept][:, :width].numpy()
-            fill("value", kept.numpy(), np.where(mask, values[:, :width].float().numpy(), np.float32("nan")))
+            width = min(values.shape[1], rollouts.tokens.shape[1])
+            others["value"] = torch.full(rollouts.tokens.shape, float("nan"))
+            mask = rollouts.response[kept][:, :width]
+            others["value"][kept, :width] = torch.where(mask, values[:, :width].float(), float("nan"))
             last = torch.zeros(len(rollouts))
             at = rollouts.lengths[kept].clamp(max=values.shape[1] - 1)
             last[kept] = values[torch.arange(len(kept)), at].float()
             figures["last_value"] = torch.where(rollouts.truncated, last, 0.0)
-        others: dict[str, Any] = {**self._texts_of(rollouts.sources), **columns}
         return StepRollouts(
             tokens=rollouts.tokens,
             lengths=rollouts.lengths,
             response=rollouts.response,
             logp_old=rollouts.logp_old,
-            trainable=trainable if steps else None,
-            clipped=clipped if steps else None,
             token_rewards=rollouts.token_rewards,
             rewards=rollouts.rewards,
             components=rollouts.components,
@@ -255,7 +231,8 @@ class StepRecording:
             versions=rollouts.versions,
             truncated=rollouts.truncated,
             failed=rollouts.failed,
-            update=update,
+            update=None if steps else torch.full((len(rollouts),), -1),
+            trained=trained,
             responses=rollouts.answers,
             failures=rollouts.failures,
             figures=figures,

@@ -1,0 +1,375 @@
+"""Record steps beside a training loop: in a process of its own, which writes them and looks for causes of trouble.
+
+    recorder = StepRecorder(run, RecordedStepsConfig(last=4, every=100, around_events=2))
+    recorder.record("grpo", 120, StepRollouts(tokens=..., lengths=..., ...), updates=[...])
+    recorder.close()
+
+A thread of the loop's process sends each step through a pipe, as JSON and the bytes of its arrays. What takes time is
+done at the other end, where it holds no lock of the loop's Python: `RecordedStep.of`, removing credentials, the bundle,
+`monitor_step`, and deleting what need not be kept. That process never imports torch, and ends when the pipe does: also
+when the loop was killed, and then it writes the step that it has. One step is written at a time: a loop that is faster
+than the disk waits, and no step is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import struct
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_observe.config import RecordedStepsConfig
+from rl_observe.diagnose import Finding, monitor_step
+from rl_observe.log_files import read_json_lines
+from rl_observe.recorded_steps import (
+    TEXTS_OF_ROWS,
+    RecordedStep,
+    RecordedStepError,
+    StepRollouts,
+    TrainedRows,
+    bundles,
+    plain,
+)
+from rl_observe.redaction import Secrets
+from rl_observe.run_directory import RunDirectory, describe
+
+__all__ = ["StepRecorder", "write_steps"]
+
+_NO_ARRAYS = {*TEXTS_OF_ROWS, "component_names", "figures", "pieces", "trained"}
+_ARRAYS = [each.name for each in fields(StepRollouts) if each.name not in _NO_ARRAYS]
+_SIZES = struct.Struct("<QQ")
+"""Before each message: bytes of its JSON, and of its arrays."""
+
+Array: TypeAlias = NDArray[Any]
+
+
+class StepRecorder:
+    """Write recorded steps in a process of its own, and delete those that need not be kept.
+
+    One step is written at a time: `record` waits until the step before it is on disk, so that a process that is killed
+    loses at most the step that is being written. The process that writes starts with the first step, and again if it
+    was killed; the step that it had is then told as unwritten.
+
+    Args:
+        run: whose directory they go to.
+        config: which steps are kept, and how many bytes they may take.
+        secrets: credentials to remove from all texts.
+        decode: token ids to text, such as `tokenizer.decode`; each id is decoded once, for viewers.
+        warn: called if a step could not be written; the run continues.
+        on_finding: called, in another thread, with the stage and each cause of trouble that `monitor_step` finds in a
+            step, once per cause; the steps around it are kept. None checks nothing.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        config: RecordedStepsConfig | None = None,
+        *,
+        secrets: Secrets | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        warn: Callable[[str], object] | None = None,
+        on_finding: Callable[[str, Finding], object] | None = None,
+    ) -> None:
+        self.config = config or RecordedStepsConfig()
+        self.decode, self.on_finding = decode, on_finding
+        self._found: set[str] = set()
+        self._folder, self._secrets, self._warn = run.recorded_steps, secrets or Secrets(), warn
+        self._events: set[tuple[str, int]] = set()
+        for row in read_json_lines(run.events)[0] if run.events.exists() else []:
+            self.keep_around(row.get("stage"), row.get("step"))
+        self._waiting: queue.Queue[tuple[dict[str, Any], StepRollouts | Callable[[], StepRollouts]] | None] = (
+            queue.Queue(maxsize=1)
+        )
+        self._thread: threading.Thread | None = None
+        self._writer: _Writer | None = None
+        self.unwritten: list[str] = []
+        """Why steps could not be written, one entry per step."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any step is kept."""
+        return self.config.last > 0 or self.config.every > 0
+
+    def record(
+        self,
+        stage: str,
+        step: int,
+        rollouts: StepRollouts | Callable[[], StepRollouts],
+        *,
+        updates: Sequence[Mapping[str, object]] = (),
+        about: Mapping[str, object] | None = None,
+    ) -> None:
+        """Record one step. Arrays must not be changed afterwards: they are read in another thread.
+
+        Args:
+            stage: the stage of the step, such as `grpo`.
+            step: its number, from 1; with several updates on the same rollouts the number of the last.
+            rollouts: what was trained on, or a function that returns it, which is called in the other thread.
+            updates: the optimizer steps on these rollouts in their order, as plain data; usual keys are `step`, `loss`,
+                `grad_norm`, `learning_rate`, `error`.
+            about: whatever else is known, as plain data: `version`, `sampling`, `objective`, `seeds`, `timings`.
+        """
+        if not self.enabled:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._hand_over_all, name="recorded-steps", daemon=True)
+            self._thread.start()
+        self._waiting.join()
+        data = {"stage": stage, "step": step, "updates": list(updates), "about": dict(about or {})}
+        self._waiting.put((data, rollouts))
+
+    def keep_around(self, stage: object, step: object) -> None:
+        """Keep the steps around an event at `step` of `stage`; without a step nothing is kept."""
+        if isinstance(stage, str) and isinstance(step, int):
+            self._events.add((stage, step))
+
+    def discard_after(self, stage: str, step: int) -> None:
+        """Delete the recorded steps of `stage` after `step`, which a resumed run is going to take again."""
+        for each in bundles(self._folder):
+            if each.stage == stage and each.step > step:
+                each.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Wait until everything is written; a second call does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._waiting.put(None)
+            thread.join()
+
+    def _hand_over_all(self) -> None:
+        while (given := self._waiting.get()) is not None:
+            try:
+                self._hand_over(*given)
+            except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it
+                why = describe(error) if isinstance(error, OSError) else str(error)
+                self.unwritten.append(why)
+                if len(self.unwritten) == 1 and self._warn is not None:
+                    self._warn(f"a step could not be recorded: {why}")
+            finally:
+                self._waiting.task_done()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        self._waiting.task_done()
+
+    def _hand_over(self, data: dict[str, Any], given: StepRollouts | Callable[[], StepRollouts]) -> None:
+        rollouts = given() if callable(given) else given
+        arrays = {name: np.asarray(array) for name in _ARRAYS if (array := getattr(rollouts, name)) is not None}
+        arrays |= {f"figures/{name}": np.asarray(array) for name, array in rollouts.figures.items()}
+        for number, step in enumerate(rollouts.trained):
+            parts = {"rows": step.rows, "trainable": step.trainable, **step.columns}
+            arrays |= {f"trained/{number}/{name}": np.asarray(array) for name, array in parts.items()}
+        if self._writer is None or self._writer.ended:
+            self._writer = _Writer.start(
+                self._folder, self.config, secrets=self._secrets, monitors=self.on_finding is not None
+            )
+        pieces, fresh = dict(rollouts.pieces), list[int]()
+        if self.decode is not None:
+            fresh = self._writer.without_text(arrays["tokens"])
+            pieces |= {each: self.decode([each]) for each in fresh}
+        texts = {name: _indexed(values) for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
+        head = {**data, "component_names": list(rollouts.component_names), "pieces": pieces, "texts": texts}
+        findings = self._writer.ask(head | {"events": [*self._events], "found": [*self._found]}, arrays)
+        self._writer.has_text[fresh] = True
+        for finding in findings:
+            self._found.add(finding.cause)
+            self.keep_around(data["stage"], data["step"])
+            if self.on_finding is not None:
+                self.on_finding(data["stage"], finding)
+
+
+# -- The process that writes ---------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """This end of the process that writes: messages go in, and one line comes back for each."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sent: IO[bytes], answers: IO[bytes]) -> None:
+        self.process, self._sent, self._answers = process, sent, answers
+        self.ended = False
+        self.has_text: NDArray[np.bool_] = np.zeros(0, dtype=bool)
+        """Of each token id, whether the process has its text."""
+
+    @classmethod
+    def start(cls, folder: Path, config: RecordedStepsConfig, *, secrets: Secrets, monitors: bool) -> _Writer:
+        """Start it; what it needs to know goes first."""
+        if not sys.executable:
+            raise RecordedStepError("a step is written by another Python, and this one does not know where it is")
+        program = "from rl_observe.step_recorder import write_steps; write_steps()"
+        process = subprocess.Popen(  # noqa: S603 - this Python, and nothing of the run
+            [sys.executable, "-P", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pipesize=1 << 20,  # most steps fit, and need not wait until the process wakes up
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(str(each or Path.cwd()) for each in sys.path)},
+            start_new_session=True,  # whoever stops the loop, by Ctrl-C or a signal to its group, lets it finish
+        )
+        assert process.stdin is not None  # both are pipes
+        assert process.stdout is not None
+        writer = cls(process, process.stdin, process.stdout)
+        start = {"folder": str(folder.absolute()), "config": asdict(config), "monitors": monitors}
+        writer._send(start | {"secrets": secrets.values}, {})
+        return writer
+
+    def without_text(self, tokens: Array) -> list[int]:
+        """The token ids among `tokens` whose text the process does not have; `has_text` reaches to the highest."""
+        ids = tokens[tokens >= 0]
+        if (more := int(ids.max(initial=-1)) + 1 - len(self.has_text)) > 0:
+            self.has_text = np.append(self.has_text, np.zeros(more, dtype=bool))
+        missing: list[int] = np.unique(ids[~self.has_text[ids]]).tolist()
+        return missing
+
+    def ask(self, head: Mapping[str, object], arrays: Mapping[str, Array]) -> list[Finding]:
+        """Have a step written; returns what was found in it for the first time.
+
+        Raises:
+            RecordedStepError: it cannot be recorded, or the process was killed.
+        """
+        self._send(head, arrays)
+        line = self._answers.readline()
+        if not line.endswith(b"\n"):
+            self._tell_end()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RecordedStepError(answer["error"])
+        return [Finding(**each) for each in answer["findings"]]
+
+    def close(self) -> None:
+        """Let the process end, and wait until it has."""
+        self.ended = True
+        with contextlib.suppress(BrokenPipeError):
+            self._sent.close()
+        self._answers.close()
+        self.process.wait()
+
+    def _send(self, head: Mapping[str, object], arrays: Mapping[str, Array]) -> None:
+        if unsent := [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]:
+            raise RecordedStepError(f"{', '.join(unsent)} must hold numbers")
+        laid_out = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+        text = json.dumps({**head, "arrays": laid_out}, default=plain).encode()
+        values = [np.ascontiguousarray(array).data for array in arrays.values()]
+        sizes = _SIZES.pack(len(text), sum(each.nbytes for each in values))
+        try:
+            self._sent.write(b"".join((sizes, text, *values)))
+            self._sent.flush()
+        except BrokenPipeError:
+            self._tell_end()
+
+    def _tell_end(self) -> NoReturn:
+        self.close()
+        raise RecordedStepError(
+            f"the process that writes recorded steps ended with exit code {self.process.returncode}, and this step is "
+            f"lost; the next one is written by a new process"
+        )
+
+
+def _indexed(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Each text once, and which of them stands in each row: many rollouts share theirs."""
+    places: dict[Any, int] = {}
+    rows = [places.setdefault(each, len(places)) for each in values]
+    return [*places], rows
+
+
+def write_steps() -> None:
+    """Write the steps that come on standard input, and answer each with a line, until the input ends."""
+    messages, answers = sys.stdin.buffer, sys.stdout.buffer
+    start = _received(messages)
+    if start is None:
+        return
+    folder, config = Path(start[0]["folder"]), RecordedStepsConfig(**start[0]["config"])
+    secrets, monitors = Secrets(tuple(start[0]["secrets"])), start[0]["monitors"]
+    pieces: dict[int, str] = {}
+    while (message := _received(messages)) is not None:
+        head, arrays = message
+        try:
+            pieces |= secrets.scrub({int(token): text for token, text in head["pieces"].items()})
+            recorded = _recorded(secrets.scrub(head | {"pieces": {}}), arrays, pieces)
+            recorded.write(folder)
+            found = [each for each in monitor_step(recorded) if each.cause not in head["found"]] if monitors else []
+            findings = [*{each.cause: each for each in reversed(found)}.values()][::-1]  # the first of each cause
+            here = (recorded.stage, recorded.step)
+            _delete_old(folder, config, events={*map(tuple, head["events"]), *(here for _ in findings)})
+            answer: dict[str, Any] = {"findings": [asdict(each) for each in findings]}
+        except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it
+            answer = {"error": describe(error) if isinstance(error, OSError) else str(error)}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _received(messages: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]] | None:
+    """A message's JSON and arrays; None after the last, also where whoever sent it was killed over it."""
+    if len(sizes := messages.read(_SIZES.size)) < _SIZES.size:
+        return None
+    text_size, values_size = _SIZES.unpack(sizes)
+    if len(text := messages.read(text_size)) < text_size or len(values := messages.read(values_size)) < values_size:
+        return None
+    head, arrays, place = json.loads(text), dict[str, Array](), 0
+    for name, (dtype, shape) in head.pop("arrays").items():
+        arrays[name] = np.frombuffer(values, dtype, math.prod(shape), place).reshape(shape)
+        place += arrays[name].nbytes
+    return head, arrays
+
+
+def _recorded(head: dict[str, Any], arrays: Mapping[str, Array], pieces: Mapping[int, str]) -> RecordedStep:
+    """The step of a message."""
+    given: dict[str, Any] = {name: array for name, array in arrays.items() if "/" not in name}
+    for name, (values, rows) in head["texts"].items():
+        given[name] = [values[row] for row in rows]
+    figures, trained = dict[str, Array](), defaultdict[str, dict[str, Array]](dict)
+    for name, array in arrays.items():
+        kind, _, rest = name.partition("/")
+        if kind == "figures":
+            figures[rest] = array
+        elif kind == "trained":
+            number, _, column = rest.partition("/")
+            trained[number][column] = array
+    rows_of_steps = [
+        TrainedRows(rows=each.pop("rows"), trainable=each.pop("trainable"), columns=each) for each in trained.values()
+    ]
+    rollouts = StepRollouts(
+        **given, figures=figures, trained=rows_of_steps, pieces=pieces, component_names=head["component_names"]
+    )
+    return RecordedStep.of(head["stage"], head["step"], rollouts, updates=head["updates"], about=head["about"])
+
+
+def _delete_old(folder: Path, config: RecordedStepsConfig, *, events: set[tuple[str, int]]) -> None:
+    """Delete what the configuration does not keep; if there are too many bytes, the oldest of the rest."""
+    found = bundles(folder)  # oldest first
+    newest = {each.path for each in found[max(0, len(found) - config.last) :]}
+    around = {
+        each.path
+        for each in found
+        for stage, step in events
+        if each.stage == stage and abs(each.step - step) <= config.around_events * max(each.stride, 1)
+    }
+    kept = []
+    for each in found:
+        if each.path in newest | around or (config.every and each.step % config.every == 0):
+            kept.append(each)
+        else:
+            each.path.unlink(missing_ok=True)
+    # The newest go last, and those around an event before them: they explain what happened.
+    kept.sort(key=lambda each: (each.path in newest, each.path in around))
+    total = sum(each.size for each in kept)
+    for each in kept:
+        if total <= config.max_bytes:
+            break
+        each.path.unlink(missing_ok=True)
+        total -= each.size
+        if each.path == found[-1].path:
+            raise RecordedStepError(
+                f"step {each.step} of {each.stage} takes {each.size} bytes, and max_bytes={config.max_bytes}"
+            )
