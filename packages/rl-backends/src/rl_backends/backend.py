@@ -100,8 +100,8 @@ class TrainingBackend(Protocol):
     def optim_step(self) -> float:
         """Clip, update, clear the gradient; return its norm before clipping."""
 
-    def metrics(self) -> Any:
-        """What the last step did; None before the first."""
+    def metrics(self, *, memory: bool = True) -> Any:
+        """What the last step did; None before the first. `memory` adds what the parameters hold now."""
 
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> Any:
         """The policy as it is now, frozen."""
@@ -513,9 +513,13 @@ class Backend(ABC):
             self.version += 1
         return step.norm
 
-    def metrics(self) -> StepMetrics | None:
-        """Tokens, FLOPs, seconds, padding, balance and memory of the last step; None before the first."""
-        return self._meter.metrics()
+    def metrics(self, *, memory: bool = True) -> StepMetrics | None:
+        """Tokens, FLOPs, seconds, padding and balance of the last step; None before the first.
+
+        Args:
+            memory: add the account of memory as it is now, which looks at every parameter.
+        """
+        return self._meter.metrics(memory=memory)
 
     @abstractmethod
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:

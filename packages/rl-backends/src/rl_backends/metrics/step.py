@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from operator import add
 from typing import Any
 
@@ -115,7 +115,7 @@ class StepMetrics:
     peak_reserved_bytes: int | None
     """The same of what torch's allocator had taken from the device."""
     memory: MemoryUse | None
-    """Of this rank, when the metrics were asked for."""
+    """Of this rank, when the metrics were asked for; None if they were asked for without it."""
 
     def as_dict(self) -> dict[str, float]:
         """The figures that are known, flat, for a logger; of memory the bytes by category and the peaks."""
@@ -305,11 +305,17 @@ class StepMeter:
         if failure is not None:
             raise failure
 
-    def metrics(self) -> StepMetrics | None:
-        """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step."""
+    def metrics(self, *, memory: bool = True) -> StepMetrics | None:
+        """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step.
+
+        Args:
+            memory: take the account of memory, as it is now; that looks at every parameter.
+        """
         if self._step is not None:
             self._metrics, self._step = self._figures(self._step), None
-        return self._metrics
+        if self._metrics is None or self.memory is None or not memory:
+            return self._metrics
+        return replace(self._metrics, memory=self.memory())
 
     def _now(self) -> Any:
         """Seconds of the wall clock; on a GPU, an event that is recorded when its stream comes to it."""
@@ -364,7 +370,7 @@ class StepMeter:
             router=dict(outcome.router),
             peak_allocated_bytes=step.peaks[0],
             peak_reserved_bytes=step.peaks[1],
-            memory=None if self.memory is None else self.memory(),
+            memory=None,
         )
 
     def _why_no_mfu(self) -> str | None:

@@ -158,7 +158,7 @@ def trainer_figures(model: Any) -> dict[str, float]:
 
     model: a `TrainingBackend`, whose `metrics` this reads, or another policy that may have no such method.
     """
-    if not hasattr(model, "metrics") or (measured := model.metrics()) is None:
+    if not hasattr(model, "metrics") or (measured := model.metrics(memory=False)) is None:
         return {}
     known = {name: getattr(measured, field) for field, name in TRAINER_FIGURES.items()}
     return {name: float(value) for name, value in known.items() if value is not None}
