@@ -41,11 +41,33 @@ TOKEN, POSITION, GENERATED, LIMIT, SEED, BUFFER = range(6)
 # Random numbers are computed for so many steps at once: it costs as much as for one.
 STEPS_AHEAD = 16
 REPLACE_AT_FRACTION = 0.125
+# Up to so many, the arithmetic of a step costs less than its calls.
+FEW_ROWS = 32
 # The cache grows by at least so many columns: to grow is to copy it.
 COLUMNS_STEP = 32
 # Of one forward over prompts, unless one alone has more: bounds the memory of activations, and of logits (elements).
 MAX_PREFILL_TOKENS = 16_384
 MAX_PREFILL_LOGITS = 1 << 26
+
+
+def rounded_shape(num_rows: int, columns: int) -> tuple[int, int]:
+    """How many rows and columns are decoded instead, so that forwards have few shapes, each of which is recorded.
+
+    A shape costs three slow steps. Rows and columns more cost arithmetic, an eighth more at most of many; of few, it is
+    little beside what every step costs, and shapes are coarser.
+
+    >>> [rounded_shape(rows, 40)[0] for rows in (1, 2, 3, 5, 9, 33, 100, 256)]
+    [1, 2, 4, 8, 12, 36, 104, 256]
+    >>> rounded_shape(8, 33), rounded_shape(256, 33), rounded_shape(256, 1000)
+    ((8, 64), (256, 40), (256, 1024))
+    """
+
+    def rounded(number: int, *, finest: int) -> int:
+        step = max(finest, 1 << max(0, (number - 1).bit_length() - 4))
+        return -(-number // step) * step
+
+    rows = rounded(num_rows, finest=4) if num_rows > 2 else num_rows
+    return rows, rounded(columns, finest=8 if rows > FEW_ROWS else 32)
 
 
 class Profile(NamedTuple):
@@ -221,8 +243,13 @@ class Batch:
         self._constrained = self._reports_top = False
         self._ahead: list[Tensor] = []
         self.num_alive = 0
-        self.inputs = (self._state[TOKEN, :0], self._state[POSITION, :0])
-        """The last token of each slot, and its position: views of the state, as of the last `settle`."""
+        self._inputs = (self._state[TOKEN, :0], self._state[POSITION, :0])
+
+    def inputs(self, num_rows: int) -> tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]]:
+        """The last token of the first slots, and its position: views of the state. Empty slots are at position 0."""
+        if len(self._inputs[0]) != num_rows:
+            self._inputs = (self._state[TOKEN, :num_rows], self._state[POSITION, :num_rows])
+        return self._inputs
 
     def num_generated(self) -> list[int]:
         """Tokens of each slot's answer so far."""
@@ -263,6 +290,7 @@ class Batch:
             self.rows[hole] = self.rows[slot]
         moves = torch.tensor([to, source], dtype=torch.int64, device=self._device)
         self._state[:, moves[0]] = self._state[:, moves[1]]
+        self._state[POSITION, kept:] = 0
         del self.rows[kept:]
         self._alive[:kept] = True
         return moves[0], moves[1]
@@ -274,7 +302,6 @@ class Batch:
             self._constrained = self._reports_top = False
             return
         state = self._state[:, : len(self.rows)]
-        self.inputs = (state[TOKEN], state[POSITION])
         self.columns = int(state[POSITION].max()) + 1
         self._constrained = any(row is not None and row.constraints is not None for row in self.rows)
         self._reports_top = any(row is not None and row.request.sampling.top_logp for row in self.rows)
@@ -292,6 +319,7 @@ class Batch:
     def clear(self) -> None:
         """Forget every row."""
         self.rows, self.num_alive, self.columns = [], 0, 0
+        self._state[POSITION] = 0
         self._buffers = list(range(self.capacity))
         self._tokens, self._logp = self._tokens[:, :0].clone(), self._logp[:, :0].clone()
 
@@ -480,23 +508,24 @@ class ContinuousBatching:
     def advance(self, *, stream: bool) -> list[Progress]:
         """Run one forward; return who has ended, and with `stream` every new token."""
         batch, device = self._batch, self._model.model.device
-        with self._model.running():
-            groups = self._rearrange()
-            if not batch.num_alive:
-                return []
-            slots: list[int] | None = None
-            if groups:
-                # Each distinct prompt runs once, for all slots that wait for it.
-                slots = [slot for group in groups.values() for slot in group]
-                sources = [index for index, group in enumerate(groups.values()) for _ in group]
-                source = torch.tensor(sources, device=device)
-                logits = self._model.prefill(list(groups), slots=torch.tensor(slots, device=device), sources=source)[
-                    source
-                ]
-            else:
-                if batch.columns > self._model.cache.columns:
-                    self._make_room()
-                logits = self._model.decode(*batch.inputs, columns=batch.columns)
+        groups = self._rearrange()
+        if not batch.num_alive:
+            return []
+        slots: list[int] | None = None
+        if groups:
+            # Each distinct prompt runs once, for all slots that wait for it.
+            slots = [slot for group in groups.values() for slot in group]
+            sources = [index for index, group in enumerate(groups.values()) for _ in group]
+            source = torch.tensor(sources, device=device)
+            logits = self._model.prefill(list(groups), slots=torch.tensor(slots, device=device), sources=source)[source]
+        else:
+            if batch.columns > self._model.cache.columns:
+                self._make_room()
+            # Slots behind the last row and columns behind the longest are computed too, to no effect.
+            cache = self._model.cache
+            num_rows, columns = rounded_shape(len(batch.rows), batch.columns)
+            inputs = batch.inputs(min(num_rows, cache.slots))
+            logits = self._model.decode(*inputs, columns=min(columns, cache.columns))[: len(batch.rows)]
         rows = list(batch.rows) if slots is None else [batch.rows[slot] for slot in slots]
         tokens, logp, ended = batch.draw(logits, slots)
         now = time.monotonic()
@@ -553,6 +582,7 @@ class ContinuousBatching:
         size = self._model.cache.token_bytes * self.max_cache_tokens
         return [
             "batching: continuous; finished rows are replaced, answers to one prompt share its prefill",
+            self._model.decoding.explain(),
             f"cache: static slots, at most {self.max_cache_tokens} tokens"
             + (f" ({size / 2**20:.0f} MiB)" if size else ""),
         ]
