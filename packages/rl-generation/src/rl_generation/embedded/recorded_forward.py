@@ -16,7 +16,6 @@ to the bit and on other tokens, before it relies on it.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import CodeType
 from typing import Any, final
 
@@ -29,15 +28,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["NotRecordableError", "RecordedDecoding", "Recording", "record"]
 
 # What tells something of a tensor that its shape and kind decide; everything else that is no tensor is a value.
-METADATA = frozenset({
-    *("__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
-    *("is_signed", "ndimension", "nelement", "numel", "size", "storage_offset", "stride", "result_type", "can_cast"),
-})
+METADATA = frozenset(
+    {
+        *(
+            "__get__",
+            "__len__",
+            "dim",
+            "element_size",
+            "get_device",
+            "is_complex",
+            "is_contiguous",
+            "is_floating_point",
+        ),
+        *(
+            "is_signed",
+            "ndimension",
+            "nelement",
+            "numel",
+            "size",
+            "storage_offset",
+            "stride",
+            "result_type",
+            "can_cast",
+        ),
+    }
+)
 # Calls that may return the very tensor that they were given, and then do nothing.
 CONVERSIONS = frozenset({"to", "contiguous", "float", "type_as", "half", "bfloat16", "double", "type"})
-# Uses of a shape before it is recorded, which takes as long as some twenty forwards and saves half of each.
-USES_BEFORE = 8
-MAX_RECORDINGS = 256
+# Uses of a shape before it is recorded, which takes as long as some five forwards and saves half of each.
+USES_BEFORE = 4
+MAX_RECORDINGS, MAX_CODE = 256, 16
 
 
 class NotRecordableError(Exception):
@@ -60,16 +80,29 @@ def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: It
         NotRecordableError: A replay would not do what the forward does.
     """
     recorder = _Recorder(inputs, live)
-    with _ValueDependence(), recorder:
+    with recorder:
         output = forward(*inputs)
-    return recorder.finish(output)
+    text = recorder.text(output)
+    if text not in _CODE:
+        # The same calls were looked into before, whatever numbers they had.
+        with _ValueDependence():
+            forward(*inputs)
+        while len(_CODE) >= MAX_CODE:
+            del _CODE[next(iter(_CODE))]
+        _CODE[text] = compile(text, "<recorded forward>", "exec")
+    exec(_CODE[text], recorder.constants)  # noqa: S102 - its text is names alone
+    replay: Recording = recorder.constants["replay"]
+    return replay
+
+
+_CODE: dict[str, CodeType] = {}
 
 
 @final
 class _ValueDependence(TorchDispatchMode):
     """Refuses operators whose result is a value for Python, or has a shape that depends on values."""
 
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # noqa: PLR0917 - torch's signature
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
@@ -87,7 +120,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._lines: list[str] = []
         self._last_use: dict[str, int] = {}
-        self._constants: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {}
         self._constant_names: dict[int, str] = {}
         # Each by its identity, and kept, so that no identity comes again.
         self._names: dict[int, str] = {}
@@ -98,7 +131,7 @@ class _Recorder(TorchFunctionMode):
         for tensor in live:
             self._name(tensor, self._constant(tensor))
 
-    def __torch_function__(
+    def __torch_function__(  # noqa: PLR0917 - torch's signature
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -107,9 +140,9 @@ class _Recorder(TorchFunctionMode):
         if isinstance(result, Tensor):
             if name in CONVERSIONS and args and result is args[0]:
                 return result
-            self._write(func, args, kwargs, result)
+            self._write(func, args, kwargs, result=result)
         elif isinstance(result, (tuple, list)) and any(isinstance(each, Tensor) for each in result):
-            whole = self._write(func, args, kwargs, result)
+            whole = self._write(func, args, kwargs, result=result)
             for place, each in enumerate(result):
                 if isinstance(each, Tensor):
                     part = f"v{len(self._lines)}"
@@ -117,13 +150,16 @@ class _Recorder(TorchFunctionMode):
                     self._lines.append(f"{part} = {whole}[{place}]")
                     self._name(each, part)
         elif name == "__setitem__":
-            self._write(func, args, kwargs, None)
+            self._write(func, args, kwargs, result=None)
         elif name not in METADATA and _holds_tensor((args, kwargs)):
             raise NotRecordableError(f"it asks for the value of a tensor ({resolve_name(func) or name})")
         return result
 
-    def finish(self, output: Tensor) -> Recording:
-        """Make a function of the lines; each intermediate result is given back after its last use."""
+    def text(self, output: Tensor) -> str:
+        """The lines as a function `replay` over `constants`; each intermediate result is given back after its last use.
+
+        Numbers are among the constants, so that shapes that make the same calls have the same text.
+        """
         returned = self._expression(output)
         after: dict[int, list[str]] = {}
         for name, line in self._last_use.items():
@@ -134,11 +170,9 @@ class _Recorder(TorchFunctionMode):
             for place, line in enumerate(self._lines)
         ]
         source = [f"def replay({', '.join(self._parameters)}):", *body, f"return {returned}"]
-        exec(_compiled("\n    ".join(source)), self._constants)  # noqa: S102 - its text is names alone
-        replay: Recording = self._constants["replay"]
-        return replay
+        return "\n    ".join(source)
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> str:
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, result: object) -> str:
         arguments = [self._expression(each) for each in args]
         arguments += [f"{key}={self._expression(value)}" for key, value in kwargs.items()]
         call = f"{self._constant(func)}({', '.join(arguments)})"
@@ -167,9 +201,9 @@ class _Recorder(TorchFunctionMode):
             return name
         if value is None or type(value) is bool:
             return repr(value)
-        if type(value) is int:  # a name for each, even of equal ones: so most shapes have the same text
-            name = f"n{len(self._constants)}"
-            self._constants[name] = value
+        if type(value) is int:  # a name for each, also of equal ones
+            name = f"n{len(self.constants)}"
+            self.constants[name] = value
             return name
         if _holds_tensor(value):
             if type(value) is tuple:
@@ -191,13 +225,8 @@ class _Recorder(TorchFunctionMode):
     def _constant(self, value: Any) -> str:
         if id(value) not in self._constant_names:
             name = self._constant_names[id(value)] = f"c{len(self._constant_names)}"
-            self._constants[name] = value  # kept here, so that its identity is its own
+            self.constants[name] = value  # kept here, so that its identity is its own
         return self._constant_names[id(value)]
-
-
-@lru_cache(maxsize=32)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "<recorded forward>", "exec")
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -227,8 +256,8 @@ class RecordedDecoding:
     `why_not` says why; one with hooks runs as it is while it has them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.why_not: str | None = None
+    def __init__(self, model: nn.Module, *, why_not: str | None = None) -> None:
+        self.why_not = why_not
         self._shapes: OrderedDict[tuple[int, ...], _Shape] = OrderedDict()
         modules = list(model.modules())
         self._hooks: list[Mapping[Any, Any]] = [
@@ -285,10 +314,11 @@ class RecordedDecoding:
     def explain(self) -> str:
         """How forwards run, in a line for people."""
         if self.why_not is not None:
-            return f"decoding: by the model's own forward, step by step; it cannot be recorded: {self.why_not}"
+            return f"decoding: by the model's own forward, step by step, and not recorded: {self.why_not}"
         if any(self._hooks):
             return "decoding: by the model's own forward, step by step, since it has hooks"
-        return f"decoding: the model's torch calls are recorded once for each shape and replayed; {self.num_replayed} shapes"
+        replayed = f"{self.num_replayed} shapes so far"
+        return f"decoding: the model's torch calls, recorded for each shape that occurs often and replayed; {replayed}"
 
     def _compare(self, known: _Shape, expected: Tensor, replayed: Tensor) -> None:
         if not expected.isfinite().all():

@@ -144,7 +144,7 @@ class SlotCache:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def _place(self, num_heads: int) -> Int[Tensor, " N*K"]:
+    def _place(self, num_heads: int) -> Int[Tensor, " NK"]:
         """Where the new token of each head lies among all tokens of a layer; layers with as many heads share it."""
         if num_heads not in self._places:
             positions = self._positions
@@ -259,7 +259,7 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     num_shared = num_heads // key.shape[1]
     one_query = num_queries == 1
     if one_query and query.dtype == torch.float32 and query.device.type == "cpu":
-        return _attend_by_head(step, query, key, value, attention_mask, scale=scale, softcap=softcap), None
+        return _attend_by_head(query, key, value, step=step, mask=attention_mask, scale=scale, softcap=softcap), None
     mask = attention_mask.to(query.dtype)
     explicit = softcap is not None
     if one_query or explicit:
@@ -277,12 +277,12 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
 
 
 def _attend_by_head(
-    step: AttentionStep,
     query: Float[Tensor, "N H 1 D"],
     key: Float[Tensor, "N K C D"],
     value: Float[Tensor, "N K C E"],
-    mask: Float[Tensor, "rows 1 1 C"],
     *,
+    step: AttentionStep,
+    mask: Float[Tensor, "rows 1 1 C"],
     scale: float,
     softcap: float | None,
 ) -> Float[Tensor, "N 1 H E"]:
@@ -311,7 +311,9 @@ class SlotModel:
     there, and a model that was made from the same config may run in another thread meanwhile.
     """
 
-    def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool, record_decoding: bool
+    ) -> None:
         register_attention()
         self.model = model
         self.cache = SlotCache()
@@ -319,15 +321,17 @@ class SlotModel:
         self._cache_argument = cache_argument(model)
         self._pad_token_id = pad_token_id
         _copy_configs(model)
-        self._configs = list({id(config): config for config in _configs(model)}.values())
+        self._configs = _distinct_configs(model)
         # Answers agree with the model's own forward, which under this name leaves the cap out.
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
         self.last_step: AttentionStep | None = None
-        self.decoding = RecordedDecoding(model)
+        self.decoding = RecordedDecoding(model, why_not=None if record_decoding else "record_decoding=False")
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Run a forward inside; outside, the model attends as it did before."""
+        if self._configs[0] is not self.model.config:  # another engine over this model has copied them since
+            self._configs = _distinct_configs(self.model)
         # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
         before = [(config, config._attn_implementation) for config in self._configs]  # noqa: SLF001
         try:
@@ -411,9 +415,7 @@ def _copy_configs(model: "PreTrainedModel") -> None:
                 setattr(module, name, copy.deepcopy(value, copies))
 
 
-def _configs(model: "PreTrainedModel") -> Iterator[Any]:
+def _distinct_configs(model: "PreTrainedModel") -> list[Any]:
     """Every config that a part of the model may read its attention from, outer ones first."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            yield config
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in configs if hasattr(config, "_attn_implementation")}.values())
