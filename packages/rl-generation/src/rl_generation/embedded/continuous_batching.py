@@ -53,21 +53,21 @@ MAX_PREFILL_LOGITS = 1 << 26
 def rounded_shape(num_rows: int, columns: int) -> tuple[int, int]:
     """How many rows and columns are decoded instead, so that forwards have few shapes, each of which is recorded.
 
-    A shape costs three slow steps. Rows and columns more cost arithmetic, an eighth more at most of many; of few, it is
+    A shape costs a few slow steps. Rows and columns more cost arithmetic, an eighth more at most of many; of few, it is
     little beside what every step costs, and shapes are coarser.
 
     >>> [rounded_shape(rows, 40)[0] for rows in (1, 2, 3, 5, 9, 33, 100, 256)]
-    [1, 2, 4, 8, 12, 36, 104, 256]
+    [1, 2, 4, 8, 16, 40, 104, 256]
     >>> rounded_shape(8, 33), rounded_shape(256, 33), rounded_shape(256, 1000)
-    ((8, 64), (256, 40), (256, 1024))
+    ((8, 64), (256, 48), (256, 1024))
     """
 
     def rounded(number: int, *, finest: int) -> int:
         step = max(finest, 1 << max(0, (number - 1).bit_length() - 4))
         return -(-number // step) * step
 
-    rows = rounded(num_rows, finest=4) if num_rows > 2 else num_rows
-    return rows, rounded(columns, finest=8 if rows > FEW_ROWS else 32)
+    rows = rounded(num_rows, finest=8) if num_rows > 4 else 1 << max(0, num_rows - 1).bit_length()
+    return rows, rounded(columns, finest=16 if rows > FEW_ROWS else 32)
 
 
 class Profile(NamedTuple):
@@ -608,7 +608,7 @@ class ContinuousBatching:
         batch, counters = self._batch, self.counters
         rows = self._let_in() if self._waiting else []
         num_holes = len(batch.rows) - batch.num_alive
-        fewer = rounded_shape(batch.num_alive, 1)[0] < rounded_shape(len(batch.rows), 1)[0]
+        fewer = not batch.num_alive or rounded_shape(batch.num_alive, 1)[0] < rounded_shape(len(batch.rows), 1)[0]
         if not rows and (not fewer or num_holes < REPLACE_AT_FRACTION * len(batch.rows)):
             return {}
         if len(rows) < num_holes:

@@ -227,7 +227,7 @@ def _mask(
     rows = torch.arange(len(queries), device=queries.device)[:, None, None, None]
     columns = torch.arange(step.columns, device=queries.device)[None, None, None]
     visible = mask_function(rows, rows.new_zeros(()), queries, columns)
-    return torch.zeros(visible.shape, dtype=step.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+    return torch.where(visible, 0.0, -torch.inf).to(step.dtype)
 
 
 def _attention(  # noqa: PLR0917 - as transformers calls it
