@@ -85,7 +85,7 @@ def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: It
     text = recorder.text(output)
     if text not in _CODE:
         # The same calls were looked into before, whatever numbers they had.
-        with _ValueDependence():
+        with _ValueDependence():  # type: ignore[no-untyped-call]
             forward(*inputs)
         while len(_CODE) >= MAX_CODE:
             del _CODE[next(iter(_CODE))]
@@ -99,7 +99,7 @@ _CODE: dict[str, CodeType] = {}
 
 
 @final
-class _ValueDependence(TorchDispatchMode):
+class _ValueDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators whose result is a value for Python, or has a shape that depends on values."""
 
     def __torch_dispatch__(  # noqa: PLR0917 - torch's signature
