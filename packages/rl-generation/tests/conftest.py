@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 from torch import nn
 
-EMBEDDED = ["bare_generate", "continuous_batching", "proof", "slot_model", "whole_batches"]
+EMBEDDED = ["bare_generate", "continuous_batching", "proof", "recorded_forward", "slot_model", "whole_batches"]
 SHAPED = [
     "rl_generation.distribution",
     "rl_generation.distribution",

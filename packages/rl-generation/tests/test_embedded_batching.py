@@ -102,7 +102,9 @@ def test_a_prompt_is_prefilled_once_for_all_of_its_answers(qwen3):
     served.generate([[1, 5, 6, 7], [1, 8], [1, 5, 6, 7]], Sampling(max_new_tokens=2, n=4, seed=0))
     handle.remove()
     assert fed[0].tolist() == [[1, 5, 6, 7], [1, 8, 0, 0]]
-    assert [tuple(tokens.shape) for tokens in fed[1:]] == [(12, 1)]
+    assert [tuple(tokens.shape) for tokens in fed[1:]] == [(16, 1)], (
+        "twelve rows, and four empty ones that make a round number"
+    )
     metrics = served.metrics()
     assert metrics.prompt_tokens == 8 * 4 + 4 * 2
     assert metrics.cached_prompt_tokens == 7 * 4 + 3 * 2

@@ -356,3 +356,10 @@ def test_stop_tokens_and_words_may_come_as_lists(tiny, ignore_eos):
     sampling = Sampling(max_new_tokens=3, temperature=0, stop_token_ids=[7], bad_words=[], ignore_eos=ignore_eos)
     assert (sampling.stop_token_ids, sampling.bad_words) == ((7,), ())
     assert len(engine(tiny("llama"), stop_token_ids=[2]).generate([[1, 5]], [sampling])) == 1
+
+
+def test_engines_made_over_one_model_each_attend_to_their_own_cache(tiny):
+    model, sampling = tiny("llama"), Sampling(max_new_tokens=24, seed=1)
+    one, two = engine(model), engine(model)
+    alone = engine(tiny("llama")).generate(PROMPTS, sampling)
+    assert what(one.generate(PROMPTS, sampling)) == what(two.generate(PROMPTS, sampling)) == what(alone)

@@ -55,6 +55,9 @@ class TransformersEngine:
         continuous_batching: Whether finished rows are replaced underway. Models that it cannot serve (recurrent states,
             attention outside of transformers' interface) are generated with by `model.generate`, after a warning;
             `"required"` refuses them, `"off"` generates with any model so.
+        record_decoding: Whether the torch calls of a decoding step are recorded and replayed, instead of running the
+            model's own forward at each; results are the same to the bit. Models that cannot be recorded are run as they
+            are, and `explain` says why. False is for work on the model itself, whose Python a replay leaves out.
         seed: Of the generator behind answers whose `Sampling.seed` is None.
         version: Number of optimizer steps that `model`'s weights have seen already.
         ready: Called at the start of every `generate` and `add_request`; raises to refuse, as when the last refit left
@@ -77,6 +80,7 @@ class TransformersEngine:
         max_cache_tokens: int | None = None,
         logp_of: LogpOf = "sampled",
         continuous_batching: ContinuousBatchingChoice = "auto",
+        record_decoding: bool = True,
         seed: int = 0,
         version: int = 0,
         ready: Callable[[], None] | None = None,
@@ -112,6 +116,7 @@ class TransformersEngine:
             model,
             support=self._support,
             choice=continuous_batching,
+            record_decoding=record_decoding,
             pad_token_id=pad_token_id,
             max_batch_size=max_batch_size,
             max_cache_tokens=max_cache_tokens,

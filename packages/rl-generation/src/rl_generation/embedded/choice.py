@@ -71,6 +71,7 @@ def make_runner(
     *,
     support: Support,
     choice: ContinuousBatchingChoice,
+    record_decoding: bool,
     pad_token_id: int,
     max_batch_size: int,
     max_cache_tokens: int | None,
@@ -81,7 +82,9 @@ def make_runner(
     Raises:
         ModelError: Continuous batching is required and not possible.
     """
-    slots = SlotModel(model, pad_token_id=pad_token_id, logits_to_keep=support.logits_to_keep)
+    slots = SlotModel(
+        model, pad_token_id=pad_token_id, logits_to_keep=support.logits_to_keep, record_decoding=record_decoding
+    )
     reason = _why_not(slots, support, choice)
     if reason is None:
         return ContinuousBatching(

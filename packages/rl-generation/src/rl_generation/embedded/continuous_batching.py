@@ -41,11 +41,33 @@ TOKEN, POSITION, GENERATED, LIMIT, SEED, BUFFER = range(6)
 # Random numbers are computed for so many steps at once: it costs as much as for one.
 STEPS_AHEAD = 16
 REPLACE_AT_FRACTION = 0.125
+# Up to so many, the arithmetic of a step costs less than its calls.
+FEW_ROWS = 32
 # The cache grows by at least so many columns: to grow is to copy it.
 COLUMNS_STEP = 32
 # Of one forward over prompts, unless one alone has more: bounds the memory of activations, and of logits (elements).
 MAX_PREFILL_TOKENS = 16_384
 MAX_PREFILL_LOGITS = 1 << 26
+
+
+def rounded_shape(num_rows: int, columns: int) -> tuple[int, int]:
+    """How many rows and columns are decoded instead, so that forwards have few shapes, each of which is recorded.
+
+    A shape costs a few slow steps. Rows and columns more cost arithmetic, an eighth more at most of many; of few, it is
+    little beside what every step costs, and shapes are coarser.
+
+    >>> [rounded_shape(rows, 40)[0] for rows in (1, 2, 3, 5, 9, 33, 100, 256)]
+    [1, 2, 4, 8, 16, 40, 104, 256]
+    >>> rounded_shape(8, 33), rounded_shape(256, 33), rounded_shape(256, 1000)
+    ((8, 64), (256, 48), (256, 1024))
+    """
+
+    def rounded(number: int, *, finest: int) -> int:
+        step = max(finest, 1 << max(0, (number - 1).bit_length() - 4))
+        return -(-number // step) * step
+
+    rows = rounded(num_rows, finest=8) if num_rows > 4 else 1 << max(0, num_rows - 1).bit_length()
+    return rows, rounded(columns, finest=16 if rows > FEW_ROWS else 32)
 
 
 class Profile(NamedTuple):
@@ -221,8 +243,18 @@ class Batch:
         self._constrained = self._reports_top = False
         self._ahead: list[Tensor] = []
         self.num_alive = 0
-        self.inputs = (self._state[TOKEN, :0], self._state[POSITION, :0])
-        """The last token of each slot, and its position: views of the state, as of the last `settle`."""
+        # Views of the state, as of the last `settle`: its fields over all slots, and what a step adds to.
+        self._fields = self._state[:, :0].unbind()
+        self._advancing = self._state[POSITION : GENERATED + 1, :0]
+        self._inputs = (self._state[TOKEN, :0], self._state[POSITION, :0])
+        # So many steps at least until a row reaches its limit.
+        self._until_limit = 0
+
+    def inputs(self, num_rows: int) -> tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]]:
+        """The last token of the first slots, and its position: views of the state. Empty slots are at position 0."""
+        if len(self._inputs[0]) != num_rows:
+            self._inputs = (self._state[TOKEN, :num_rows], self._state[POSITION, :num_rows])
+        return self._inputs
 
     def num_generated(self) -> list[int]:
         """Tokens of each slot's answer so far."""
@@ -263,6 +295,7 @@ class Batch:
             self.rows[hole] = self.rows[slot]
         moves = torch.tensor([to, source], dtype=torch.int64, device=self._device)
         self._state[:, moves[0]] = self._state[:, moves[1]]
+        self._state[POSITION, kept:] = 0
         del self.rows[kept:]
         self._alive[:kept] = True
         return moves[0], moves[1]
@@ -274,8 +307,10 @@ class Batch:
             self._constrained = self._reports_top = False
             return
         state = self._state[:, : len(self.rows)]
-        self.inputs = (state[TOKEN], state[POSITION])
-        self.columns = int(state[POSITION].max()) + 1
+        self._fields, self._advancing = state.unbind(), state[POSITION : GENERATED + 1]
+        alive = self._alive[: len(self.rows)]
+        until = torch.where(alive, state[LIMIT] - state[GENERATED], state[LIMIT].max())
+        self.columns, self._until_limit = int(state[POSITION].max()) + 1, int(until.min())
         self._constrained = any(row is not None and row.constraints is not None for row in self.rows)
         self._reports_top = any(row is not None and row.request.sampling.top_logp for row in self.rows)
         profiles: dict[Profile, int] = {}
@@ -292,6 +327,7 @@ class Batch:
     def clear(self) -> None:
         """Forget every row."""
         self.rows, self.num_alive, self.columns = [], 0, 0
+        self._state[POSITION] = 0
         self._buffers = list(range(self.capacity))
         self._tokens, self._logp = self._tokens[:, :0].clone(), self._logp[:, :0].clone()
 
@@ -305,9 +341,11 @@ class Batch:
         A row ends with a stop token, with a stop string, at its limit, or because its logits are not finite.
         """
         assert self._settings is not None
-        index = slice(0, len(self.rows)) if slots is None else torch.tensor(slots, device=self._device)
-        state = self._state[:, index]
-        settings = self._settings if isinstance(index, slice) else self._settings.of(index)
+        if slots is None:
+            fields, settings = self._fields, self._settings
+        else:
+            index = torch.tensor(slots, device=self._device)
+            fields, settings = self._state[:, index].unbind(), self._settings.of(index)
 
         # Rows with constraints, by their place in `logits`: what they exclude or penalise is done to a copy.
         rows = self.rows if slots is None else [self.rows[slot] for slot in slots]
@@ -322,11 +360,11 @@ class Batch:
 
         # One uniform number a row decides its token.
         if slots is not None:
-            chances = uniforms(state[SEED], state[GENERATED])
+            chances = uniforms(fields[SEED], fields[GENERATED])
         else:
             if not self._ahead:
-                steps = state[GENERATED] + torch.arange(STEPS_AHEAD, device=self._device)[:, None]
-                self._ahead = list(uniforms(state[SEED].expand_as(steps), steps).flip(0))
+                steps = fields[GENERATED] + torch.arange(STEPS_AHEAD, device=self._device)[:, None]
+                self._ahead = list(uniforms(fields[SEED].expand_as(steps), steps).flip(0).unbind())
             chances = self._ahead.pop()
         tokens, logp = choose(allowed, chances, settings.sampling)
         if self._logp_of == "raw":
@@ -338,24 +376,31 @@ class Batch:
         # than its row in the cache.
         if self.columns >= self._tokens.shape[1]:
             self._lengthen(self.columns)
-        buffer = (state[BUFFER], state[GENERATED])
+        buffer = (fields[BUFFER], fields[GENERATED])
         self._tokens[buffer] = tokens
         self._logp[buffer] = logp.to(self._logp.dtype)
 
         # The rows that are still there advance; the others stand still.
-        step: int | Tensor = 1 if self.num_alive == len(self.rows) else self._alive[index].long()
-        self._state[TOKEN, index] = tokens
-        if isinstance(index, slice):
-            self._state[POSITION : GENERATED + 1, index] += step
+        has_holes = slots is None and self.num_alive < len(self.rows)
+        if slots is None:
+            fields[TOKEN].copy_(tokens)
+            self._advancing.add_(self._alive[: len(self.rows)] if has_holes else 1)
+            generated = fields[GENERATED]
         else:
-            self._state[POSITION, index] += step
-            self._state[GENERATED, index] += step
+            self._state[TOKEN, index] = tokens
+            self._state[POSITION : GENERATED + 1, index] += 1
+            generated = fields[GENERATED] + 1
         self.columns += 1
 
         # Who is done, by which token or string. One copy to the host where nobody is.
-        stopped = (tokens[:, None] == settings.stops).any(1)
-        at_limit = self._state[GENERATED, index] >= self._state[LIMIT, index]
-        ended = (stopped | at_limit | ~logp.isfinite()) & self._alive[index]
+        stops = settings.stops
+        stopped = tokens == stops[:, 0] if stops.shape[1] == 1 else (tokens[:, None] == stops).any(1)
+        ended = stopped | (logp - logp != 0)  # which it is where logp is not finite
+        self._until_limit -= 1
+        if self._until_limit <= 0:
+            ended |= generated >= fields[LIMIT]
+        if has_holes:
+            ended &= self._alive[: len(self.rows)]
         strings: dict[int, str] = {}
         if constraints:
             drawn: list[int] = tokens.tolist()
@@ -379,19 +424,21 @@ class Batch:
     def _end(
         self, slots: Sequence[int], reasons: Sequence[FinishReason], stop_reasons: Sequence[int | str | None]
     ) -> list[Ended]:
-        generated: list[int] = self._state[GENERATED, slots].tolist()
-        buffers: list[int] = self._state[BUFFER, slots].tolist()
+        index = torch.tensor(slots, device=self._device)
+        state = self._state[:, index]
+        generated: list[int] = state[GENERATED].tolist()
         longest = max(generated, default=0)
-        tokens, logp = self._tokens[buffers, :longest].tolist(), self._logp[buffers, :longest].tolist()
+        tokens = self._tokens[state[BUFFER], :longest].tolist()
+        logp = self._logp[state[BUFFER], :longest].tolist()
         ended = []
         for place, slot in enumerate(slots):
             row, count = self.rows[slot], generated[place]
             assert row is not None
             self.rows[slot] = None
             ended.append(Ended(row, tokens[place][:count], logp[place][:count], reasons[place], stop_reasons[place]))
-        self._buffers += buffers
-        self._alive[slots] = False
-        self._state[BUFFER, slots], self._state[POSITION, slots] = self.capacity, 0
+        self._buffers += state[BUFFER].tolist()
+        self._alive[index] = False
+        self._state[BUFFER, index], self._state[POSITION, index] = self.capacity, 0
         self.num_alive -= len(slots)
         self.columns = int(self._state[POSITION, : len(self.rows)].max()) + 1
         return ended
@@ -480,24 +527,21 @@ class ContinuousBatching:
     def advance(self, *, stream: bool) -> list[Progress]:
         """Run one forward; return who has ended, and with `stream` every new token."""
         batch, device = self._batch, self._model.model.device
-        with self._model.running():
-            groups = self._rearrange()
-            if not batch.num_alive:
-                return []
-            slots: list[int] | None = None
-            if groups:
-                # Each distinct prompt runs once, for all slots that wait for it.
-                slots = [slot for group in groups.values() for slot in group]
-                sources = [index for index, group in enumerate(groups.values()) for _ in group]
-                source = torch.tensor(sources, device=device)
-                logits = self._model.prefill(list(groups), slots=torch.tensor(slots, device=device), sources=source)[
-                    source
-                ]
-            else:
-                if batch.columns > self._model.cache.columns:
-                    self._make_room()
-                logits = self._model.decode(*batch.inputs, columns=batch.columns)
+        groups = self._rearrange()
+        if not batch.num_alive:
+            return []
+        slots: list[int] | None = None
+        if groups:
+            # Each distinct prompt runs once, for all slots that wait for it.
+            slots = [slot for group in groups.values() for slot in group]
+            sources = [index for index, group in enumerate(groups.values()) for _ in group]
+            source = torch.tensor(sources, device=device)
+            logits = self._model.prefill(list(groups), slots=torch.tensor(slots, device=device), sources=source)[source]
+        else:
+            num_rows, columns = self._make_room()
+            logits = self._model.decode(*batch.inputs(num_rows), columns=columns)[: len(batch.rows)]
         rows = list(batch.rows) if slots is None else [batch.rows[slot] for slot in slots]
+        self.counters.generated_tokens += batch.num_alive if slots is None else len(slots)
         tokens, logp, ended = batch.draw(logits, slots)
         now = time.monotonic()
         for row in self._fresh if slots is None else rows:
@@ -505,7 +549,6 @@ class ContinuousBatching:
                 row.first_token_s = now
         if slots is None:
             self._fresh = []
-        self.counters.generated_tokens += len(rows) - rows.count(None)
         self._stale.difference_update([item.row for item in ended])
         news = {item.row: item.progress(logp_of=self._logp_of, version=self._version) for item in ended}
         if not stream:
@@ -553,6 +596,7 @@ class ContinuousBatching:
         size = self._model.cache.token_bytes * self.max_cache_tokens
         return [
             "batching: continuous; finished rows are replaced, answers to one prompt share its prefill",
+            self._model.decoding.explain(),
             f"cache: static slots, at most {self.max_cache_tokens} tokens"
             + (f" ({size / 2**20:.0f} MiB)" if size else ""),
         ]
@@ -564,7 +608,8 @@ class ContinuousBatching:
         batch, counters = self._batch, self.counters
         rows = self._let_in() if self._waiting else []
         num_holes = len(batch.rows) - batch.num_alive
-        if not rows and (not num_holes or num_holes < REPLACE_AT_FRACTION * len(batch.rows)):
+        fewer = not batch.num_alive or rounded_shape(batch.num_alive, 1)[0] < rounded_shape(len(batch.rows), 1)[0]
+        if not rows and (not fewer or num_holes < REPLACE_AT_FRACTION * len(batch.rows)):
             return {}
         if len(rows) < num_holes:
             to, source = batch.close_holes()
@@ -648,8 +693,13 @@ class ContinuousBatching:
         slots, columns = next(shape for shape in shapes if shape[0] * shape[1] <= bound)
         cache.resize(slots=slots, columns=columns)
 
-    def _make_room(self) -> None:
-        """Make the cache hold `columns` of the batch; where it cannot, the newest rows give up their place."""
+    def _make_room(self) -> tuple[int, int]:
+        """Make the cache hold `columns` of the batch; where it cannot, the newest rows give up their place.
+
+        Returns:
+            How many slots and columns are decoded: those of the batch, and some behind them, to no effect. They depend
+            on the batch and on limits alone, not on what the cache held before, since they decide how results round.
+        """
         batch = self._batch
         if len(batch.rows) * batch.columns > self.max_cache_tokens:
             keep = max(1, self.max_cache_tokens // (batch.columns + COLUMNS_STEP))
@@ -664,4 +714,9 @@ class ContinuousBatching:
             to, source = batch.close_holes()
             self._model.cache.move(to=to, source=source, columns=batch.columns)
             batch.settle()
-        self._reserve(len(batch.rows), batch.columns)
+        num_rows, columns = rounded_shape(len(batch.rows), batch.columns)
+        num_rows = min(num_rows, batch.capacity)
+        if num_rows * columns > self.max_cache_tokens:
+            num_rows, columns = len(batch.rows), batch.columns
+        self._reserve(num_rows, columns)
+        return num_rows, columns

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rl_generation.embedded.inspection import cache_argument
+from rl_generation.embedded.recorded_forward import RecordedDecoding
 from rl_generation.errors import ModelError
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class SlotCache:
         self._token_bytes: dict[int, int] = {}
         self._seen = 0
         self._prefill: tuple[Tensor, Tensor] | None = None
-        self._rows = self._positions = torch.empty(0, dtype=torch.int64)
+        self._positions = torch.empty(0, dtype=torch.int64)
+        self._places: dict[int, Tensor] = {}
 
     @property
     def token_bytes(self) -> int:
@@ -57,6 +59,11 @@ class SlotCache:
     def layer_indices(self) -> set[int]:
         """Layers that have stored something."""
         return set(self._layers)
+
+    @property
+    def storage(self) -> list[Tensor]:
+        """Keys and values of one layer after the other, each [slots, K, columns, D]."""
+        return [kept for layer in self._layers.values() for kept in layer]
 
     def resize(self, *, slots: int, columns: int) -> None:
         """Change the storage, layer by layer; what fits stays."""
@@ -88,10 +95,9 @@ class SlotCache:
         Otherwise the new tokens are at `positions`, all below `columns`.
         """
         self._seen, self._prefill = columns, prefill
+        self._places.clear()
         if positions is not None:
             self._positions = positions
-            if len(self._rows) != len(positions):
-                self._rows = torch.arange(len(positions), device=positions.device)
 
     # -- what models call
 
@@ -113,9 +119,10 @@ class SlotCache:
             keys[slots, :, : key.shape[2]] = key[prompts]
             values[slots, :, : key.shape[2]] = value[prompts]
             return key, value
-        num_rows = len(self._rows)
-        keys[self._rows, :, self._positions] = key[:, :, 0]
-        values[self._rows, :, self._positions] = value[:, :, 0]
+        num_rows, num_heads = key.shape[:2]
+        place = self._place(num_heads)
+        keys.view(-1, key.shape[3]).index_copy_(0, place, key.reshape(-1, key.shape[3]))
+        values.view(-1, value.shape[3]).index_copy_(0, place, value.reshape(-1, value.shape[3]))
         return keys[:num_rows, :, : self._seen], values[:num_rows, :, : self._seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -136,6 +143,15 @@ class SlotCache:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def _place(self, num_heads: int) -> Int[Tensor, " NK"]:
+        """Where the new token of each head lies among all tokens of a layer; layers with as many heads share it."""
+        if num_heads not in self._places:
+            positions = self._positions
+            end = len(positions) * num_heads * self.columns
+            firsts = torch.arange(0, end, self.columns, device=positions.device)
+            self._places[num_heads] = firsts + positions[:, None].expand(-1, num_heads).reshape(-1)
+        return self._places[num_heads]
 
     def _allocate(self, like: Tensor) -> Tensor:
         # Zeros: a NaN in what nobody has written yet would pass through the mask.
@@ -180,6 +196,9 @@ class AttentionStep:
     calls: int = 0
     """Layers that have attended so far."""
 
+    head_masks: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """A mask of the model's, and the same for each key head, by the identity of the former and the number of heads."""
+
 
 # Of the forward that runs in this thread: transformers calls the functions below by name and passes them no such thing.
 _STEP: ContextVar[AttentionStep] = ContextVar("rl_generation_attention_step")
@@ -208,7 +227,7 @@ def _mask(
     rows = torch.arange(len(queries), device=queries.device)[:, None, None, None]
     columns = torch.arange(step.columns, device=queries.device)[None, None, None]
     visible = mask_function(rows, rows.new_zeros(()), queries, columns)
-    return torch.zeros(visible.shape, dtype=step.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+    return torch.where(visible, 0.0, -torch.inf).to(step.dtype)
 
 
 def _attention(  # noqa: PLR0917 - as transformers calls it
@@ -238,23 +257,50 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
         return attended.transpose(1, 2).contiguous(), None
     num_rows, num_heads, num_queries, _ = query.shape
     num_shared = num_heads // key.shape[1]
-    mask = attention_mask.to(query.dtype)
     one_query = num_queries == 1
-    explicit = softcap is not None or (one_query and query.dtype == torch.float32 and query.device.type == "cpu")
+    if one_query and query.dtype == torch.float32 and query.device.type == "cpu":
+        return _attend_by_head(query, key, value, step=step, mask=attention_mask, scale=scale, softcap=softcap), None
+    mask = attention_mask.to(query.dtype)
+    explicit = softcap is not None
     if one_query or explicit:
         # Heads that share a key become queries of one head, instead of copies of the cache.
         query = query.reshape(num_rows, key.shape[1], num_shared * num_queries, -1)
         mask = mask if one_query else mask.repeat(1, 1, num_shared, 1)
     if explicit:
-        # Step by step, with the softmax in float32: on the CPU faster than the fused kernel for one query a row.
         scores = (query * scale @ key.transpose(2, 3)).float()
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
+        scores = softcap * (scores / softcap).tanh()
         attended = (scores + mask).softmax(-1).to(value.dtype) @ value
     else:
         grouped = query.shape[1] != key.shape[1]
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
     return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
+
+
+def _attend_by_head(
+    query: Float[Tensor, "N H 1 D"],
+    key: Float[Tensor, "N K C D"],
+    value: Float[Tensor, "N K C E"],
+    *,
+    step: AttentionStep,
+    mask: Float[Tensor, "rows 1 1 C"],
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "N 1 H E"]:
+    """Attend with one query a row, as batches of small products: on the CPU faster than the fused kernel.
+
+    Heads that share a key become queries of one head.
+    """
+    num_rows, num_keys, columns, size = key.shape
+    if (id(mask), num_keys) not in step.head_masks:
+        by_head = mask.to(query.dtype).expand(num_rows, num_keys, 1, columns).reshape(-1, 1, columns)
+        step.head_masks[id(mask), num_keys] = (mask, by_head)
+    by_head = step.head_masks[id(mask), num_keys][1]
+    queries, keys = query.reshape(num_rows * num_keys, -1, size), key.flatten(0, 1).transpose(1, 2)
+    if softcap is None:
+        scores = torch.baddbmm(by_head, queries, keys, alpha=scale)
+    else:
+        scores = softcap * (torch.bmm(queries, keys) * (scale / softcap)).tanh() + by_head
+    return torch.bmm(scores.softmax(-1), value.flatten(0, 1)).view(num_rows, 1, query.shape[1], -1)
 
 
 @final
@@ -265,7 +311,9 @@ class SlotModel:
     there, and a model that was made from the same config may run in another thread meanwhile.
     """
 
-    def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool, record_decoding: bool
+    ) -> None:
         register_attention()
         self.model = model
         self.cache = SlotCache()
@@ -273,14 +321,17 @@ class SlotModel:
         self._cache_argument = cache_argument(model)
         self._pad_token_id = pad_token_id
         _copy_configs(model)
-        self._configs = list({id(config): config for config in _configs(model)}.values())
+        self._configs = _distinct_configs(model)
         # Answers agree with the model's own forward, which under this name leaves the cap out.
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
         self.last_step: AttentionStep | None = None
+        self.decoding = RecordedDecoding(model, why_not=None if record_decoding else "record_decoding=False")
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Run forwards inside; outside, the model attends as it did before."""
+    def _running(self) -> Iterator[None]:
+        """Run a forward inside; outside, the model attends as it did before."""
+        if self._configs[0] is not self.model.config:  # another engine over this model has copied them since
+            self._configs = _distinct_configs(self.model)
         # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
         before = [(config, config._attn_implementation) for config in self._configs]  # noqa: SLF001
         try:
@@ -315,8 +366,14 @@ class SlotModel:
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"], *, columns: int) -> Float[Tensor, "N V"]:
         """Run one token of each of the first N slots; all `positions` are below `columns`."""
-        self.cache.begin(columns=columns, positions=positions)
-        return self._forward(tokens[:, None], positions[:, None], columns=columns, logits_to_keep=1)[:, -1]
+
+        def forward(tokens: Tensor, positions: Tensor, *_: Tensor) -> Tensor:
+            self.cache.begin(columns=columns, positions=positions)
+            return self._forward(tokens[:, None], positions[:, None], columns=columns, logits_to_keep=1)[:, -1]
+
+        # The strides of the cache are part of what is recorded.
+        shape = (len(tokens), columns, self.cache.columns)
+        return self.decoding(shape, forward, [tokens, positions, *self.cache.storage])
 
     def _forward(
         self,
@@ -335,13 +392,14 @@ class SlotModel:
         )
         token = _STEP.set(self.last_step)
         try:
-            output = self.model(
-                input_ids=tokens,
-                position_ids=positions.expand(len(tokens), -1),
-                use_cache=True,
-                **{self._cache_argument: self.cache},
-                **({"logits_to_keep": logits_to_keep} if self.logits_to_keep else {}),
-            )
+            with self._running():
+                output = self.model(
+                    input_ids=tokens,
+                    position_ids=positions.expand(len(tokens), -1),
+                    use_cache=True,
+                    **{self._cache_argument: self.cache},
+                    **({"logits_to_keep": logits_to_keep} if self.logits_to_keep else {}),
+                )
         finally:
             _STEP.reset(token)
         logits: Tensor = output.logits
@@ -357,9 +415,7 @@ def _copy_configs(model: "PreTrainedModel") -> None:
                 setattr(module, name, copy.deepcopy(value, copies))
 
 
-def _configs(model: "PreTrainedModel") -> Iterator[Any]:
+def _distinct_configs(model: "PreTrainedModel") -> list[Any]:
     """Every config that a part of the model may read its attention from, outer ones first."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            yield config
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in configs if hasattr(config, "_attn_implementation")}.values())

@@ -1,0 +1,333 @@
+"""A forward as the straight line of torch calls that it makes: recorded once for each shape, then replayed.
+
+A decoding step of a small model, or of few rows, costs the Python of its modules more than its arithmetic: calls of
+modules, configs, keyword arguments, masks and caches by way of objects. None of it depends on the tokens. `record` runs
+a forward once and writes down each call of torch with what it was given; the `Recording` makes the same calls on the
+same kernels in the same order, and so returns the same bits.
+
+A recording is right only for what does not change between two steps of one shape. So it refers to tensors by where they
+come from: inputs, parameters and buffers, which are read where they are (new weights that are written in place are
+used), and what its own calls returned. A tensor of any other origin, a value of a tensor that Python asks for (`item`,
+`if`), and results whose shape depends on values raise `NotRecordableError`, which says what it was. What decides in
+Python by anything else would slip through, which is why `RecordedDecoding` compares each recording with the forward,
+to the bit and on other tokens, before it relies on it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["NotRecordableError", "RecordedDecoding", "Recording", "record"]
+
+# What tells something of a tensor that its shape and kind decide; everything else that is no tensor is a value.
+METADATA = frozenset(
+    {
+        *(
+            "__get__",
+            "__len__",
+            "dim",
+            "element_size",
+            "get_device",
+            "is_complex",
+            "is_contiguous",
+            "is_floating_point",
+        ),
+        *(
+            "is_signed",
+            "ndimension",
+            "nelement",
+            "numel",
+            "size",
+            "storage_offset",
+            "stride",
+            "result_type",
+            "can_cast",
+        ),
+    }
+)
+# Calls that may return the very tensor that they were given, and then do nothing.
+CONVERSIONS = frozenset({"to", "contiguous", "float", "type_as", "half", "bfloat16", "double", "type"})
+# Uses of a shape before it is recorded, which takes as long as some five forwards and saves half of each.
+USES_BEFORE = 4
+MAX_RECORDINGS, MAX_CODE = 256, 16
+
+
+class NotRecordableError(Exception):
+    """A forward does something that a replay could not repeat; the message says what."""
+
+
+Recording = Callable[..., Tensor]
+"""Takes the inputs in the order of `record`'s, and returns what the forward does."""
+
+
+def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: Iterable[Tensor]) -> Recording:
+    """Run `forward(*inputs)` once, and return the calls of torch that it made.
+
+    Args:
+        forward: Returns a tensor. What it writes to must be among the inputs or `live`.
+        inputs: Given anew to each replay, in the same shapes, dtypes and strides.
+        live: Tensors that a replay reads where they are, such as parameters.
+
+    Raises:
+        NotRecordableError: A replay would not do what the forward does.
+    """
+    recorder = _Recorder(inputs, live)
+    with recorder:
+        output = forward(*inputs)
+    text = recorder.text(output)
+    if text not in _CODE:
+        # The same calls were looked into before, whatever numbers they had.
+        with _ValueDependence():  # type: ignore[no-untyped-call]
+            forward(*inputs)
+        while len(_CODE) >= MAX_CODE:
+            del _CODE[next(iter(_CODE))]
+        _CODE[text] = compile(text, "<recorded forward>", "exec")
+    exec(_CODE[text], recorder.constants)  # noqa: S102 - its text is names alone
+    replay: Recording = recorder.constants["replay"]
+    return replay
+
+
+_CODE: dict[str, CodeType] = {}
+
+
+@final
+class _ValueDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators whose result is a value for Python, or has a shape that depends on values."""
+
+    def __torch_dispatch__(  # noqa: PLR0917 - torch's signature
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise NotRecordableError(f"it asks for the value of a tensor ({func})")
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise NotRecordableError(f"the shape of a result depends on values ({func})")
+        return func(*args, **(kwargs or {}))
+
+
+@final
+class _Recorder(TorchFunctionMode):
+    """Writes down the calls of torch that are made inside, as lines of Python."""
+
+    def __init__(self, inputs: Sequence[Tensor], live: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+        self._last_use: dict[str, int] = {}
+        self.constants: dict[str, Any] = {}
+        self._constant_names: dict[int, str] = {}
+        # Each by its identity, and kept, so that no identity comes again.
+        self._names: dict[int, str] = {}
+        self._kept: list[Any] = []
+        self._parameters = [f"i{place}" for place in range(len(inputs))]
+        for name, tensor in zip(self._parameters, inputs, strict=True):
+            self._name(tensor, name)
+        for tensor in live:
+            self._name(tensor, self._constant(tensor))
+
+    def __torch_function__(  # noqa: PLR0917 - torch's signature
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if isinstance(result, Tensor):
+            if name in CONVERSIONS and args and result is args[0]:
+                return result
+            self._write(func, args, kwargs, result=result)
+        elif isinstance(result, (tuple, list)) and any(isinstance(each, Tensor) for each in result):
+            whole = self._write(func, args, kwargs, result=result)
+            for place, each in enumerate(result):
+                if isinstance(each, Tensor):
+                    part = f"v{len(self._lines)}"
+                    self._use(whole)
+                    self._lines.append(f"{part} = {whole}[{place}]")
+                    self._name(each, part)
+        elif name == "__setitem__":
+            self._write(func, args, kwargs, result=None)
+        elif name not in METADATA and _holds_tensor((args, kwargs)):
+            raise NotRecordableError(f"it asks for the value of a tensor ({resolve_name(func) or name})")
+        return result
+
+    def text(self, output: Tensor) -> str:
+        """The lines as a function `replay` over `constants`; each intermediate result is given back after its last use.
+
+        Numbers are among the constants, so that shapes that make the same calls have the same text.
+        """
+        returned = self._expression(output)
+        after: dict[int, list[str]] = {}
+        for name, line in self._last_use.items():
+            if name.startswith("v") and line < len(self._lines):
+                after.setdefault(line, []).append(name)
+        body = [
+            f"{line}; del {', '.join(after[place])}" if place in after else line
+            for place, line in enumerate(self._lines)
+        ]
+        source = [f"def replay({', '.join(self._parameters)}):", *body, f"return {returned}"]
+        return "\n    ".join(source)
+
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, result: object) -> str:
+        arguments = [self._expression(each) for each in args]
+        arguments += [f"{key}={self._expression(value)}" for key, value in kwargs.items()]
+        call = f"{self._constant(func)}({', '.join(arguments)})"
+        name = f"v{len(self._lines)}"
+        if result is None:
+            self._lines.append(call)
+            return name
+        if isinstance(result, Tensor) and id(result) in self._names:
+            self._lines.append(call)  # it has changed a tensor in place and returned it
+            return self._names[id(result)]
+        self._last_use[name] = len(self._lines)
+        self._lines.append(f"{name} = {call}")
+        if isinstance(result, Tensor):
+            self._name(result, name)
+        return name
+
+    def _expression(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            name = self._names.get(id(value))
+            if name is None:
+                raise NotRecordableError(
+                    f"it uses a tensor of shape {list(value.shape)} that is no parameter, buffer or input and was not "
+                    f"made by a call of torch"
+                )
+            self._use(name)
+            return name
+        if value is None or type(value) is bool:
+            return repr(value)
+        if type(value) is int:  # a name for each, also of equal ones
+            name = f"n{len(self.constants)}"
+            self.constants[name] = value
+            return name
+        if _holds_tensor(value):
+            if type(value) is tuple:
+                return f"({''.join(f'{self._expression(each)}, ' for each in value)})"
+            if type(value) is list:
+                return f"[{', '.join(map(self._expression, value))}]"
+            if type(value) is dict:
+                return f"{{{', '.join(f'{key!r}: {self._expression(each)}' for key, each in value.items())}}}"
+            raise NotRecordableError(f"it calls torch with tensors in a {type(value).__name__}")
+        return self._constant(value)
+
+    def _use(self, name: str) -> None:
+        self._last_use[name] = len(self._lines)
+
+    def _name(self, tensor: Tensor, name: str) -> None:
+        self._names[id(tensor)] = name
+        self._kept.append(tensor)
+
+    def _constant(self, value: Any) -> str:
+        if id(value) not in self._constant_names:
+            name = self._constant_names[id(value)] = f"c{len(self._constant_names)}"
+            self.constants[name] = value  # kept here, so that its identity is its own
+        return self._constant_names[id(value)]
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    return isinstance(value, Tensor)
+
+
+@final
+@dataclass(slots=True)
+class _Shape:
+    """What is known of one shape."""
+
+    uses: int = 0
+    replay: Recording | None = None
+    trusted: bool = False
+
+
+@final
+class RecordedDecoding:
+    """Calls a forward of `model`, or replays it, by the shape that the caller names.
+
+    A shape is run as it is at first, then recorded, then replayed beside the forward and compared to the bit, and
+    replayed alone from there on. A model that cannot be recorded, or whose replay differs, runs as it is for good, and
+    `why_not` says why; one with hooks runs as it is while it has them.
+    """
+
+    def __init__(self, model: nn.Module, *, why_not: str | None = None) -> None:
+        self.why_not = why_not
+        self._shapes: OrderedDict[tuple[int, ...], _Shape] = OrderedDict()
+        modules = list(model.modules())
+        self._hooks: list[Mapping[Any, Any]] = [
+            torch_module._global_forward_hooks,  # noqa: SLF001
+            torch_module._global_forward_pre_hooks,  # noqa: SLF001
+            *(module._forward_hooks for module in modules),  # noqa: SLF001
+            *(module._forward_pre_hooks for module in modules),  # noqa: SLF001
+        ]
+        self._places = [
+            (held, name)
+            for module in modules
+            for held in (module._parameters, module._buffers)  # noqa: SLF001
+            for name in held
+        ]
+        self._live = self._held()
+
+    @property
+    def num_replayed(self) -> int:
+        """Shapes that are replayed now."""
+        return sum(shape.trusted for shape in self._shapes.values())
+
+    def __call__(self, shape: tuple[int, ...], forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        """Return `forward(*inputs)`; calls of one `shape` differ in the values of `inputs` alone."""
+        if self.why_not is not None or any(self._hooks) or torch.is_autocast_enabled(inputs[0].device.type):
+            return forward(*inputs)
+        held = self._held()
+        if len(held) != len(self._live) or any(mine is not now for mine, now in zip(self._live, held, strict=True)):
+            # Other tensors than before, which recordings do not know of.
+            self._shapes.clear()
+            self._live = held
+        known = self._shapes.get(shape)
+        if known is None:
+            known = self._shapes[shape] = _Shape()
+            if len(self._shapes) > MAX_RECORDINGS:
+                self._shapes.popitem(last=False)
+        else:
+            self._shapes.move_to_end(shape)
+        if known.trusted:
+            assert known.replay is not None
+            return known.replay(*inputs)
+        expected = forward(*inputs)
+        if known.replay is not None:
+            self._compare(known, expected, known.replay(*inputs))
+        elif known.uses >= USES_BEFORE:
+            try:
+                known.replay = record(forward, inputs, live=[each for each in held if each is not None])
+            except NotRecordableError as error:
+                self.why_not = str(error)
+            except Exception as error:  # noqa: BLE001 - of a model under the modes above: it runs without them
+                self.why_not = f"it does not run while it is recorded: {type(error).__name__}: {error}"
+        known.uses += 1
+        return expected
+
+    def explain(self) -> str:
+        """How forwards run, in a line for people."""
+        if self.why_not is not None:
+            return f"decoding: by the model's own forward, step by step, and not recorded: {self.why_not}"
+        if any(self._hooks):
+            return "decoding: by the model's own forward, step by step, since it has hooks"
+        replayed = f"{self.num_replayed} shapes so far"
+        return f"decoding: the model's torch calls, recorded for each shape that occurs often and replayed; {replayed}"
+
+    def _compare(self, known: _Shape, expected: Tensor, replayed: Tensor) -> None:
+        if not expected.isfinite().all():
+            return  # of broken weights nothing is learnt
+        if torch.equal(expected, replayed):
+            known.trusted = True
+        else:
+            self.why_not = "what was recorded did not give the same logits on the next step"
+            self._shapes.clear()
+
+    def _held(self) -> list[Tensor | None]:
+        return [held.get(name) for held, name in self._places]
