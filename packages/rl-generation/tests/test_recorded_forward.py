@@ -103,6 +103,26 @@ def test_a_model_whose_python_depends_on_values_runs_as_it_is_and_says_so(tiny, 
     assert reason in served.explain()
 
 
+class Switched(nn.Linear):
+    """As an adapter is: turned off by a flag."""
+
+    on = True
+
+    def forward(self, given):
+        """Twice the features while it is on."""
+        return super().forward(given) * (2.0 if self.on else 1.0)
+
+
+def test_modules_of_others_run_as_they_are_since_a_replay_would_not_see_their_flags(tiny):
+    model = tiny("llama")
+    model.lm_head.__class__ = Switched
+    served = engine(model)
+    before = tokens_and_logp(served, times=CALLS)
+    assert "Switched is no module of torch or transformers" in served.explain()
+    model.lm_head.on = False
+    assert tokens_and_logp(served) == tokens_and_logp(engine(tiny("llama"), record_decoding=False)) != before
+
+
 def test_broken_weights_teach_nothing(tiny):
     model = tiny("llama")
     served, good = engine(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}

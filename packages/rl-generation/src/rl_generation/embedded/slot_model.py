@@ -325,7 +325,9 @@ class SlotModel:
         # Answers agree with the model's own forward, which under this name leaves the cap out.
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
         self.last_step: AttentionStep | None = None
-        self.decoding = RecordedDecoding(model, why_not=None if record_decoding else "record_decoding=False")
+        self.decoding = RecordedDecoding(
+            model, why_not=_not_known(model) if record_decoding else "record_decoding=False"
+        )
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -413,6 +415,18 @@ def _copy_configs(model: "PreTrainedModel") -> None:
         for name, value in list(vars(module).items()):
             if hasattr(value, "_attn_implementation"):
                 setattr(module, name, copy.deepcopy(value, copies))
+
+
+def _not_known(model: "PreTrainedModel") -> str | None:
+    """Why nobody can say that the model's Python does the same at every step: whose it is.
+
+    An adapter, for one, is turned off by a flag, of which a replay would not know.
+    """
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__.partition(".")[0] not in {"torch", "transformers"}:
+            return f"{kind.__module__}.{kind.__qualname__} is no module of torch or transformers"
+    return None
 
 
 def _distinct_configs(model: "PreTrainedModel") -> list[Any]:
