@@ -5,18 +5,17 @@ which runs, engines and process groups ask for one when they begin or end. It wa
 """
 
 import gc
+from pathlib import Path
 
 import pytest
 
+MODULE = pytest.StashKey[Path]()
+
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the first test of each module: what lives by now is nobody's garbage."""
-    global _module
-    if item.path != _module:
-        _module = item.path
+    if item.session.stash.get(MODULE, None) != item.path:
+        item.session.stash[MODULE] = item.path
         gc.collect()
         gc.freeze()
-
-
-_module = None

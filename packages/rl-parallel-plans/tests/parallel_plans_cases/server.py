@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import parallel_plans_cases.cases  # imported once, before any rank is forked
+import parallel_plans_cases.cases  # noqa: F401 - imported once, before any rank is forked
 import rl_parallel_plans
 
 DEADLINE_S = 240
