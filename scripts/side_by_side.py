@@ -183,12 +183,13 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], list[str], int]:
 
 
 def in_order(names: Iterable[str], minutes: Mapping[str, float] | None = None) -> list[str]:
-    """Return the sessions that take seconds first, then the longest."""
+    """Return the sessions that take seconds first, then those of a lane, as they cannot overlap, then the longest."""
     known = MINUTES if minutes is None else minutes
 
-    def key(name: str) -> tuple[bool, float]:
+    def key(name: str) -> tuple[bool, bool, float]:
         plain = name.partition("(")[0]
-        return plain not in FIRST, -known.get(plain, 1)
+        lane = next((lane for lane in LANES if lane in name), None)
+        return plain not in FIRST, lane is None, -known.get(f"{plain}, {lane}", known.get(plain, 1))
 
     return sorted(names, key=key)
 
