@@ -36,19 +36,21 @@ LAST_LINES = 80
 # At most one of each at a time: tests with vLLM look at all of the machine's shared memory, ports and processes.
 LANES = ("vllm",)
 
-# Minutes on two cores, if more than one or two. They only decide the order: long sessions start first, so that none is
-# left over to run alone.
+# Minutes on two cores beside two others, if more than one or two; those of a lane by the lane's name as well. They only
+# decide the order: long sessions start first, so that none is left over to run alone.
 MINUTES = {
-    "integration-vllm": 15,
-    "tests-rl-backends": 18,
-    "tests-rl-launcher": 12,
-    "tests-rl-generation": 10,
-    "tests-rl-parallel-plans": 14,
-    "integration": 8,
+    "integration-vllm": 20,
+    "tests-rl-generation, vllm": 15,
+    "tests-rl-refit, vllm": 5,
+    "tests-rl-backends": 25,
+    "tests-rl-parallel-plans": 20,
+    "tests-rl-launcher": 14,
+    "tests-rl-generation": 9,
+    "integration": 9,
     "tests-rl-refit": 8,
-    "tests-rl-algorithms": 5,
+    "tests-rl-algorithms": 7,
+    "typecheck": 4,
     "tests-rl-observe": 2,
-    "typecheck": 3,
 }
 FIRST = ("lint", "layers", "scripts")  # seconds each, and they fail most often
 
