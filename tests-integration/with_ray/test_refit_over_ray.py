@@ -85,7 +85,6 @@ def test_greedy_answers_are_those_of_the_model_that_was_sent(world):
     assert [rollout.tokens for rollout in ours] == [rollout.tokens for rollout in theirs]
 
 
-@pytest.mark.slow  # in every change test_placement_over_nodes.py starts the stages on two nodes
 def test_an_engine_of_two_stages_starts_them_on_its_node_and_takes_every_step(tmp_path, ray_cluster):
     world = make_setup(tmp_path, num_engines=1, backend="vllm", stages=2)
     try:
