@@ -36,19 +36,21 @@ LAST_LINES = 80
 # At most one of each at a time: tests with vLLM look at all of the machine's shared memory, ports and processes.
 LANES = ("vllm",)
 
-# Minutes on two cores, if more than one or two. They only decide the order: long sessions start first, so that none is
-# left over to run alone.
+# Minutes on two cores beside two others, if more than one or two; those of a lane by the lane's name as well. They only
+# decide the order: long sessions start first, so that none is left over to run alone.
 MINUTES = {
-    "integration-vllm": 15,
-    "tests-rl-backends": 18,
-    "tests-rl-launcher": 12,
-    "tests-rl-generation": 10,
-    "tests-rl-parallel-plans": 14,
-    "integration": 8,
+    "integration-vllm": 20,
+    "tests-rl-generation, vllm": 15,
+    "tests-rl-refit, vllm": 5,
+    "tests-rl-backends": 25,
+    "tests-rl-parallel-plans": 20,
+    "tests-rl-launcher": 14,
+    "tests-rl-generation": 9,
+    "integration": 9,
     "tests-rl-refit": 8,
-    "tests-rl-algorithms": 5,
+    "tests-rl-algorithms": 7,
+    "typecheck": 4,
     "tests-rl-observe": 2,
-    "typecheck": 3,
 }
 FIRST = ("lint", "layers", "scripts")  # seconds each, and they fail most often
 
@@ -183,12 +185,13 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], list[str], int]:
 
 
 def in_order(names: Iterable[str], minutes: Mapping[str, float] | None = None) -> list[str]:
-    """Return the sessions that take seconds first, then the longest."""
+    """Return the sessions that take seconds first, then those of a lane, as they cannot overlap, then the longest."""
     known = MINUTES if minutes is None else minutes
 
-    def key(name: str) -> tuple[bool, float]:
+    def key(name: str) -> tuple[bool, bool, float]:
         plain = name.partition("(")[0]
-        return plain not in FIRST, -known.get(plain, 1)
+        lane = next((lane for lane in LANES if lane in name), None)
+        return plain not in FIRST, lane is None, -known.get(f"{plain}, {lane}", known.get(plain, 1))
 
     return sorted(names, key=key)
 

@@ -67,9 +67,18 @@ def is_gone(process):
 
 
 def test_what_takes_seconds_comes_first_and_then_the_longest():
-    names = ["docs", "tests-b(3.11)", "lint", "tests-a(3.11-vllm)", "integration"]
-    minutes = {"tests-b": 5, "tests-a": 9, "integration": 7}
-    assert in_order(names, minutes) == ["lint", "tests-a(3.11-vllm)", "integration", "tests-b(3.11)", "docs"]
+    names = [
+        "docs",
+        "tests-b(3.11)",
+        "lint",
+        "tests-a(3.11)",
+        "tests-b(3.11-vllm)",
+        "integration",
+        "tests-c(3.11-vllm)",
+    ]
+    minutes = {"tests-b": 9, "tests-a": 5, "integration": 7, "tests-b, vllm": 3, "tests-c": 4}
+    after = ["tests-b(3.11)", "integration", "tests-a(3.11)", "docs"]
+    assert in_order(names, minutes) == ["lint", "tests-c(3.11-vllm)", "tests-b(3.11-vllm)", *after]
 
 
 def test_sessions_of_vllm_are_never_beside_one_another():

@@ -55,7 +55,7 @@ def sizes(run, places):
 
 
 def test_the_nodes_of_a_running_cluster_are_seen_without_taking_part(seen):
-    assert seen["over nodes"]["there"] == [2, 4]
+    assert sorted(seen["over nodes"]["there"]) == [2, 4]  # the slower to start may be the last
 
 
 def test_nodes_are_found_by_what_each_must_have(seen):

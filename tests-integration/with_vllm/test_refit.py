@@ -82,7 +82,10 @@ def test_every_step_reaches_an_engine_in_this_process_and_its_rollouts_say_which
         refit.close()
 
 
-@pytest.mark.parametrize("own_process", [False, True], ids=["in-process", "own-process"])
+# In every change the engine of with_ray/test_async_over_ray.py is refitted so in a process of its own.
+@pytest.mark.parametrize(
+    "own_process", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in-process", "own-process"]
+)
 def test_a_refit_in_flight_keeps_the_answers_that_are_under_way(policy, options, own_process):
     with VllmEngine(options, own_process=own_process) as engine:
         refit = Refit(ModuleSource(policy), VllmSink(engine.vllm, loop=engine.loop, pause="keep"))

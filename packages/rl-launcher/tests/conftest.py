@@ -1,5 +1,7 @@
 """A run small enough for a test: a model of a few thousand weights, a task of eight prompts, a handful of steps."""
 
+import functools
+import importlib
 import itertools
 import json
 import textwrap
@@ -12,6 +14,16 @@ from rl_launcher.run.record import Recorder
 # Timings decide nothing: by default an example that takes 0.2 s, as any may on a busy machine, fails its test.
 settings.register_profile("no-clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no-clock")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions_are_collected_once():
+    """Reading what is installed takes as long as all else of a run, and between two runs nothing is installed."""
+    run = importlib.import_module("rl_launcher.run.run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "collect_versions", functools.cache(run.collect_versions))
+        yield
+
 
 MODEL = """
     import torch

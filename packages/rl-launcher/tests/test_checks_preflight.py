@@ -62,7 +62,7 @@ def folder(recipe, tmp_path):
     assert recipe.is_file()
     shape = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 4}
     Qwen3Config(**shape, hidden_size=64, intermediate_size=64, vocab_size=64).save_pretrained(tmp_path / "model")
-    huge = {**shape, "hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 40}
+    huge = {**shape, "hidden_size": 262144, "intermediate_size": 1048576, "num_hidden_layers": 2}
     Qwen3Config(**huge, vocab_size=64).save_pretrained(tmp_path / "huge")
     (tmp_path / "model.py").write_text("raise SystemExit('the model was loaded')")
     return tmp_path

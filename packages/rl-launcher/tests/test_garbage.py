@@ -3,10 +3,18 @@
 import gc
 import weakref
 
+import pytest
+
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import run
 from rl_launcher.run.gc_freeze import long_lived
 from rl_launcher.schema import Recipe
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen():
+    """Else what the session of tests has frozen, which does so too, would be somebody else's."""
+    gc.unfreeze()
 
 
 class Knot:

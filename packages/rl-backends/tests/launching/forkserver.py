@@ -2,7 +2,8 @@
 
 Importing torch, transformers and their models takes a process 6 s of its processor, and a session has thirty of them;
 forking one that has imported them takes 0.05 s. Knows processes and what is imported; does not know what is tested.
-rl_backends is not imported beforehand: a program checks its shapes, or does not, by what it imports first.
+rl_backends is among that unless the shapes of its calls are checked (`CHECK_SHAPES=1`): a program checks them, or does
+not, by what it imports first.
 """
 
 import functools

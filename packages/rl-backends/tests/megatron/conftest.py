@@ -5,6 +5,7 @@ nothing else of the package does.
 """
 
 import functools
+import gc
 import sys
 import tomllib
 from importlib.util import find_spec
@@ -62,6 +63,7 @@ def imported():
     from megatron_parity.program import import_all
 
     import_all()
+    gc.freeze()  # each run of ranks begins with a look for garbage
 
 
 @pytest.fixture

@@ -254,11 +254,12 @@ def usual():
 
 
 def quick():
-    """All on one rank and all refusals; on several, each mesh once, models and layouts taking turns.
+    """On one rank each model packed and one in each layout; on several, each mesh once, models and layouts by turns.
 
-    Of the cells of their own, those that have a model, a mesh or an option that none before them has.
+    All refusals; and of the cells of their own, those that have a model, a mesh or an option that none before them has.
     """
-    chosen = [each for each in table() if each.refusal is not None or each.ranks == 1]
+    alone = [each for each in table() if each.ranks == 1 and (each.layout == "packed" or each.model == MODELS[0])]
+    chosen = [*alone, *(each for each in table() if each.refusal is not None)]
     for number, mesh in enumerate(each for each in MESHES if MESHES[each][0] > 1):
         exact = [each for each in table() if (each.mesh, each.refusal) == (mesh, None)]
         models = list(dict.fromkeys(each.model for each in exact))
@@ -267,7 +268,6 @@ def quick():
     exact = [each for each in table() if each.ranks > 1 and each.refusal is None]
     absent = [model for model in MODELS if not any(each.model == model and each in exact for each in chosen)]
     chosen += [next(each for each in exact if each.model == model) for model in absent]
-    chosen += [each for each in small() if each not in chosen]
     seen = {name for each in chosen for name in (each.model, each.mesh)}
     for each in apart():
         names = {each.model, each.mesh, each.layout.partition(", ")[2]} - {""}

@@ -1,7 +1,8 @@
 """Claims about exactness: however a model and a batch are cut, the steps are those of one plain process, or refused.
 
-The last cell of the package's matrix runs what needs one rank, and on several ranks each mesh once; `PARITY=usual` in
-the environment, as in the nightly run, each mesh with each model, and `PARITY=whole` or `EVERY_TEST=1` the whole table.
+The last cell of the package's matrix runs each model on one rank, and each mesh with one; `PARITY=usual` in the
+environment, as in the nightly run, each model in each layout and on each mesh, and `PARITY=whole` or `EVERY_TEST=1` the
+whole table.
 Older releases of transformers run a small selection, one for each thing that a release could break.
 `python -m parity`, in the folder above, runs the whole of it on any release and writes the table.
 """
@@ -57,10 +58,14 @@ def test_the_usual_cells_have_every_two_of_a_model_a_mesh_and_a_layout_that_the_
     assert alone <= {each.name for each in cases.usual()}
 
 
-def test_the_quick_cells_have_every_mesh_every_model_and_every_refusal():
+def test_the_quick_cells_have_every_mesh_every_layout_every_model_and_every_refusal():
     quick, several = cases.quick(), [each for each in cases.table() if each.ranks > 1 and each.refusal is None]
     assert {each.mesh for each in several} <= {each.mesh for each in quick}
     assert {each.model for each in several} <= {each.model for each in quick if each.ranks > 1}
+    assert {each.model for each in several} <= {each.model for each in quick if each.ranks == 1}
+    assert all(
+        {each.layout for each in quick if (each.ranks > 1) == over} >= set(cases.LAYOUTS) for over in (True, False)
+    )
     assert all(each in quick for each in cases.table() if each.refusal is not None)
 
 

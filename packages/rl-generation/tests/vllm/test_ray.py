@@ -59,7 +59,8 @@ def actor():
     ray.shutdown()
 
 
-@pytest.mark.parametrize("own_process", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # in every change engines in actors answer and are refitted in tests-integration/with_ray
+@pytest.mark.parametrize("own_process", [False, True])
 def test_an_engine_in_an_actor_answers_takes_new_weights_and_ends(actor, checkpoints, own_process):
     path, model = checkpoints("qwen3"), tiny.policy("qwen3", 0)
     prompts = tiny.prompts(3)

@@ -29,7 +29,7 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    engine = VllmEngine(tiny.options(checkpoints("llama")), own_process=True, version=3)
+    engine = VllmEngine(tiny.options(checkpoints("llama")), version=3)
     yield engine
     engine.close()
 

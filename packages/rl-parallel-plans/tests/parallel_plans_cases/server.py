@@ -1,7 +1,9 @@
 """The helper process of `ranks`: reads one case per line, forks its ranks, prints what they returned."""
 
+import gc
 import json
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_plans_cases.cases  # noqa: F401 - imported once, before any rank is forked
+import rl_parallel_plans
 
 DEADLINE_S = 240
 
@@ -23,6 +26,10 @@ def main() -> None:
     folder, answers = Path(sys.argv[1]), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a rank prints is no answer
     torch.set_num_threads(1)
+    for module in pkgutil.walk_packages(rl_parallel_plans.__path__, "rl_parallel_plans."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    gc.freeze()  # else each rank looks through all of it for garbage, and copies the pages: half of a small case
     for number, line in enumerate(sys.stdin):
         request = json.loads(line)
         home = folder / str(number)

@@ -4,6 +4,7 @@ A cell is exact (every quantity within its bar) or refused in the words that sta
 """
 
 import dataclasses
+import itertools
 
 from megatron_parity.problems import Problem
 
@@ -219,17 +220,22 @@ def usual():
 def quick():
     """On each mesh one model, models, ties and layouts taking turns, and all on one rank.
 
-    Of the cells of their own, those that have a model, a mesh or an option that none before them has.
+    Of the cells of their own, those that have a model or an option that none before them has, or axes not met yet.
     """
     chosen = [each for each in usual() if each.mesh == next(iter(MESHES)) and each not in apart()]
     for number, mesh in enumerate(list(MESHES)[1:]):
         cells = [each for each in usual() if each.mesh == mesh and each not in apart()]
         if cells:
             chosen.append(cells[number % len(cells)])
-    seen = {name for each in chosen for name in (each.model, each.mesh)}
+    seen = {name for each in chosen for name in _novel(each)}
     for each in apart():
-        names = {each.model, each.mesh, each.layout.partition(", ")[2]} - {""}
-        if each.refusal is not None or not names <= seen:
+        if each.refusal is not None or not _novel(each) <= seen:
             chosen.append(each)
-            seen |= names
+            seen |= _novel(each)
     return chosen
+
+
+def _novel(cell):
+    """What a cell may have that others have not: its model, its option, and every two axes of its mesh."""
+    axes = sorted({**MESHES, **OTHER_MESHES}[cell.mesh][1])
+    return {cell.model, cell.layout.partition(", ")[2], *axes, *itertools.combinations(axes, 2)} - {""}
