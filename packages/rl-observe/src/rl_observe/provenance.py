@@ -41,8 +41,9 @@ def collect_versions(repository: Path | None = None) -> Versions:
         this project (None if not installed), `git_commit`, `git_dirty` and `git_diff_stat` (None outside a repository),
         and `packages`: every installed distribution with its version.
     """
-    # A half-removed distribution has neither name nor version.
-    found = {str(each.name).lower(): str(each.version) for each in importlib.metadata.distributions() if each.name}
+    # Each file is parsed when it is asked for. A half-removed distribution has neither name nor version.
+    known = [each.metadata for each in importlib.metadata.distributions()]
+    found = {str(each["Name"]).lower(): str(each["Version"]) for each in known if each["Name"]}
     main = (*_LIBRARIES, *(f"rl-{name}" for name in _PACKAGES))
     memory = (_proc_field("/proc/meminfo", "MemTotal") or "").split()
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

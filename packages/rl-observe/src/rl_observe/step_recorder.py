@@ -167,11 +167,15 @@ class StepRecorder:
 
     def _hand_over(self, data: dict[str, Any], given: StepRollouts | Callable[[], StepRollouts]) -> None:
         rollouts = given() if callable(given) else given
-        arrays = {name: np.asarray(array) for name in _ARRAYS if (array := getattr(rollouts, name)) is not None}
-        arrays |= {f"figures/{name}": np.asarray(array) for name, array in rollouts.figures.items()}
+        arrays = {name: _array(array) for name in _ARRAYS if (array := getattr(rollouts, name)) is not None}
+        arrays |= {f"figures/{name}": _array(array) for name, array in rollouts.figures.items()}
         for number, step in enumerate(rollouts.trained):
             parts = {"rows": step.rows, "trainable": step.trainable, **step.columns}
-            arrays |= {f"trained/{number}/{name}": np.asarray(array) for name, array in parts.items()}
+            arrays |= {f"trained/{number}/{name}": _array(array) for name, array in parts.items()}
+        texts: dict[str, list[Any]] = {}
+        for name in TEXTS_OF_ROWS:
+            if len(values := getattr(rollouts, name)):
+                texts[name], arrays[f"texts/{name}"] = _indexed(values)
         if self._writer is None or self._writer.ended:
             self._writer = _Writer.start(
                 self._folder, self.config, secrets=self._secrets, monitors=self.on_finding is not None
@@ -180,7 +184,6 @@ class StepRecorder:
         if self.decode is not None:
             fresh = self._writer.without_text(arrays["tokens"])
             pieces |= {each: self.decode([each]) for each in fresh}
-        texts = {name: _indexed(values) for name in TEXTS_OF_ROWS if len(values := getattr(rollouts, name))}
         head = {**data, "component_names": list(rollouts.component_names), "pieces": pieces, "texts": texts}
         findings = self._writer.ask(head | {"events": [*self._events], "found": [*self._found]}, arrays)
         self._writer.has_text[fresh] = True
@@ -276,11 +279,17 @@ class _Writer:
         )
 
 
-def _indexed(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
+def _array(given: Any) -> Array:
+    """As numpy has it; tensors have a shorter way there than `asarray`."""
+    array: Array = given.numpy() if type(given).__module__ == "torch" else np.asarray(given)
+    return array
+
+
+def _indexed(values: Sequence[Any]) -> tuple[list[Any], Array]:
     """Each text once, and which of them stands in each row: many rollouts share theirs."""
-    places: dict[Any, int] = {}
-    rows = [places.setdefault(each, len(places)) for each in values]
-    return [*places], rows
+    distinct = [*dict.fromkeys(values)]
+    place = dict(zip(distinct, range(len(distinct)), strict=True))
+    return distinct, np.fromiter(map(place.__getitem__, values), np.int32, len(values))
 
 
 def write_steps() -> None:
@@ -326,8 +335,8 @@ def _received(messages: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]] | 
 def _recorded(head: dict[str, Any], arrays: Mapping[str, Array], pieces: Mapping[int, str]) -> RecordedStep:
     """The step of a message."""
     given: dict[str, Any] = {name: array for name, array in arrays.items() if "/" not in name}
-    for name, (values, rows) in head["texts"].items():
-        given[name] = [values[row] for row in rows]
+    for name, values in head["texts"].items():
+        given[name] = [values[row] for row in arrays[f"texts/{name}"].tolist()]
     figures, trained = dict[str, Array](), defaultdict[str, dict[str, Array]](dict)
     for name, array in arrays.items():
         kind, _, rest = name.partition("/")
