@@ -410,6 +410,19 @@ def test_if_the_process_that_writes_is_killed_its_step_is_told_and_the_next_ones
     assert run.steps[4].token_rows(0)[0]["text"].startswith("<"), "the new process is given all texts anew"
 
 
+def test_a_tokenizer_that_fails_costs_its_step_alone(run):
+    """The process that writes waits for the texts of tokens then."""
+    recorder = StepRecorder(run, decode=lambda ids: 1 / 0)
+    recorder.record("grpo", 1, make_rollouts(seed=1))
+    recorder._waiting.join()
+    recorder.decode = lambda ids: f"<{ids[0]}>"
+    recorder.record("grpo", 2, make_rollouts(seed=2))
+    recorder.close()
+    assert recorder.unwritten == ["division by zero"]
+    assert [*run.steps] == [2]
+    assert run.steps[2].piece(int(run.steps[2].padded("tokens")[0, 0])).startswith("<")
+
+
 def _write_forever(folder, started):
     run = RunDirectory(folder)
     recorder = StepRecorder(run, RecordedStepsConfig(last=1000))

@@ -180,13 +180,25 @@ class StepRecorder:
             self._writer = _Writer.start(
                 self._folder, self.config, secrets=self._secrets, monitors=self.on_finding is not None
             )
-        pieces, fresh = dict(rollouts.pieces), list[int]()
-        if self.decode is not None:
-            fresh = self._writer.without_text(arrays["tokens"])
-            pieces |= {each: self.decode([each]) for each in fresh}
-        head = {**data, "component_names": list(rollouts.component_names), "pieces": pieces, "texts": texts}
-        findings = self._writer.ask(head | {"events": [*self._events], "found": [*self._found]}, arrays)
-        self._writer.has_text[fresh] = True
+        head = {
+            **data,
+            "component_names": list(rollouts.component_names),
+            "pieces": rollouts.pieces,
+            "texts": texts,
+            "decodes": self.decode is not None,
+            "events": [*self._events],
+            "found": [*self._found],
+        }
+        answer = self._writer.ask(head, arrays)
+        if missing := answer.get("asks"):
+            assert self.decode is not None
+            try:
+                pieces = {each: self.decode([each]) for each in missing}
+            except BaseException:
+                self._writer.close()  # it waits for them
+                raise
+            answer = self._writer.ask({"pieces": pieces}, {})
+        findings = [Finding(**each) for each in answer["findings"]]
         for finding in findings:
             self._found.add(finding.cause)
             self.keep_around(data["stage"], data["step"])
@@ -203,8 +215,6 @@ class _Writer:
     def __init__(self, process: subprocess.Popen[bytes], sent: IO[bytes], answers: IO[bytes]) -> None:
         self.process, self._sent, self._answers = process, sent, answers
         self.ended = False
-        self.has_text: NDArray[np.bool_] = np.zeros(0, dtype=bool)
-        """Of each token id, whether the process has its text."""
 
     @classmethod
     def start(cls, folder: Path, config: RecordedStepsConfig, *, secrets: Secrets, monitors: bool) -> _Writer:
@@ -227,16 +237,8 @@ class _Writer:
         writer._send(start | {"secrets": secrets.values}, {})
         return writer
 
-    def without_text(self, tokens: Array) -> list[int]:
-        """The token ids among `tokens` whose text the process does not have; `has_text` reaches to the highest."""
-        ids = tokens[tokens >= 0]
-        if (more := int(ids.max(initial=-1)) + 1 - len(self.has_text)) > 0:
-            self.has_text = np.append(self.has_text, np.zeros(more, dtype=bool))
-        missing: list[int] = np.unique(ids[~self.has_text[ids]]).tolist()
-        return missing
-
-    def ask(self, head: Mapping[str, object], arrays: Mapping[str, Array]) -> list[Finding]:
-        """Have a step written; returns what was found in it for the first time.
+    def ask(self, head: Mapping[str, object], arrays: Mapping[str, Array]) -> dict[str, Any]:
+        """Have a step written; returns the `findings` in it that are new, or the token ids whose text it `asks` for.
 
         Raises:
             RecordedStepError: it cannot be recorded, or the process was killed.
@@ -245,10 +247,10 @@ class _Writer:
         line = self._answers.readline()
         if not line.endswith(b"\n"):
             self._tell_end()
-        answer = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RecordedStepError(answer["error"])
-        return [Finding(**each) for each in answer["findings"]]
+        return answer
 
     def close(self) -> None:
         """Let the process end, and wait until it has."""
@@ -301,21 +303,33 @@ def write_steps() -> None:
     folder, config = Path(start[0]["folder"]), RecordedStepsConfig(**start[0]["config"])
     secrets, monitors = Secrets(tuple(start[0]["secrets"])), start[0]["monitors"]
     pieces: dict[int, str] = {}
+
+    def tell(answer: Mapping[str, object]) -> None:
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+    def learn(texts: Mapping[str, str]) -> None:
+        pieces.update(secrets.scrub({int(token): text for token, text in texts.items()}))
+
     while (message := _received(messages)) is not None:
         head, arrays = message
         try:
-            pieces |= secrets.scrub({int(token): text for token, text in head["pieces"].items()})
-            recorded = _recorded(secrets.scrub(head | {"pieces": {}}), arrays, pieces)
+            learn(head.pop("pieces"))
+            missing = [each for each in np.unique(arrays["tokens"]).tolist() if each >= 0 and each not in pieces]
+            if head["decodes"] and missing:
+                tell({"asks": missing})
+                if (message := _received(messages)) is None:
+                    return
+                learn(message[0]["pieces"])
+            recorded = _recorded(secrets.scrub(head), arrays, pieces)
             recorded.write(folder)
             found = [each for each in monitor_step(recorded) if each.cause not in head["found"]] if monitors else []
             findings = [*{each.cause: each for each in reversed(found)}.values()][::-1]  # the first of each cause
             here = (recorded.stage, recorded.step)
             _delete_old(folder, config, events={*map(tuple, head["events"]), *(here for _ in findings)})
-            answer: dict[str, Any] = {"findings": [asdict(each) for each in findings]}
+            tell({"findings": [asdict(each) for each in findings]})
         except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it
-            answer = {"error": describe(error) if isinstance(error, OSError) else str(error)}
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+            tell({"error": describe(error) if isinstance(error, OSError) else str(error)})
 
 
 def _received(messages: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]] | None:
