@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -109,8 +110,9 @@ def test_tokens_and_logp_are_those_of_the_engine_bit_for_bit(remote, embedded, s
 
 
 def test_many_prompts_at_once_come_in_order_and_with_seeds_of_their_own(remote, embedded):
-    prompts = PROMPTS * 10
-    there, here = remote.generate(prompts, SEEDED), embedded.generate(prompts, SEEDED)
+    # Without a nucleus: beside other rows, one whose mass is .9 to seven digits may end a token earlier or later.
+    prompts, sampling = PROMPTS * 10, replace(SEEDED, top_p=1.0)
+    there, here = remote.generate(prompts, sampling), embedded.generate(prompts, sampling)
     assert [r.tokens for r in there] == [r.tokens for r in here]
     assert [(r.prompt_index, r.sample_index) for r in there] == [(p, s) for p in range(30) for s in range(3)]
     assert max(abs(x - y) for a, b in zip(there, here, strict=True) for x, y in zip(a.logp, b.logp, strict=True)) < 1e-5
