@@ -220,7 +220,10 @@ class _Writer:
     def start(cls, folder: Path, config: RecordedStepsConfig, *, secrets: Secrets, monitors: bool) -> _Writer:
         """Start it; what it needs to know goes first."""
         if not sys.executable:
-            raise RecordedStepError("a step is written by another Python, and this one does not know where it is")
+            raise RecordedStepError(
+                "steps are written by a second Python, and sys.executable does not say where it is: set it, or record "
+                "nothing, by RecordedStepsConfig(last=0, every=0)"
+            )
         program = "from rl_observe.step_recorder import write_steps; write_steps()"
         process = subprocess.Popen(  # noqa: S603 - this Python, and nothing of the run
             [sys.executable, "-P", "-c", program],

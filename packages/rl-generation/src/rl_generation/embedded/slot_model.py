@@ -326,7 +326,7 @@ class SlotModel:
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
         self.last_step: AttentionStep | None = None
         self.decoding = RecordedDecoding(
-            model, why_not=_not_known(model) if record_decoding else "record_decoding=False"
+            model, why_not=_unknown_module(model) if record_decoding else "record_decoding=False"
         )
 
     @contextmanager
@@ -417,8 +417,8 @@ def _copy_configs(model: "PreTrainedModel") -> None:
                 setattr(module, name, copy.deepcopy(value, copies))
 
 
-def _not_known(model: "PreTrainedModel") -> str | None:
-    """Why nobody can say that the model's Python does the same at every step: whose it is.
+def _unknown_module(model: "PreTrainedModel") -> str | None:
+    """Name a module whose Python may do something else at another step, since it is not torch's or transformers'.
 
     An adapter, for one, is turned off by a flag, of which a replay would not know.
     """
