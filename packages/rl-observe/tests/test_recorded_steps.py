@@ -395,7 +395,7 @@ def test_if_the_process_that_writes_is_killed_its_step_is_told_and_the_next_ones
         recorder.record("grpo", step, make_rollouts(seed=step))
     recorder._waiting.join()
     (writer,) = writers_of(os.getpid())
-    assert "torch" not in " ".join(each.path for each in writer.memory_maps())
+    assert not [each.path for each in writer.memory_maps() if Path(each.path).name.startswith("libtorch")]
     assert os.getpgid(writer.pid) != os.getpgid(0), "else Ctrl-C would end it"
     writer.suspend()
     recorder.record("grpo", 3, make_rollouts(seed=3))
