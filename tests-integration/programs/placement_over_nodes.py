@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -208,6 +209,8 @@ def generate(cluster, *, num_nodes, folder):
 
 def start_raylets(gpus, *, folder, real):
     """A cluster with a raylet for each number of GPUs. Ray gives each 30 seconds to start; some machines need more."""
+    # Whatever the raylets' own folder is, `Cluster` notes their address here, and does not make this one.
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
     while True:
         cluster = Cluster()
         try:
