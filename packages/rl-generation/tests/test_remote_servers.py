@@ -74,6 +74,7 @@ class Toy:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._server.socket.listen(64)  # else it refuses the sixth that comes while it takes another in
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self):
@@ -355,7 +356,7 @@ def test_sglang_is_asked_for_ids_and_logp_once_for_each_sample_with_its_own_seed
     assert [r.tokens for r in rollouts] == [(11, 12, 13, 14), (12, 13, 14, 15)]
     assert rollouts[0].logp == (RAW - math.log(0.5),) * 4
     assert [(r.sample_index, r.version) for r in rollouts] == [(0, 2), (1, 2)]
-    assert "SGLang reports a label of its own" in said
+    assert "version: 2, reported by SGLang where its label is a number, and else committed here" in said
     bodies = sorted(
         (body for _, body in sglang.asked[-2:]), key=lambda body: int(body["sampling_params"]["sampling_seed"])
     )
@@ -380,6 +381,30 @@ def test_sglang_is_asked_for_ids_and_logp_once_for_each_sample_with_its_own_seed
         "return_logprob": True,
         "stream": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("labels", "versions"),
+    [
+        ({"weight_version": "7"}, [(7, 0, 3)]),
+        ({"weight_version": "8", "weight_versions": [("7", 0, 2), ("8", 2, 3)]}, [(7, 0, 2), (8, 2, 3)]),
+        ({"weight_version": "8", "weight_versions": [("7", 0, 3), ("8", 3, 3)]}, [(7, 0, 3)]),
+        ({"weight_version": "step-8", "weight_versions": [("7", 0, 2), ("step-8", 2, 3)]}, [(5, 0, 3)]),
+    ],
+)
+def test_sglangs_labels_are_the_versions_of_its_tokens_where_they_are_numbers(sglang, labels, versions):
+    def change(answer):
+        spans = [
+            dict(zip(("version", "start", "end"), span, strict=True)) for span in labels.get("weight_versions", ())
+        ]
+        answer["meta_info"] |= {**labels, **({"weight_versions": spans} if spans else {})}
+        return answer
+
+    with RemoteEngine(sglang.url, vocab_size=VOCAB_SIZE, version=5) as engine:
+        sglang.change = change
+        (rollout,) = engine.generate([[1]], SHORT)
+        assert [(span.version, span.start, span.end) for span in rollout.versions] == versions
+        assert engine.metrics().version == versions[-1][0]
 
 
 def test_without_a_seed_a_deterministic_sglang_still_gets_one_for_each_sample(sglang):
@@ -426,6 +451,10 @@ def test_what_sglang_would_ignore_is_refused(sampling, reason):
         (lambda said: said["output_token_logprobs"].pop(), "has 3 tokens and 2 logp"),
         (lambda said: said.update(prompt_tokens=1), r"another prompt, of 1 tokens: is --allow-auto-truncate set\?"),
         (lambda said: said.update(finish_reason={"type": "stop", "matched": "NaN happened"}), "NaN in the logits"),
+        (
+            lambda said: said.update(weight_versions=[{"version": "1", "start": 0, "end": 2}]),
+            "which do not cover its 3 tokens in order",
+        ),
         (lambda said: said["output_token_logprobs"].__setitem__(0, [-3.4e38, 5, None]), "logp=-3.4e.38 at token 0"),
     ],
 )

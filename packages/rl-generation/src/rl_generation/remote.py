@@ -88,9 +88,9 @@ class RemoteEngine:
     go to the others, with their seeds, so that a server that keeps seeds gives the answer that was lost. The `n`
     answers to a prompt are one request (n of them at SGLang, which would answer all of them alike).
 
-    rl-generation's server says which weights made which token, and rollouts carry it. Plain vLLM reports no version,
-    and SGLang a label of its own: there, a rollout carries what `version` or `commit_version` said when its request was
-    sent.
+    rl-generation's server says which weights made which token, and rollouts carry it. So does SGLang where its label
+    of the weights is a number, as rl-refit's `SglangSink` sets it; where it is another one, and with plain vLLM, which
+    reports none, a rollout carries what `version` or `commit_version` said when its request was sent.
 
     Args:
         urls: Base URLs of the replicas, without `/v1`.
@@ -227,7 +227,7 @@ class RemoteEngine:
         reports = {
             "rl-generation": "reported with each token",
             "vllm": "committed here: plain vLLM reports none",
-            "sglang": "committed here: SGLang reports a label of its own",
+            "sglang": "reported by SGLang where its label is a number, and else committed here",
         }
         seeds = "kept" if facts.seeded else "refused: start SGLang with --enable-deterministic-inference"
         lines = [
@@ -463,7 +463,7 @@ class RemoteEngine:
                 f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
                 f"{type(error).__name__}: {error}"
             ) from None
-        if facts.kind == "rl-generation":
+        if facts.kind == "rl-generation" or (facts.kind == "sglang" and _sglang_versions(answer["meta_info"])):
             replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
         return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
 
@@ -1004,9 +1004,25 @@ def _read_sglang(answer: Any, request: Request, *, kind: ServerKind, logp_of: Lo
             finish_reason=reason["type"],
             stop_reason=reason.get("matched"),
             logp_of=logp_of,
-            versions=version,
+            versions=_sglang_versions(said) or version,
         )
     ]
+
+
+def _sglang_versions(said: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
+    """Which weights made which token, by SGLang's labels; nothing where one is no number of optimizer steps.
+
+    Newer releases have a span for each label in `weight_versions`, older ones the label at the end alone.
+    """
+    whole = [{"version": said.get("weight_version"), "start": 0, "end": said["completion_tokens"]}]
+    spans = said.get("weight_versions") or whole
+    if not all(str(span["version"]).isdecimal() for span in spans):
+        return ()
+    found = [VersionSpan(version=int(each["version"]), start=each["start"], end=each["end"]) for each in spans]
+    made = tuple(span for span in found if span.start < span.end)
+    if [span.start for span in made] != [0, *(span.end for span in made[:-1])] or made[-1].end != whole[0]["end"]:
+        raise LogpError(f"has weight_versions {spans}, which do not cover its {whole[0]['end']} tokens in order")
+    return made
 
 
 def _rollout(
