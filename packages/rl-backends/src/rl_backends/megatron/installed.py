@@ -43,17 +43,30 @@ KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 
 @functools.cache
 def require_megatron() -> None:
-    """Import megatron-core, quietly; the next calls cost nothing."""
-    problems = [_megatron_problem()]
-    if importlib.util.find_spec("psutil") is None:
-        problems.append("psutil is not installed, without which megatron-core's checkpoint writers never return")
-    if problems := [problem for problem in problems if problem]:
-        raise MissingDependencyError(f"the Megatron backend cannot be used: {'; '.join(problems)}. Install: {INSTALL}")
+    """Import megatron-core, quietly; the next calls cost nothing.
+
+    Raises:
+        MissingDependencyError: As `check_installed`.
+    """
+    check_installed()
     with warnings.catch_warnings():
         for message, category in KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=message, category=category)
         for name in IMPORTED:
             importlib.import_module(name)
+
+
+def check_installed() -> None:
+    """Pass if what the backend needs is installed; imports nothing of it.
+
+    Raises:
+        MissingDependencyError: It names what is missing or of another release, and what to install.
+    """
+    problems = [_megatron_problem()]
+    if importlib.util.find_spec("psutil") is None:
+        problems.append("psutil is not installed, without which megatron-core's checkpoint writers never return")
+    if problems := [problem for problem in problems if problem]:
+        raise MissingDependencyError(f"the Megatron backend cannot be used: {'; '.join(problems)}. Install: {INSTALL}")
 
 
 def _megatron_problem() -> str:
