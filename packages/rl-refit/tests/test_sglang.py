@@ -111,6 +111,13 @@ def server(like):
     server.http.server_close()
 
 
+def versions_in(folder, server):
+    """The versions that lie there for a server."""
+    return sorted(
+        each.name for each in (folder / "versions" / server.url.removeprefix("http://").replace(":", "-")).iterdir()
+    )
+
+
 def sink_of(server, like, tmp_path, **options):
     return SglangSink(server.url, like=like, folder=tmp_path / "versions", **{"api_key": KEY} | options)
 
@@ -122,7 +129,7 @@ def test_the_server_has_each_version_bit_for_bit_under_its_label_and_the_disk_on
         assert same(server.weights, policy.saved())
         assert server.label == str(version) == str(sink.version)
         assert {*report.unreadable} == {*policy.saved()}  # nothing is said of what the server then holds
-        assert [each.name for each in (tmp_path / "versions").iterdir()] == [f"version-{version}"]
+        assert versions_in(tmp_path, server) == [f"version-{version}"]
     sink.check()
     paths = [path for path, _ in server.asked if path != "/model_info"]
     assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"] * 2
@@ -139,12 +146,12 @@ def test_a_version_that_the_server_does_not_load_poisons_the_sink_and_the_next_o
     assert same(server.weights, Policy(1).saved())
     with pytest.raises(PoisonedError, match="the commit of version 2 failed with RefitError"):
         sink.check()
-    assert {each.name for each in (tmp_path / "versions").iterdir()} == {"version-1", "version-2"}  # it may have either
+    assert versions_in(tmp_path, server) == ["version-1", "version-2"]  # it may have either
     server.refuses = None
     Refit(ModuleSource(Policy(3)), sink)(version=3)
     assert same(server.weights, Policy(3).saved())
     sink.check()
-    assert [each.name for each in (tmp_path / "versions").iterdir()] == ["version-3"]
+    assert versions_in(tmp_path, server) == ["version-3"]
 
 
 def test_a_version_is_repeated_beside_the_folder_that_the_server_goes_back_to(server, like, tmp_path):
@@ -154,7 +161,19 @@ def test_a_version_is_repeated_beside_the_folder_that_the_server_goes_back_to(se
         sink.repeat()
         Refit(ModuleSource(Policy(seed)), sink)(version=1)
         assert same(server.weights, Policy(seed).saved())
-        assert [each.name for each in (tmp_path / "versions").iterdir()] == [name]
+        assert versions_in(tmp_path, server) == [name]
+
+
+def test_servers_that_share_a_folder_do_not_share_their_versions(server, like, tmp_path):
+    other = Server(like)
+    try:
+        for number, each in enumerate((server, other), start=1):
+            Refit(ModuleSource(Policy(number)), sink_of(each, like, tmp_path))(version=1)
+        assert versions_in(tmp_path, server) == versions_in(tmp_path, other) == ["version-1"]
+        assert same(load_file(Path(server.model_path) / "model.safetensors"), Policy(1).saved())
+    finally:
+        other.http.shutdown()
+        other.http.server_close()
 
 
 def test_a_refit_that_is_not_committed_does_not_reach_the_server(server, like, tmp_path, monkeypatch):
@@ -164,9 +183,9 @@ def test_a_refit_that_is_not_committed_does_not_reach_the_server(server, like, t
     for region, tensor in source.shards(Policy(1).saved()):
         sink.stage(region, tensor)
     sink.ready(1)
-    assert [each.name for each in (tmp_path / "versions").iterdir()] == ["version-1"]
+    assert versions_in(tmp_path, server) == ["version-1"]
     sink.abort()
-    assert [*(tmp_path / "versions").iterdir()] == []
+    assert versions_in(tmp_path, server) == []
     assert {path for path, _ in server.asked} == {"/model_info"}
     assert same(server.weights, Policy(0).saved())
 
@@ -177,7 +196,7 @@ def test_a_refit_that_is_not_committed_does_not_reach_the_server(server, like, t
     with pytest.raises(DigestError, match=r"version-1 does not hold what was written of norm\.bias"):
         Refit(ModuleSource(Policy(1)), sink)(version=1)
     assert {path for path, _ in server.asked} == {"/model_info"}
-    assert [*(tmp_path / "versions").iterdir()] == []
+    assert versions_in(tmp_path, server) == []
     sink.check()
 
 

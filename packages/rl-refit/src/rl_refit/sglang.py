@@ -18,6 +18,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -52,8 +53,9 @@ class SglangSink:
         like: The checkpoint folder that the server was started with, or one like it. Every refit brings the tensors of
             its safetensors files, by these names, shapes and dtypes; its other files (configuration, tokenizer) go with
             each version.
-        folder: Where versions are written, by a path that is the server's too. The committed version stays there, since
-            SGLang goes back to it where it cannot load the next one; so twice the weights lie there during a refit.
+        folder: Where versions are written, those of each server in a folder of its own, by a path that is the server's
+            too. The committed version stays there, since SGLang goes back to it where it cannot load the next one; so
+            twice the weights lie there during a refit.
         requests: What becomes of requests that the server is answering: "retract" computes what they have so far anew
             under the new weights and goes on, "abort" ends them. (SGLang's "in_place" keeps caches of the old weights.)
         api_key: Of the server, its `--admin-api-key` where it has one.
@@ -79,7 +81,7 @@ class SglangSink:
         if requests not in {"retract", "abort"}:
             raise ValueError(f'requests must be "retract" or "abort"; got requests={requests!r}')
         self._server = _Server(url, api_key=api_key)
-        self._like, self._folder = Path(like), Path(folder).absolute()
+        self._like, self._folder = Path(like), Path(folder).absolute() / self._server.name
         self._requests, self._timeout_s = requests, timeout_s
         # Nobody is served from here, so it is written in place.
         self._fresh = _empty_like(self._like)
@@ -260,6 +262,8 @@ class _Server:
         if parts.scheme not in {"http", "https"} or parts.hostname is None or parts.username is not None:
             raise ValueError(f"url must be http://host:port or https://host:port, without a password; got {url!r:.100}")
         self.url = url.rstrip("/")
+        self.name = re.sub(r"[^\w.-]", "-", parts.netloc + parts.path.rstrip("/"))
+        """For a folder."""
         self._parts, self._key = parts, api_key
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None, *, timeout_s: float) -> dict[str, Any]:
