@@ -100,6 +100,7 @@ def like(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "tiny"}))
     save_file(Policy(0).saved(), folder / "model.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"older weights")
     return folder
 
 
@@ -131,6 +132,7 @@ def test_the_server_has_each_version_bit_for_bit_under_its_label_and_the_disk_on
         assert {*report.unreadable} == {*policy.saved()}  # nothing is said of what the server then holds
         assert versions_in(tmp_path, server) == [f"version-{version}"]
     sink.check()
+    assert sorted(each.name for each in Path(server.model_path).iterdir()) == ["config.json", "model.safetensors"]
     paths = [path for path, _ in server.asked if path != "/model_info"]
     assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"] * 2
     assert {body["mode"] for path, body in server.asked if path == "/pause_generation"} == {"retract"}
@@ -240,5 +242,5 @@ def test_a_policy_of_other_tensors_and_a_folder_without_any_are_refused(server, 
         SglangSink(server.url, like=tmp_path, folder=tmp_path)
     with pytest.raises(ValueError, match='requests must be "retract" or "abort"'):
         sink_of(server, like, tmp_path, requests="in_place")
-    with pytest.raises(ValueError, match="without a password"):
+    with pytest.raises(ValueError, match=r"without a password; got http://host$"):
         SglangSink("http://me:secret@host:1", like=like, folder=tmp_path)

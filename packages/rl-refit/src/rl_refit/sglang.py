@@ -40,6 +40,8 @@ from rl_refit.source import NamedTensors
 __all__ = ["SglangSink"]
 
 ONE_FILE = "model.safetensors"
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+"""Endings of files that do not go with a version: they hold other weights, or say where these are."""
 ASK_S = 30.0
 """Seconds for an answer that takes the server no work."""
 
@@ -66,7 +68,7 @@ class SglangSink:
     """
 
     device = torch.device("cpu")
-    """Where tensors are staged: a whole copy, in this process's memory."""
+    """Where tensors are staged: a whole copy in this process's memory, and a second one while it is written."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class SglangSink:
         partial.mkdir(parents=True)
         try:
             for file in self._like.iterdir():
-                if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
+                if file.is_file() and not file.name.endswith(WEIGHTS):
                     shutil.copyfile(file, partial / file.name)
             save_file(self._fresh, partial / ONE_FILE, metadata={"format": "pt"})
             with safe_open(partial / ONE_FILE, framework="pt") as file:
@@ -260,7 +262,10 @@ class _Server:
     def __init__(self, url: str, *, api_key: str | None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or parts.hostname is None or parts.username is not None:
-            raise ValueError(f"url must be http://host:port or https://host:port, without a password; got {url!r:.100}")
+            raise ValueError(
+                f"url must be http://host:port or https://host:port, without a password; got {parts.scheme}://"
+                f"{parts.hostname}"
+            )
         self.url = url.rstrip("/")
         self.name = re.sub(r"[^\w.-]", "-", parts.netloc + parts.path.rstrip("/"))
         """For a folder."""
