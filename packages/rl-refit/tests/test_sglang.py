@@ -1,7 +1,10 @@
 """A server of SGLang as a sink, against a server that answers as SGLang's does: by real HTTP, from real files."""
 
+import contextlib
 import http.server
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rl_refit import ModuleSource, Refit, StateDictSource
+from rl_refit import ModuleSource, Refit, Rendezvous, StateDictSource
 from rl_refit.errors import CoverageError, DigestError, PoisonedError, RefitError
 from rl_refit.sglang import SglangSink
 
 KEY = "a-key-of-the-server"
+PROGRAM = Path(__file__).parent / "programs" / "sglang_sink.py"
 
 
 class Server:
@@ -174,6 +178,32 @@ def test_servers_that_share_a_folder_do_not_share_their_versions(server, like, t
         assert versions_in(tmp_path, server) == versions_in(tmp_path, other) == ["version-1"]
         assert same(load_file(Path(server.model_path) / "model.safetensors"), Policy(1).saved())
     finally:
+        other.http.shutdown()
+        other.http.server_close()
+
+
+def test_several_servers_are_ranks_of_one_sink(server, like, tmp_path):
+    other, address = Server(like), f"file://{tmp_path}/store"
+    ranks = []
+    try:
+        for rank, each in enumerate((server, other)):
+            task = {"url": each.url, "like": str(like), "folder": str(tmp_path / "versions"), "api_key": KEY}
+            task |= {"address": address, "rank": rank}
+            ranks.append(subprocess.Popen([sys.executable, str(PROGRAM), json.dumps(task)]))
+        meeting = Rendezvous(address, num_sources=1, num_sinks=2, source_rank=0)
+        policy = Policy(1)
+        with contextlib.closing(Refit(ModuleSource(policy), rendezvous=meeting)) as refit:
+            for version in (1, 2):
+                with torch.no_grad():
+                    policy.norm.bias += 1
+                refit(version=version)
+                assert same(server.weights, policy.saved())
+                assert same(other.weights, policy.saved())
+                assert server.label == other.label == str(version)
+        assert [rank.wait(240) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
         other.http.shutdown()
         other.http.server_close()
 
