@@ -63,7 +63,8 @@ class ActorHere:
         self.kill()
 
     def end(self):
-        self.worker.close()
+        if hasattr(self, "worker"):  # a successor may not have come so far
+            self.worker.close()
         self._threads.shutdown()
 
 

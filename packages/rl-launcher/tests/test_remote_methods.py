@@ -132,7 +132,22 @@ def ranks(monkeypatch):
 def test_all_ranks_get_the_arguments_of_the_backend_and_the_driver_gets_rank_0s_result(ranks):
     policy, calls, _ = ranks
     assert policy.optim_step() == "optim_step of rank 0"
-    assert calls == [("rank 0", "optim_step", (), {}), ("rank 1", "optim_step", (), {})]
+    assert [call for call in calls if call[1] != "metrics"] == [
+        ("rank 0", "optim_step", (), {}),
+        ("rank 1", "optim_step", (), {}),
+    ]
+
+
+def test_a_step_brings_along_what_is_logged_of_it(ranks):
+    policy, calls, _ = ranks
+    assert policy.metrics(memory=False) is None
+    policy.optim_step()
+    assert calls[1] == ("rank 0", "metrics", (), {"memory": False})
+    before = len(calls)
+    assert policy.metrics(memory=False) == "metrics of rank 0"
+    assert len(calls) == before, "the ranks were asked once more"
+    policy.metrics()  # with the account of memory as it is now
+    assert len(calls) == before + 2
 
 
 def test_each_rank_is_given_its_rows_alone_and_what_it_reads_of_them_comes_back_in_order(ranks):

@@ -19,9 +19,10 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar, cast, runtime_checkable
 
@@ -338,8 +339,10 @@ def collect(
     for episode, seed_of_group in zip(episodes, (each for each in seeds for _ in range(group_size)), strict=True):
         episode.seed = episode_seed(seed_of_group, episode.row % group_size)
     driver.play(episodes)
+    first = next((episode.judged[0] for episode in episodes if episode.judged), None)
     for episode in episodes:
-        episode.check_components(episodes)
+        if first is not None:
+            episode.check_components(first)
 
     errors = [episode.unsayable for episode in episodes if episode.unsayable is not None]
     if len(errors) == len(episodes):
@@ -438,11 +441,10 @@ class Episode:
             return False
         return True
 
-    def check_components(self, episodes: "Sequence[Episode]") -> None:
-        """Refuse parts of the reward that differ from those that the first judged answer of all has."""
-        first = next((each.judged[0] for each in episodes if each.judged), None)
+    def check_components(self, first: EnvironmentReturn) -> None:
+        """Refuse parts of the reward that differ from those of `first`, the first judged answer of all."""
         for number, judged in enumerate(self.judged, start=1):
-            if first is not None and {*judged.rewards} != {*first.rewards}:
+            if judged.rewards.keys() != first.rewards.keys():
                 raise ValueError(
                     f"the environment gave {self} ({self.prompt.row.where}, answer {number}) rewards called "
                     f"{sorted(judged.rewards)}, and those before it {sorted(first.rewards)}; every judgement names the "
@@ -666,11 +668,11 @@ def _check_return(judged: EnvironmentReturn, *, of: Episode) -> None:
         if not isinstance(judged.failed, str):
             raise ValueError(f"the environment must say why {of} failed, as text ({of.where}); found {judged.failed!r}")
         return
-    for what, value in {
-        "reward": judged.reward,
-        **{f"rewards[{part!r}]": number for part, number in judged.rewards.items()},
-        **{f"metrics[{part!r}]": number for part, number in judged.metrics.items()},
-    }.items():
+    numbers: Iterable[tuple[str, object]] = [("reward", judged.reward)]
+    if judged.rewards or judged.metrics:
+        parts = ((f"rewards[{part!r}]", number) for part, number in judged.rewards.items())
+        numbers = (*numbers, *parts, *((f"metrics[{part!r}]", number) for part, number in judged.metrics.items()))
+    for what, value in numbers:
         # Nearly always a float; `_finite` asks for a protocol, which takes ten times as long.
         if not (math.isfinite(value) if type(value) is float else _finite(value)):
             raise ValueError(
@@ -678,7 +680,7 @@ def _check_return(judged: EnvironmentReturn, *, of: Episode) -> None:
                 f"where an answer cannot be judged, say why in `failed`"
             )
     said: object = judged.observations
-    if (
+    if (type(said) is not tuple or said) and (
         not isinstance(said, Sequence)
         or isinstance(said, str)
         or not all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in said)
@@ -703,26 +705,25 @@ def _lay_out(
     """Episodes as rows of tensors, in their order."""
     lengths = torch.tensor([len(episode.tokens) for episode in episodes])
     filled = torch.arange(int(lengths.max())) < lengths[:, None]
-    tokens, logp_old = torch.zeros(filled.shape, dtype=torch.int64), torch.zeros(filled.shape)
-    versions, turns = torch.full(filled.shape, -1), torch.full(filled.shape, -1)
-    # Tokens one after another as arrays become tensors in a seventh of the time that lists take.
-    flat = itertools.chain.from_iterable
-    tokens[filled] = torch.frombuffer(array("q", flat(each.tokens for each in episodes)), dtype=torch.int64)
-    logp_old[filled] = torch.frombuffer(array("f", flat(each.logp for each in episodes)), dtype=torch.float32)
-    versions[filled] = torch.frombuffer(array("q", flat(each.versions for each in episodes)), dtype=torch.int64)
-    turns[filled] = torch.frombuffer(array("q", flat(each.turns for each in episodes)), dtype=torch.int64)
+
+    def spread(name: str, padding: float, dtype: torch.dtype) -> Tensor:
+        # Tokens one after another as arrays become tensors in a seventh of the time that lists take.
+        flat = itertools.chain.from_iterable(map(attrgetter(name), episodes))
+        values = torch.frombuffer(array("q" if dtype == torch.int64 else "f", flat), dtype=dtype)
+        return torch.full(filled.shape, padding, dtype=dtype).masked_scatter_(filled, values)
+
+    turns = spread("turns", -1, torch.int64)
     token_rewards = torch.zeros(filled.shape, dtype=torch.float64)
-    places = [(row, place) for row, episode in enumerate(episodes) for place in episode.rewards]
+    places = [row * filled.shape[1] + place for row, episode in enumerate(episodes) for place in episode.rewards]
     earned = [reward for episode in episodes for reward in episode.rewards.values()]
-    rows, columns = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    token_rewards[rows, columns] = torch.tensor(earned, dtype=torch.float64)
+    token_rewards.view(-1)[torch.tensor(places, dtype=torch.int64)] = torch.tensor(earned, dtype=torch.float64)
     components = [[episode.components.get(name, 0.0) for name in component_names] for episode in episodes]
     return Rollouts(
-        tokens=tokens,
+        tokens=spread("tokens", 0, torch.int64),
         lengths=lengths,
         response=turns >= 0,
-        logp_old=logp_old,
-        versions=versions,
+        logp_old=spread("logp", 0.0, torch.float32),
+        versions=spread("versions", -1, torch.int64),
         turns=turns,
         token_rewards=token_rewards,
         rewards=torch.tensor([sum(episode.rewards.values()) for episode in episodes], dtype=torch.float64),

@@ -293,6 +293,9 @@ def _rows(path: Path) -> list[Row]:
     return read_json_lines(path)[0] if path.exists() else []
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 class JsonLinesWriter(Closing):
     """Append rows to a file, from any thread. When `append` returns, the operating system has the line."""
 
@@ -313,9 +316,9 @@ class JsonLinesWriter(Closing):
     def append(self, row: Mapping[str, object]) -> None:
         """Write one object as one line; a number that is not finite becomes null. Earlier lines stay complete."""
         try:
-            line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+            line = _ENCODER.encode(row)
         except (TypeError, ValueError):  # a number that is not finite, or a mapping that is no dict
-            line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+            line = _ENCODER.encode(_finite(row))
         data = (line + "\n").encode()
         try:
             with self._lock:

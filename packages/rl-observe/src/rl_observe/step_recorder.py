@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -94,6 +95,7 @@ class StepRecorder:
             queue.Queue(maxsize=1)
         )
         self._thread: threading.Thread | None = None
+        self._last_s, self._pause_s = time.monotonic(), 0.0
         self._writer: _Writer | None = None
         self.unwritten: list[str] = []
         """Why steps could not be written, one entry per step."""
@@ -128,6 +130,9 @@ class StepRecorder:
             self._thread = threading.Thread(target=self._hand_over_all, name="recorded-steps", daemon=True)
             self._thread.start()
         self._waiting.join()
+        now = time.monotonic()
+        self._pause_s = min(0.01, (now - self._last_s) / 20)
+        self._last_s = now
         data = {"stage": stage, "step": step, "updates": list(updates), "about": dict(about or {})}
         self._waiting.put((data, rollouts))
 
@@ -151,6 +156,8 @@ class StepRecorder:
 
     def _hand_over_all(self) -> None:
         while (given := self._waiting.get()) is not None:
+            # The loop's own Python goes first: it ends this step and asks for the next batch, and then mostly waits.
+            time.sleep(self._pause_s)
             try:
                 self._hand_over(*given)
             except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it

@@ -227,7 +227,7 @@ class Chat:
         them out would make an answer that is wrong look right.
         """
         answer = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
-        if max(answer, default=0) < len(self._tokenizer):
+        if not answer or max(answer) < len(self._tokenizer):
             return self._tokenizer.decode(answer, skip_special_tokens=False)
         return "".join(
             self._tokenizer.decode([token], skip_special_tokens=False) if token < len(self._tokenizer) else f"<{token}>"

@@ -147,6 +147,9 @@ class RewardFunctionEnvironment:
                 rewards = returned
             scores: list[float | None] = []
             for conversation, reward in zip(conversations, rewards, strict=True):
+                if type(reward) is float and math.isfinite(reward):  # nearly always
+                    scores.append(reward)
+                    continue
                 if reward is None or (isinstance(reward, Score) and reward.failed is not None):
                     scores.append(reward)
                     continue
@@ -254,6 +257,8 @@ class RewardFunctionEnvironment:
 
     def _return(self, scores: Mapping[str, float | None]) -> EnvironmentReturn:
         """What the scores of one answer, by function, come to."""
+        if type(alone := scores.get(ONLY)) is float and not self.weights:  # nearly always, and soon said
+            return EnvironmentReturn(reward=alone, terminated=True)
         applied = {name: score for name, score in scores.items() if score is not None}
         failed = {
             name: score.failed

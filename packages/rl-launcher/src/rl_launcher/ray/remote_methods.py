@@ -109,3 +109,5 @@ class Reply:
     """Of its next step; None before `start_training`."""
     kept: tuple[Any, ...] = ()
     """What this rank's copy of an observed loss has kept of its rows: their numbers, and columns of them."""
+    measured: Any = None
+    """After an optimizer step, its `metrics(memory=False)`, by a rank whose result is used."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends import process_group, select_backend
-from rl_backends.backend import Backend
+from rl_backends.backend import Backend, TrainingBackend
 from rl_backends.checkpoints.folders import sees
 from rl_backends.packed_batch import PackedBatch, unpack
 from rl_launcher.build.engines import dtypes_of, weight_source
@@ -117,7 +117,11 @@ class TrainingWorker:
         kept = tuple(
             (_on_host(rows), _on_host(columns)) for each in arguments for rows, columns in getattr(each, "kept", ())
         )
-        return Reply(_on_host(value) if wanted else None, getattr(model, "version", 0), rate, kept)
+        # Each step is logged with them, and asking for them would be one more call of all ranks.
+        measured = (
+            model.metrics(memory=False) if wanted and call.method == TrainingBackend.optim_step.__name__ else None
+        )
+        return Reply(_on_host(value) if wanted else None, getattr(model, "version", 0), rate, kept, measured)
 
     def close(self) -> None:
         """Write what is still being recorded; close the refit and the backends, and leave the process group."""
