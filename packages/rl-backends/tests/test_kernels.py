@@ -291,11 +291,6 @@ def test_an_odd_module_that_calls_itself_a_norm_is_refused_and_nothing_has_chang
             "it runs on cuda, not on a CPU; it computes in bfloat16, not in float32; it reads",
         ),
         ({"attention": "flash"}, {"device": "cuda", "precision": "bfloat16"}, "it reads packed rows"),
-        (
-            {"attention": "sdpa"},
-            {"device": "cuda", "sequence_packing": True, "compile": True},
-            "would compile every pack anew",
-        ),
         ({"attention": "flex"}, {"context_parallel_size": 2}, "context parallelism gathers keys"),
         ({"loss": "liger"}, {}, "kernels.loss='liger' cannot be used: it runs on cuda, not on a CPU; choose 'torch'"),
         ({"norm": "liger"}, {}, "kernels.norm='liger' cannot be used: it runs on cuda"),
@@ -409,6 +404,28 @@ def test_layers_compile_without_a_graph_break_also_with_replaced_kernels(world, 
     assert_same(found, wanted)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("traced_only")
+def test_packs_of_other_rows_compile_nothing_anew(world):
+    import torch._dynamo
+
+    backend = DTensorBackend(
+        world.make_model("Llama"), DTensorConfig(sequence_packing=True, micro_batch_tokens=64, compile=True)
+    )
+    backend.start_training(OptimizerConfig(lr=1e-4), num_steps=6)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = []
+    for rows in (6, 4, 7, 5):
+        examples = world.make_examples(rows=rows, seed=rows)
+        backend.forward_backward(examples, lambda logp, rows: (-(logp * rows.trainable).sum(), {}))
+        backend.optim_step()
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    backend.close()
+    assert compiled[0] > 0
+    assert compiled[1:] == [compiled[1]] * 3, "sizes may become symbols once, with the second pack"
 
 
 def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_is_refused(monkeypatch, capsys):

@@ -261,18 +261,12 @@ def _only_packed(config: "DTensorConfig") -> Iterator[str]:
         yield "it reads packed rows: set sequence_packing=True"
 
 
-def _row_by_row(config: "DTensorConfig") -> Iterator[str]:
-    if config.device == "cuda" and config.sequence_packing and config.compile:
-        yield "it runs packed rows one by one, and compile=True would compile every pack anew"
-
-
 register_kernel(
     Kernel(
         part="attention",
         name="sdpa",
         is_what="torch's scaled_dot_product_attention, capped scores and sinks in blocks of queries",
         devices=("cpu", "cuda"),
-        config_problems=_row_by_row,
     )
 )
 register_kernel(

@@ -109,7 +109,7 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
             value.index_select(2, places_of_rows),
         )
     if kernel == "sdpa":
-        lengths = row_lengths if row_lengths is not None else tuple(cu_seq_lens_q.diff().tolist())
+        lengths = cu_seq_lens_q.diff() if row_lengths is None else row_lengths
         out = _row_by_row(tensors, lengths, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     elif kernel == "flex":
         window = sliding_window or 0
@@ -180,9 +180,10 @@ def _refuse_what_is_left_out(
 # -- sdpa: row by row ----------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # every pack has rows of other lengths, and each would be compiled anew
 def _row_by_row(
     tensors: tuple[Tensor, Tensor, Tensor],
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Tensor,
     *,
     scale: float,
     window: int | None,
@@ -191,7 +192,8 @@ def _row_by_row(
 ) -> Tensor:
     """[S, Q, E]."""
     # Neighbours of equal length, as a sorted microbatch has many: (L, n)
-    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    known = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    runs = [(length, len(list(run))) for length, run in groupby(known)]
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
     parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
     out = []
