@@ -180,7 +180,7 @@ def _refuse_what_is_left_out(
 # -- sdpa: row by row ----------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # every pack has rows of other lengths, and each would be compiled anew
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each pack would be compiled anew: other lengths
 def _row_by_row(
     tensors: tuple[Tensor, Tensor, Tensor],
     lengths: Sequence[int] | Tensor,
