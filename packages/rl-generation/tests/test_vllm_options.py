@@ -19,7 +19,7 @@ from rl_generation.vllm.lora import LoraAdapter, check_lora
 from rl_generation.vllm.options import VllmOptions, engine_arguments, nearest
 from rl_generation.vllm.outputs import logp_hint, logp_of_tokens, rollout_of, timing_of, version_of
 from rl_generation.vllm.preparing import Prepared, stop_tokens
-from rl_generation.vllm.runtime import check_runtime, main_guard_hint
+from rl_generation.vllm.runtime import check_interface, check_runtime, main_guard_hint
 from rl_generation.vllm.sampling_params import check_for_vllm
 from rl_generation.vllm.statistics import Statistics
 from rl_generation.vllm.timeouts import check_timeout
@@ -176,15 +176,32 @@ def test_models_and_tokenizers_that_are_not_there_are_refused_by_name(checkpoint
 # -- The runtime -----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_or_untested_vllm_is_refused_with_what_to_install(monkeypatch):
+def test_a_missing_or_old_vllm_is_refused_with_what_to_install_and_a_new_one_is_warned_of(monkeypatch):
     monkeypatch.setattr(runtime, "installed_version", lambda: None)
     with pytest.raises(EngineOptionError, match=r"vLLM is not installed .* `pip install rl-generation\[vllm\]`"):
         check_runtime()
-    monkeypatch.setattr(runtime, "installed_version", lambda: "0.33.1")
-    with pytest.raises(EngineOptionError, match=r"vLLM 0\.33\.1 is installed, .* tested with 0\.32\.x only"):
+    monkeypatch.setattr(runtime, "installed_version", lambda: "0.9.2")
+    with pytest.raises(EngineOptionError, match=r"vLLM 0\.9\.2 is installed, and this package needs 0\.30 or later"):
         check_runtime()
-    monkeypatch.setattr(runtime, "installed_version", lambda: "0.32.0+cpu")
-    assert check_runtime() == "0.32.0+cpu"
+    monkeypatch.setattr(runtime, "installed_version", lambda: "0.33.1")
+    with pytest.warns(UserWarning, match=r"vLLM 0\.33\.1 is later than 0\.32, the last release .* tested with"):
+        assert check_runtime() == "0.33.1"
+    for tested in ("0.30.0", "0.32.0+cpu"):
+        monkeypatch.setattr(runtime, "installed_version", lambda version=tested: version)
+        assert check_runtime() == tested
+
+
+def test_a_vllm_that_has_lost_what_the_engine_calls_is_refused_by_name():
+    class Changed:
+        pass
+
+    for name in runtime._CALLED:
+        if name != "pause_generation":
+            setattr(Changed, name, lambda self: None)
+    with pytest.raises(EngineOptionError, match=r"has no AsyncLLM\.pause_generation, which this engine calls"):
+        check_interface(Changed)
+    Changed.pause_generation = lambda self: None
+    check_interface(Changed)
 
 
 @pytest.mark.parametrize(

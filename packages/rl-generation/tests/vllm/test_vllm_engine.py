@@ -34,6 +34,7 @@ from rl_generation.errors import (
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.vllm import VllmEngine
+from rl_generation.vllm.runtime import installed_version
 
 TOLERANCE = 1e-4
 PATIENCE_S = 300
@@ -341,7 +342,7 @@ def test_metrics_count_tokens_shared_prefixes_and_ends(engine):
 
 def test_explain_says_what_it_is(engine, own_process):
     place = "vLLM, in its own processes" if own_process else "vLLM, in this process"
-    for part in (place, "0.32", "max_model_len", "512 tokens", "sampled", "load_format"):
+    for part in (place, installed_version(), "max_model_len", "512 tokens", "sampled", "load_format"):
         assert part in engine.explain()
 
 
@@ -574,6 +575,33 @@ def test_versions_that_a_refit_tells_vllm_alone_are_the_engines_too(engine):
         tell("newest")
     assert engine.version == 12
     engine.commit_version(0)
+
+
+def test_an_answer_says_which_weights_made_which_of_its_tokens(engine):
+    def tell(version):
+        asyncio.run_coroutine_threadsafe(engine.vllm.update_weight_version(str(version)), engine.loop).result(60)
+
+    async def read():
+        seams, received, last = [], 0, None
+        async for delta in engine.stream([5, 6], LONG):
+            received, last = received + len(delta.tokens), delta.rollout
+            if len(seams) < 2 and received > 40 * (len(seams) + 1):
+                await asyncio.to_thread(engine.pause, mode="keep")
+                seams.append(received)  # and what is still on its way
+                await asyncio.to_thread(tell, 20 + len(seams))
+                await asyncio.to_thread(engine.resume)
+        return seams, last
+
+    seams, rollout = asyncio.run(read())
+    beside = engine.generate([[5]], SHORT)[0]
+    tell(0)
+    spans = rollout.versions
+    assert [span.version for span in spans] == [0, 21, 22]
+    assert (spans[0].start, spans[2].end) == (0, 480)
+    for seam, before, after in zip(seams, spans[:2], spans[1:], strict=True):
+        assert before.end == after.start
+        assert seam <= before.end < 480
+    assert beside.versions == (VersionSpan(version=22, start=0, end=3),)
 
 
 def test_a_commit_under_unfinished_requests_is_refused(engine):

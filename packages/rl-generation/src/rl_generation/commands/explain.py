@@ -100,14 +100,14 @@ def _explanation(spec: EngineSpec, device_memory_gib: float | None) -> Explanati
 
 def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Sequence[str]]:
     """Return the quirks of the model under what is installed, and what that leaves open."""
-    from rl_generation.vllm.runtime import SUPPORTED
+    from rl_generation.vllm.runtime import TESTED
 
     versions = quirk_versions()
     if spec.engine == "transformers":
         versions.pop("vllm", None)
     elif "vllm" not in versions:
-        note = f"vLLM is not installed here; its quirks are those of {SUPPORTED}"
-        return flags_for(model_type, versions={**versions, "vllm": SUPPORTED}), (note,)
+        note = f"vLLM is not installed here; its quirks are those of {TESTED[-1]}"
+        return flags_for(model_type, versions={**versions, "vllm": TESTED[-1]}), (note,)
     return flags_for(model_type, versions=versions), ()
 
 

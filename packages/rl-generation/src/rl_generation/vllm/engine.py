@@ -25,7 +25,7 @@ from rl_generation.vllm.explanation import explain
 from rl_generation.vllm.lora import LoraAdapter, check_lora, check_removed
 from rl_generation.vllm.options import VllmOptions, check_options
 from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens, warn_of_dtype
-from rl_generation.vllm.running import RunningLLM, check_not_importing_main, unanswered
+from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, unanswered
 from rl_generation.vllm.samples import Samples
 from rl_generation.vllm.timeouts import DEFAULT_TIMEOUT_S, check_timeout, sample_timeout_s
 
@@ -310,8 +310,8 @@ class VllmEngine:
 
     def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
         """Take memory back: of "weights", of "kv_cache", or, with None, of both."""
-        awake = self._call(lambda: self.vllm.wake_up(None if tags is None else list(tags)), name="wake_up")
-        self._running.asleep = not awake
+        self._call(lambda: self.vllm.wake_up(None if tags is None else list(tags)), name="wake_up")
+        self._running.asleep = self._call(self.vllm.is_sleeping, name="wake_up")
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of earlier prompts.
@@ -337,7 +337,7 @@ class VllmEngine:
         limit_s = self._limit(timeout_s)
         core = self.vllm.engine_core
         answers = self._call(
-            lambda: core.call_utility_all_async("collective_rpc", method, limit_s, tuple(args), dict(kwargs or {})),
+            lambda: ask_replicas(core, "collective_rpc", method, limit_s, tuple(args), dict(kwargs or {})),
             name=f"collective_rpc({method!r})",
             timeout_s=limit_s,
         )

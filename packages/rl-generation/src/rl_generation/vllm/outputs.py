@@ -23,6 +23,7 @@ def rollout_of(
     timing: RolloutTiming | None = None,
     tokens: Sequence[int] | None = None,
     logp: Sequence[float] | None = None,
+    seams: Sequence[tuple[int, int]] = (),
 ) -> Rollout:
     """Return the answer that a finished `vllm.outputs.CompletionOutput` holds.
 
@@ -35,6 +36,8 @@ def rollout_of(
         timing: See `timing_of`.
         tokens: All tokens, where `completion` is only the last delta.
         logp: Their log-probabilities, as `logp_of_tokens` gave them; goes with `tokens`.
+        seams: Of a vLLM that does not say which weights made which tokens: the weights' versions before `version`, each
+            with how many tokens there were when the next one came.
 
     Raises:
         LogpError: A log-probability is missing, NaN or infinite.
@@ -54,7 +57,7 @@ def rollout_of(
         logp_of=logp_of,
         finish_reason=cast("FinishReason", completion.finish_reason),
         stop_reason=_stop_reason(completion, tokens),
-        versions=_versions(completion.weight_versions, len(tokens), version),
+        versions=_versions(getattr(completion, "weight_versions", None), len(tokens), version, seams=seams),
         timing=timing if tokens else None,
         prompt_index=prompt_index,
         sample_index=sample_index,
@@ -138,9 +141,14 @@ def _stop_reason(completion: Any, tokens: Sequence[int]) -> int | str | None:
     return tokens[-1] if reason is None else reason  # None is how vLLM says that its own eos token came
 
 
-def _versions(spans: Any, length: int, version: int) -> tuple[VersionSpan, ...]:
+def _versions(spans: Any, length: int, version: int, *, seams: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
     if not spans or not length:
-        return (VersionSpan(version=version, start=0, end=length),)
+        ends = [*seams, (version, length)] if length else [(version, 0)]
+        starts = [0, *(end for _, end in ends)]
+        made_by = zip(ends, starts, strict=False)
+        return tuple(VersionSpan(version=of, start=start, end=end) for (of, end), start in made_by if end > start) or (
+            VersionSpan(version=version, start=0, end=length),
+        )
     # An answer that is aborted may have a last span, of weights that made none of its tokens.
     made = [each for each in spans if each.start < each.end]
     return tuple(VersionSpan(version=version_of(each.version), start=each.start, end=each.end) for each in made)

