@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, ResettingEnvironment
+from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, ResettingEnvironment, matches
 from rl_algorithms.environments import EnvironmentFactoryError, EpisodeEnvironment, counted, environment_from
 
 
@@ -70,6 +70,27 @@ def test_failed_conversations_are_counted_and_reset_is_there_only_if_the_environ
     assert not isinstance(plain, ResettingEnvironment)
     assert isinstance(resetting, ResettingEnvironment)
     assert resetting.reset([{"prompt": "1"}], seeds=[0]) == [EpisodeStart(messages=({"role": "user", "content": "1"},))]
+
+
+class Watched:
+    """An environment around another, as users write it: only `step` is its own."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, conversations):
+        return self.inner.step(conversations)
+
+
+def test_a_reset_that_is_handed_on_is_there_on_every_python():
+    assert matches(Watched(Resetting()), ResettingEnvironment)
+    assert not matches(Watched(Batch()), ResettingEnvironment)
+    start = EpisodeStart(messages=({"role": "user", "content": "1"},))
+    assert counted(Watched(Resetting())).reset([{"prompt": "1"}], seeds=[0]) == [start]
+    assert not hasattr(counted(Watched(Batch())), "reset")
 
 
 def test_methods_that_cannot_be_called_as_a_loop_calls_them_are_refused_by_name_and_place():

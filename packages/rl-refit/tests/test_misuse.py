@@ -38,6 +38,22 @@ def test_things_of_another_kind_are_named_with_what_to_write():
             wrong(policy.state_dict())
 
 
+class HandsOn:
+    """All that it does is what another does; no method of its own is there for a check of the class to find."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def __getattr__(self, name):
+        return getattr(self.other, name)
+
+
+def test_what_hands_on_the_methods_of_a_source_or_sink_is_one():
+    policy, engine = nn.Linear(2, 2), nn.Linear(2, 2)
+    Refit(HandsOn(ModuleSource(policy)), HandsOn(ModuleSink(engine)))(version=1)
+    torch.testing.assert_close(engine.weight, policy.weight, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("address", "complaint"),
     [

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar, final
 import torch
 
 from rl_algorithms.chat import Prompt
-from rl_algorithms.contracts import Engine, Environment, RequestEngine, Rollout, WeightSync
+from rl_algorithms.contracts import Engine, Environment, RequestEngine, Rollout, WeightSync, matches
 from rl_algorithms.replay import Group, ReplayBuffer
 from rl_algorithms.rollouts import Rollouts, episode_seed
 from rl_algorithms.stepping import PhaseTimer, bring_weights
@@ -172,7 +172,7 @@ def gated(
             "make buffer = make_buffer(config) and one GatedEngine(engine, buffer=buffer), and give the latter to the "
             "judge and, with the buffer, to train; or take weights='in_flight'"
         )
-    if isinstance(engine, RequestEngine):
+    if matches(engine, RequestEngine):
         return GatedRequestEngine(engine, buffer=buffer)
     return GatedEngine(engine, buffer=buffer)
 
@@ -183,7 +183,7 @@ def _asks(thing: object, engine: object, depth: int = 5) -> bool:
         inside = list(thing.values())
     elif isinstance(thing, list | tuple):
         inside = list(thing)
-    elif isinstance(thing, Environment):
+    elif matches(thing, Environment):
         inside = [getattr(thing, each.name) for each in fields(thing)] if is_dataclass(thing) else []
         inside += getattr(thing, "__dict__", {}).values()
     else:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import TypeIs  # torch brings it
 
 __all__ = [
     "Conversation",
@@ -39,6 +40,7 @@ __all__ = [
     "ValueModel",
     "VersionSpan",
     "WeightSync",
+    "matches",
 ]
 
 Sums: TypeAlias = dict[str, Tensor]
@@ -46,6 +48,19 @@ Sums: TypeAlias = dict[str, Tensor]
 
 Message: TypeAlias = dict[str, Any]
 """One turn of a conversation: `{"role": "user", "content": "..."}`, and `tool_calls` where there are any."""
+
+MatchedT = TypeVar("MatchedT")
+
+
+def matches(thing: object, protocol: Callable[..., MatchedT]) -> TypeIs[MatchedT]:
+    """Return whether `thing` has all methods and attributes of a protocol, its own or handed on by `__getattr__`.
+
+    `isinstance` says the same on Python 3.11. From 3.12 on it does not see what is handed on, and an environment that
+    is wrapped in another class would lose its `reset` without a word.
+    """
+    declaring = [base for base in getattr(protocol, "__mro__", ()) if getattr(base, "_is_protocol", False)]
+    declared = {name for base in declaring for name in (*base.__annotations__, *vars(base)) if not name.startswith("_")}
+    return all(getattr(thing, name, None) is not None for name in declared)
 
 
 # -- What trains ---------------------------------------------------------------------------------------------------

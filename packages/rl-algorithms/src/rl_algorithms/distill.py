@@ -36,6 +36,7 @@ from rl_algorithms.contracts import (
     Teacher,
     TokenBatch,
     WeightSync,
+    matches,
 )
 from rl_algorithms.distillation.config import DistillConfig, explain, require_same_tokenizer
 from rl_algorithms.distillation.examples import Examples, NoReward, Rows, RowsOfBoth, prepare
@@ -86,7 +87,7 @@ def train(
         DataError: a row lacks a column that the template names.
     """
     template = config.teacher_prompt_template
-    if template is not None and isinstance(environment, ResettingEnvironment):
+    if template is not None and matches(environment, ResettingEnvironment):
         raise ValueError(
             f"teacher_prompt_template={template!r} is put in place of the row's prompt, and this environment begins "
             f"episodes with another; take one without a reset, or set the template to null"

@@ -43,6 +43,7 @@ from rl_algorithms.contracts import (
     ResettingEnvironment,
     Rollout,
     SeededBatchEngine,
+    matches,
 )
 from rl_algorithms.stepping import PhaseTimer
 
@@ -311,7 +312,7 @@ def collect(
 
     # Each row begins with its prompt, or as the environment says.
     begun = [prompt for prompt in prompts for _ in range(group_size)]
-    if isinstance(environment, ResettingEnvironment):
+    if matches(environment, ResettingEnvironment):
         with timer.phase("reward"):
             begun = _reset(environment, prompts, chat, group_size=group_size, seeds=seeds)
     episodes = [
@@ -475,10 +476,10 @@ class _Driver(Generic[SamplingT]):
     ) -> None:
         self._engine, self._sampling, self._environment, self._chat = engine, sampling, environment, chat
         self._timer, self._max_turns, self._max_length = timer, max_turns, max_length
-        self._takes_conversations = isinstance(environment, ConversationEnvironment)
+        self._takes_conversations = matches(environment, ConversationEnvironment)
         # Answers that are judged as a batch are all waited for anyway: a future for each would only cost time.
-        waits_for_all = not self._takes_conversations and isinstance(engine, SeededBatchEngine)
-        self._takes_requests = isinstance(engine, RequestEngine) and not waits_for_all
+        waits_for_all = not self._takes_conversations and matches(engine, SeededBatchEngine)
+        self._takes_requests = matches(engine, RequestEngine) and not waits_for_all
         self._events: SimpleQueue[tuple[Future[Any], Callable[[Any], None]]] = SimpleQueue()
         """Futures that are done, each with what handles its result."""
         self._under_way: set[Future[Any]] = set()
@@ -535,11 +536,13 @@ class _Driver(Generic[SamplingT]):
         asked, self._unasked = sorted(self._unasked, key=lambda each: each.row), []
         prompts = [tuple(episode.tokens) for episode in asked]
         with self._timer.phase("generate"):
-            if isinstance(self._engine, SeededBatchEngine):
+            engine: Any = self._engine
+            takes_seeds = matches(engine, SeededBatchEngine)  # a name of its own: narrowed, the sampling fits nothing
+            if takes_seeds:
                 seeds = [episode_seed(episode.seed, episode.num_answers) for episode in asked]
-                rollouts = self._engine.generate_seeded(prompts, self._sampling, seeds=seeds)
+                rollouts = engine.generate_seeded(prompts, self._sampling, seeds=seeds)
             else:
-                rollouts = self._engine.generate(prompts, self._sampling)
+                rollouts = engine.generate(prompts, self._sampling)
         if len(rollouts) != len(asked):
             raise ValueError(f"the engine returned {len(rollouts)} rollouts for {len(asked)} prompts")
         with self._timer.phase("reward"):
@@ -706,11 +709,11 @@ def _lay_out(
     lengths = torch.tensor([len(episode.tokens) for episode in episodes])
     filled = torch.arange(int(lengths.max())) < lengths[:, None]
 
-    def spread(name: str, padding: float, dtype: torch.dtype) -> Tensor:
+    def spread(name: str, padding: SupportsFloat, dtype: torch.dtype) -> Tensor:
         # Tokens one after another as arrays become tensors in a seventh of the time that lists take.
         flat = itertools.chain.from_iterable(map(attrgetter(name), episodes))
         values = torch.frombuffer(array("q" if dtype == torch.int64 else "f", flat), dtype=dtype)
-        return torch.full(filled.shape, padding, dtype=dtype).masked_scatter_(filled, values)
+        return torch.full(filled.shape, float(padding), dtype=dtype).masked_scatter_(filled, values)
 
     turns = spread("turns", -1, torch.int64)
     token_rewards = torch.zeros(filled.shape, dtype=torch.float64)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 from rl_algorithms.choices import check_choice
-from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart
+from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, matches
 from rl_algorithms.environments.executor import (
     DeadlineExecutor,
     OnError,
@@ -75,7 +75,7 @@ class ConcurrentEnvironment:
         timeout_s: float = 60.0,
         on_error: OnError = "stop",
     ) -> None:
-        if isinstance(environment, AsyncResettingEnvironment):
+        if matches(environment, AsyncResettingEnvironment):
             raise AsyncEnvironmentError(
                 f"{type(environment).__name__} has a reset, which ConcurrentEnvironment would never call; "
                 f"use ConcurrentResettingEnvironment"

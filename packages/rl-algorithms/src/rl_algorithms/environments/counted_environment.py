@@ -3,7 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, EpisodeStart, ResettingEnvironment
+from rl_algorithms.contracts import (
+    Conversation,
+    Environment,
+    EnvironmentReturn,
+    EpisodeStart,
+    ResettingEnvironment,
+    matches,
+)
 
 __all__ = ["CountedEnvironment", "CountedResettingEnvironment", "Judge", "counted"]
 
@@ -21,7 +28,7 @@ class Judge(Environment, Protocol):
 
 def counted(environment: Environment) -> "CountedEnvironment":
     """Wrap `environment`; the result has a `reset` only if `environment` has one."""
-    resets = isinstance(environment, ResettingEnvironment)
+    resets = matches(environment, ResettingEnvironment)
     return CountedResettingEnvironment(environment) if resets else CountedEnvironment(environment)
 
 

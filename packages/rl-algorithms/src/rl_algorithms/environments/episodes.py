@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from rl_algorithms.choices import check_choice
-from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart
+from rl_algorithms.contracts import Conversation, EnvironmentReturn, EpisodeStart, matches
 from rl_algorithms.environments.episode_returns import EpisodeError, as_return, as_start, shape_of
 from rl_algorithms.environments.executor import (
     DeadlineExecutor,
@@ -113,7 +113,7 @@ class EpisodeEnvironment:
         """
         self._check_open()
         made = self._executor.run([self._factory] * len(rows), timeout_s=self._reset_timeout_s)
-        running = [self._begin(each.value) if isinstance(each.value, Episode) else None for each in made]
+        running = [self._begin(each.value) if matches(each.value, Episode) else None for each in made]
         calls = [
             functools.partial(each.episode.reset, seed=seed, row=row)
             for each, seed, row in zip(running, seeds, rows, strict=True)

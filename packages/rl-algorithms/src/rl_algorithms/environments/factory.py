@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rl_algorithms.contracts import Environment
+from rl_algorithms.contracts import Environment, matches
 from rl_algorithms.environments.asynchronous import ConcurrentEnvironment, ConcurrentResettingEnvironment
 from rl_algorithms.environments.episodes import Episode, EpisodeEnvironment
 from rl_algorithms.environments.executor import OnError
@@ -70,7 +70,7 @@ def environment_from(
 
 def _is_episode(made: Any) -> bool:
     """Episodes are reset with one row; environments of a batch with `rows`, or not at all."""
-    if not isinstance(made, Episode):
+    if not matches(made, Episode):
         return False
     try:
         return "rows" not in inspect.signature(made.reset).parameters

@@ -50,7 +50,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 from rl_algorithms.choices import check_choices
-from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, Message
+from rl_algorithms.contracts import Conversation, Environment, EnvironmentReturn, Message, matches
 from rl_algorithms.environments.executor import DeadlineExecutor, TimedOutError
 from rl_algorithms.environments.scores import CannotJudgeError, Score
 from rl_algorithms.environments.verl import from_compute_score
@@ -174,7 +174,7 @@ class RewardFunctionEnvironment:
         """
         columns = {*columns}
         given = {*columns, *ALWAYS_GIVEN}
-        functions = [each for each in self._functions.values() if not isinstance(each, Environment)]
+        functions = [each for each in self._functions.values() if not matches(each, Environment)]
         if functions and (taken := [name for name in ALWAYS_GIVEN if name in columns]):
             raise RewardError(
                 f"the data rows have a column {taken[0]!r}, and reward functions are given something else by that "
@@ -200,7 +200,7 @@ class RewardFunctionEnvironment:
         if not given:
             raise RewardError(f"reward={self.reward!r} has no function; give one, or several by name")
         for place, function in given.items():
-            if not callable(function) and not isinstance(function, Environment):
+            if not callable(function) and not matches(function, Environment):
                 raise RewardError(
                     f"{place} must be a function (or a list or dict of functions), found {type(function).__name__} "
                     f"{function!r:.60}"
@@ -357,7 +357,7 @@ def call_all(
         begun = time.monotonic()
 
         def call(function: RewardFunction = function) -> Any:
-            if isinstance(function, Environment):
+            if matches(function, Environment):
                 return _judged(function, conversations)
             parameters = inspect.signature(function).parameters.values()
             named = {**given, **(as_messages if conversational and not _takes_text(function) else as_text)}
@@ -406,7 +406,7 @@ def _prompt_and_completion(conversation: Conversation) -> tuple[list[Message], l
 
 def _from_verl(function: RewardFunction) -> RewardFunction:
     """A function with verl's arguments as a reward function; any other as it is."""
-    if isinstance(function, Environment):
+    if matches(function, Environment):
         return function
     try:
         names = {*inspect.signature(function).parameters}

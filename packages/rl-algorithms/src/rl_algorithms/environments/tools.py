@@ -22,6 +22,7 @@ from rl_algorithms.contracts import (
     EnvironmentReturn,
     EpisodeStart,
     Message,
+    matches,
 )
 from rl_algorithms.environments.executor import DeadlineExecutor, check_limits, describe, wait_for_all
 from rl_algorithms.environments.tool_calls import CallFormat, MalformedCall, ToolCall, parse_tool_calls
@@ -206,7 +207,7 @@ class ToolEnvironment:
         turn = self._turn(conversation)
         if not self._is_final(turn, conversation):
             return self._call(turn)
-        if not isinstance(self._reward, ConversationEnvironment):
+        if not matches(self._reward, ConversationEnvironment):
             return None
         judging = self._reward.submit(replace(conversation, state=None))
         if judging is None:

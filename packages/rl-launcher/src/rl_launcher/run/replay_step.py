@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rl_algorithms import distill, dpo, grpo, kto, offline, orpo, ppo, sft
-from rl_algorithms.contracts import Conversation, ResettingEnvironment, TokenBatch
+from rl_algorithms.contracts import Conversation, ResettingEnvironment, TokenBatch, matches
 from rl_algorithms.data import batches
 from rl_algorithms.observation import ObservedStep, number_rows, numbered
 from rl_algorithms.policy_gradient import kept_rows, prepare
@@ -164,7 +164,7 @@ class _Stages(_OfWeights):
 
     def prompt(self, step: RecordedStep) -> Any:
         """Each data row rendered and tokenized again."""
-        if isinstance(self.parts.environment, ResettingEnvironment):
+        if matches(self.parts.environment, ResettingEnvironment):
             raise NotReplayable("the environment itself says how an episode begins")
         found: Any = np.full(step.filled.shape, -1, dtype=np.int64)
         for row, prompt in enumerate(self._prompts()):

@@ -32,11 +32,12 @@ def check_sides(sides: Sides, transport: Transport | None, rendezvous: Rendezvou
         kind = {"source": WeightSource, "sink": WeightSink, "transport": Transport}[name]
         if isinstance(given, type):
             raise TypeError(f"{name} is the class {given.__name__}; write {given.__name__}(…)")
-        if given is not None and not isinstance(given, kind):
+        if given is not None and (missing := _missing(given, kind)):
+            # Of what has none of them, such as a module, the list would say less than its class.
+            named = f" ({', '.join(missing)})" if len(missing) < len(_wanted(kind)) else ""
             raise TypeError(
-                f"{name} is a {type(given).__name__}, which has not the methods of {kind.__name__}"
-                f"{_missing(given, kind)}; a module goes into ModuleSource or ModuleSink, a mapping of tensors into "
-                f"StateDictSource"
+                f"{name} is a {type(given).__name__}, which has not the methods of {kind.__name__}{named}; a module "
+                f"goes into ModuleSource or ModuleSink, a mapping of tensors into StateDictSource"
             )
     if rendezvous is not None and not isinstance(rendezvous, Rendezvous):
         raise TypeError(f"rendezvous is a {type(rendezvous).__name__}; write Rendezvous(address, num_sources=…, …)")
@@ -64,7 +65,7 @@ def check_engine(source: WeightSource | None, transport: Transport | None, rende
     """
     from rl_refit.transports.stream import SlotStream
 
-    if source is not None and not isinstance(source, WeightSource):
+    if source is not None and _missing(source, WeightSource):
         raise TypeError(f"source is a {type(source).__name__}; a module goes into ModuleSource")
     if transport is not None and not isinstance(transport, SlotStream):
         raise ValueError(f"the workers of an engine take a SlotStream; got {type(transport).__name__}")
@@ -76,11 +77,18 @@ def check_engine(source: WeightSource | None, transport: Transport | None, rende
         raise ValueError(f"the rendezvous says source_rank={rendezvous.source_rank}, and the source given is {source}")
 
 
-def _missing(given: object, kind: type) -> str:
-    """The names that a side lacks, where it has at least one of them."""
-    wanted = [name for name in vars(kind) if not name.startswith("_")]
-    missing = [name for name in wanted if not hasattr(given, name)]
-    return f" ({', '.join(missing)})" if len(missing) < len(wanted) else ""
+def _missing(given: object, kind: type) -> list[str]:
+    """Return the names that a side lacks.
+
+    `isinstance` would not do: from Python 3.12 on it does not see what an object hands on by `__getattr__`, as one
+    wrapped around a source or sink does.
+    """
+    return [name for name in _wanted(kind) if not hasattr(given, name)]
+
+
+def _wanted(kind: type) -> list[str]:
+    """Return the methods and attributes that a protocol declares."""
+    return [name for name in (*kind.__annotations__, *vars(kind)) if not name.startswith("_")]
 
 
 def device_of(sides: Sides) -> torch.device:
