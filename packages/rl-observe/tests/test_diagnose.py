@@ -335,7 +335,7 @@ def test_stop_tokens_that_were_lost_are_named_and_stop_strings_end_responses_too
 
     found = diagnose_steps([lost({"temperature": 1.0, "stop": []})]).findings
     assert [each.cause for each in found] == ["mask_off_by_one"]
-    assert "no stop token" in found[0].evidence
+    assert "do not end with a stop token" in found[0].evidence
     assert diagnose_steps([lost({"temperature": 1.0, "stop": [";"]})]).findings == []
     assert diagnose_steps([lost({"stop": [], "stop_token_ids": [*range(V)]})]).findings == []  # of the recipe
     assert diagnose_steps([lost(None)]).findings == []  # it is not known how it was sampled
@@ -562,7 +562,7 @@ def test_a_judge_that_drifts_is_known_by_the_gold_answers_though_no_prompt_comes
     # Before the first step the held-out responses say what a gold answer got.
     samples = [
         {"stage": "grpo", "when": "before", "prompt": f"q{n}", "expected": "7", "response": "7", "reward": 1.0}
-        for n in range(3)
+        for n in range(2)
     ]
     later = steps([0.5, 0.5])
     assert first(diagnose_steps(later, samples=samples)).cause == "reward_drift"

@@ -1084,7 +1084,7 @@ def _check_rewards_of_gold_answers(steps: Sequence[RecordedStep], samples: Seque
     last: tuple[str, float, int] | None = None
     for at, found in given:
         values = np.array([*found.values()])
-        if len(values) < 3:
+        if len(values) < (3 if at is not None else 1):  # one held-out answer is enough against many that agree
             continue
         middle = float(np.median(values))
         usual = np.isclose(values, middle, rtol=1e-6, atol=1e-9)
