@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rl_observe import RunDirectory
-from rl_observe.diagnose import CAUSES, diagnose, diagnose_steps
+from rl_observe.diagnose import CAUSES, diagnose, diagnose_steps, mismatch_of, monitor_step
 from rl_observe.recorded_steps import RecordedStep, StepRollouts
 from rl_observe.step_recorder import StepRecorder
 
@@ -215,6 +215,16 @@ def test_old_weights_need_an_agreement_that_was_better_by_far():
     step = World().step(3, logit_noise=0.01)
     found = first(diagnose_steps([step], log=log_of(1.006)))
     assert found.cause == "precision"
+
+
+def test_a_monitor_that_saw_the_first_step_tells_old_weights_from_noise():
+    world = World()
+    agreed, old = world.step(1), world.step(2, half_stale=True)
+    assert mismatch_of(agreed) == pytest.approx(1.0, abs=1e-4)
+    assert monitor_step(agreed, start=mismatch_of(agreed)) == []
+    assert [each.cause for each in monitor_step(old, start=mismatch_of(agreed))] == ["stale_weights"]
+    noisy = world.step(3, logit_noise=0.01)
+    assert [each.cause for each in monitor_step(noisy, start=mismatch_of(noisy))] == ["precision"]
 
 
 def exchange(given, name):

@@ -41,7 +41,17 @@ from rl_observe.recorded_steps import CLIPPED, RecordedStep, RecordedSteps
 from rl_observe.replay import NotReplayable, plain_advantages, plain_losses
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["CAUSES", "LIMITS", "Diagnosis", "Finding", "check_step", "diagnose", "diagnose_steps", "monitor_step"]
+__all__ = [
+    "CAUSES",
+    "LIMITS",
+    "Diagnosis",
+    "Finding",
+    "check_step",
+    "diagnose",
+    "diagnose_steps",
+    "mismatch_of",
+    "monitor_step",
+]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -284,9 +294,23 @@ def _located(finding: Finding, steps: Sequence[RecordedStep]) -> Finding:
     return replace(finding, token=token, evidence=evidence)
 
 
-def monitor_step(step: RecordedStep) -> list[Finding]:
-    """What one step alone shows, engine against trainer included; cheap enough for every step of a run."""
-    return [*check_step(step), *_check_mismatch([step], ())]
+def monitor_step(step: RecordedStep, *, start: float | None = None) -> list[Finding]:
+    """What one step alone shows, engine against trainer included; cheap enough for every step of a run.
+
+    Args:
+        step: as it was recorded.
+        start: `mismatch_of` the first step of the stage, which tells weights that got old from what never agreed.
+    """
+    log: list[Row] = [] if start is None else [{"token_mult_prob_error": start}]
+    return [*check_step(step), *_check_mismatch([step], log)]
+
+
+def mismatch_of(step: RecordedStep) -> float | None:
+    """The mean of exp|logp_old - logp| on the first update, 1 if engine and trainer agree; None if it is not known."""
+    if not (step.has("logp_old") and step.has("logp")):
+        return None
+    d, where = _difference(step)
+    return float(np.exp(np.minimum(np.abs(d[where]), 20.0)).mean()) if where.any() else None
 
 
 def check_step(step: RecordedStep) -> list[Finding]:
