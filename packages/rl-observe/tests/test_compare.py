@@ -79,3 +79,19 @@ def test_two_runs_that_part_are_compared_by_step_and_by_figure(tmp_path):
     assert figure.is_clear
     assert found.plain()["equal"] is False
     assert dataclasses.asdict(found.first)["two"] == 9.0
+
+
+def test_the_earlier_of_two_stages_is_compared_first(tmp_path):
+    runs = []
+    for name, loss in (("a", 0.25), ("b", 0.5)):
+        with RunLog(tmp_path / name, QUIET) as log:
+            for stage in ("sft", "grpo"):
+                changed = {} if name == "a" else {"logp_old": ((1, 4), -9.0)}
+                log.recorded_steps.record(stage, 1, rollouts(**changed))
+                log.step(stage, 1, {"loss": loss})
+        runs.append(RunDirectory.open(tmp_path / name))
+    found = compare_records(*runs)
+    assert (found.first.run_stage, found.first.step, found.first.stage) == ("sft", 1, "logp_old")
+    assert str(found.first).startswith("sft step 1, logp_old, row 1, token 4")
+    assert [(each.run_stage, each.name) for each in found.figures] == [("sft", "loss"), ("grpo", "loss")]
+    assert compare_records(*runs, stage="grpo").first.run_stage is None

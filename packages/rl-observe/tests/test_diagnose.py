@@ -4,13 +4,14 @@ A policy is a table of logits by the last token and the place, so that engine an
 """
 
 import dataclasses
+import json
 import math
 
 import numpy as np
 import pytest
 
 from rl_observe import RunDirectory
-from rl_observe.diagnose import CAUSES, diagnose, diagnose_steps
+from rl_observe.diagnose import CAUSES, diagnose, diagnose_steps, mismatch_of, monitor_step
 from rl_observe.recorded_steps import RecordedStep, StepRollouts
 from rl_observe.step_recorder import StepRecorder
 
@@ -43,7 +44,8 @@ class World:
 
     def step(
         self, number=1, *, temperature=1.0, top_p=1.0, stale=0.0, half_stale=False, noise=0.0, bfloat16=False,
-        other_prompt=False, turns=False, retokenised=False, mixture=False, about=None, **changes,
+        other_prompt=False, turns=False, retokenised=False, mixture=False, logit_noise=0.0, faint_prompt=False,
+        about=None, **changes,
     ):  # fmt: skip
         rng, B = self.rng, PROMPTS * GROUP
         prompts = rng.integers(3, V, (PROMPTS, P))
@@ -62,6 +64,10 @@ class World:
                 z = engine[last].copy()
                 if other_prompt:
                     z = z + np.random.default_rng(7 + t).normal(0, 0.4, V)
+                if faint_prompt:  # matters after some tokens, and hardly after others
+                    z = z + np.random.default_rng(7 + t).normal(0, 0.25 if last % 8 == 0 else 0.005, V)
+                if logit_noise:
+                    z = z + rng.normal(0, logit_noise, V)
                 if retokenised and t >= P + T // 2:
                     z = z + np.random.default_rng(int(last)).normal(0, 0.5, V)
                 if mixture and rng.random() < 0.1:
@@ -150,11 +156,17 @@ def test_nothing_is_found_where_nothing_is_wrong(seed):
 MISMATCHES = {
     "cooler engine": ({"temperature": 0.7}, 1.4, "temperature"),
     "warmer engine": ({"temperature": 1.3}, 1.4, "temperature"),
+    "output layer doubled in the engine": ({"temperature": 0.5}, 1.6, "temperature"),
+    "output layer doubled in the trainer": ({"temperature": 2.0}, 1.6, "temperature"),
     "nucleus": ({"top_p": 0.9}, 1.1, "truncated_sampling"),
+    "small nucleus": ({"top_p": 0.5}, 1.5, "truncated_sampling"),
     "old weights": ({"stale": 0.3}, 1.0, "stale_weights"),
     "partly old weights": ({"half_stale": True}, 1.0, "stale_weights"),
     "bfloat16 head": ({"bfloat16": True}, 1.003, "precision"),
     "noise of a dtype": ({"noise": 0.01}, 1.01, "precision"),
+    "noise of a dtype in the logits": ({"logit_noise": 0.03}, 1.02, "precision"),
+    "little noise of a dtype": ({"logit_noise": 0.003}, 1.0025, "precision"),
+    "a BOS twice, which changes little": ({"faint_prompt": True}, 1.03, "template_drift"),
     "another prompt": ({"other_prompt": True}, 1.5, "template_drift"),
     "another tokenisation of the second turn": ({"turns": True, "retokenised": True}, 1.2, "retokenised_turn"),
     "routers": ({"mixture": True}, 1.1, "router_drift"),
@@ -173,6 +185,46 @@ def test_what_makes_engine_and_trainer_differ_is_named(fault, start, cause, seed
     assert found.row is not None
     assert found.token is not None
     assert (found.token >= P + T // 2) == (cause == "retokenised_turn") or cause == "router_drift"
+
+
+def test_tokens_of_the_probability_1_are_no_mask_that_begins_early():
+    """A small nucleus leaves one token where the policy is sure, also at the start of every response."""
+
+    def sure(given):
+        logp_old = given["logp_old"].copy()
+        logp_old[np.arange(len(logp_old)), P] = 0.0
+        logp_old[:, P + 2 : P + 5] = 0.0
+        return np.where(given["response"], np.maximum(logp_old, given["logp"]), 0.0)
+
+    world = World()
+    world.table[3:, :] += 4 * np.eye(V)[(np.arange(V) * 7) % V][3:]
+    found = first(diagnose_steps([world.step(1, top_p=0.7, logp_old=sure)], log=log_of(1.3)))
+    assert found.cause == "truncated_sampling", str(found)
+
+
+def test_rows_that_were_permuted_are_named_though_their_lengths_differ():
+    def permuted(given):
+        return np.where(given["response"], given["logp_old"][np.arange(PROMPTS * GROUP)[::-1]], 0.0)
+
+    found = first(diagnose_steps([World(2).step(1, logp_old=permuted)], log=log_of(3.0)))
+    assert (found.cause, found.row) == ("swapped_rows", 0), str(found)
+
+
+def test_old_weights_need_an_agreement_that_was_better_by_far():
+    """Noise that is a little larger than at the first step of the run is noise."""
+    step = World().step(3, logit_noise=0.01)
+    found = first(diagnose_steps([step], log=log_of(1.006)))
+    assert found.cause == "precision"
+
+
+def test_a_monitor_that_saw_the_first_step_tells_old_weights_from_noise():
+    world = World()
+    agreed, old = world.step(1), world.step(2, half_stale=True)
+    assert mismatch_of(agreed) == pytest.approx(1.0, abs=1e-4)
+    assert monitor_step(agreed, start=mismatch_of(agreed)) == []
+    assert [each.cause for each in monitor_step(old, start=mismatch_of(agreed))] == ["stale_weights"]
+    noisy = world.step(3, logit_noise=0.01)
+    assert [each.cause for each in monitor_step(noisy, start=mismatch_of(noisy))] == ["precision"]
 
 
 def exchange(given, name):
@@ -240,6 +292,121 @@ def test_a_stop_token_outside_of_the_mask_is_named():
     assert found.cause == "mask_off_by_one"
 
 
+def test_a_mask_that_begins_late_is_named_where_most_first_tokens_are_the_same():
+    """Only the responses to two prompts begin with different tokens."""
+
+    def same_start(given):
+        tokens = given["tokens"].copy()
+        tokens[: -2 * GROUP, P] = 5
+        return tokens
+
+    def late(given):
+        mask = given["response"].copy()
+        mask[:, P] = False
+        return mask
+
+    found = first(diagnose_steps([World().step(1, tokens=same_start, response=late)]))
+    assert (found.cause, found.token) == ("mask_off_by_one", P)
+
+
+def test_padding_that_is_trained_on_is_named():
+    def padded(given):
+        return given["response"] | (np.arange(P + T) >= given["lengths"][:, None])
+
+    step = World(1).step(1, trainable=padded)
+    row = int((step.columns["lengths"] < P + T).argmax())
+    found = first(diagnose_steps([step]))
+    assert (found.cause, found.row, found.token) == ("mask_off_by_one", row, step.columns["lengths"][row])
+    assert "padding" in found.evidence
+
+
+def without_stops(given):
+    """The last token of the responses that end with a stop token is lost."""
+    return given["lengths"] - (~given["truncated"]).astype(int)
+
+
+def test_stop_tokens_that_were_lost_are_named_and_stop_strings_end_responses_too():
+    def lost(sampling):
+        def shorter(name, empty):
+            def change(given):
+                return np.where(np.arange(P + T) < without_stops(given)[:, None], given[name], empty)
+
+            return change
+
+        columns = {"response": False, "logp_old": 0.0, "logp": np.nan, "advantage": np.nan, "tokens": 0}
+        changes = {name: shorter(name, empty) for name, empty in columns.items() if name != "advantage"}
+        ends = {}
+
+        def lengths(given):
+            ends["lengths"] = without_stops(given)
+            return ends["lengths"]
+
+        return World(3).step(1, **changes, lengths=lengths, about={"sampling": sampling})
+
+    found = diagnose_steps([lost({"temperature": 1.0, "stop": []})]).findings
+    assert [each.cause for each in found] == ["mask_off_by_one"]
+    assert "do not end with a stop token" in found[0].evidence
+    assert diagnose_steps([lost({"temperature": 1.0, "stop": [";"]})]).findings == []
+    assert diagnose_steps([lost({"stop": [], "stop_token_ids": [*range(V)]})]).findings == []  # of the recipe
+    assert diagnose_steps([lost(None)]).findings == []  # it is not known how it was sampled
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [np.arange(32) % PROMPTS, np.roll(np.arange(32) // GROUP, 1), np.arange(32) // GROUP // 2],
+    ids=["interleaved", "by one row", "two prompts in one"],
+)
+def test_groups_of_several_prompts_are_named(groups):
+    found = first(diagnose_steps([World().step(1, groups=groups, sources=[], prompts=[])]))
+    assert (found.cause, found.stage) == ("wrong_groups", "advantage")
+    assert found.token is not None
+
+
+PLAIN = {
+    **OBJECTIVE, "ratio": {"surrogate": "clip", "level": "token", "proximal": "sampler", "clip_low": 0.2,
+    "clip_high": 0.28, "dual_clip": None}, "aggregation": "token-mean", "entropy_weight": 0.0,
+    "correction": {"off_policy_threshold": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("times", "found"), [(1.0, []), (-1.0, ["loss_mismatch"]), (0.5, ["loss_mismatch"])])
+def test_losses_of_another_sign_or_divisor_are_named(times, found):
+    def losses(given):
+        ratio = np.exp(np.where(given["response"], given["logp"] - given["logp_old"], 0.0))
+        advantage = np.where(given["response"], advantages(given["rewards"])[:, None], 0.0)
+        return np.where(given["response"], -times * ratio * advantage / given["response"].sum(), np.nan)
+
+    findings = diagnose_steps([World().step(1, loss=losses, about={"objective": PLAIN})], log=CLEAN_LOG).findings
+    assert [each.cause for each in findings] == found
+    assert all((each.stage, each.row) == ("loss", 0) and each.token >= P for each in findings)
+
+
+def test_a_reference_that_is_trained_or_is_another_model_is_named():
+    log = log_of(1.0, token_mult_prob_error=[1.0] * 6, learning_rate=[1e-3] * 6)
+
+    def off(by):
+        return lambda given: np.where(given["response"], given["logp"] + by, np.nan)
+
+    world = World()
+    right = [world.step(1, logp_ref=off(0.0)), world.step(2, logp_ref=off(0.01)), world.step(3, logp_ref=off(0.02))]
+    assert diagnose_steps(right, log=log).findings == []
+    trained = first(
+        diagnose_steps([right[0], world.step(2, logp_ref=off(0.0)), world.step(3, logp_ref=off(0.0))], log=log)
+    )
+    assert (trained.cause, trained.stage, trained.step) == ("wrong_reference", "logp_ref", 3)
+    another = first(diagnose_steps([world.step(1, logp_ref=off(0.1)), right[1]], log=log))
+    assert (another.cause, another.step) == ("wrong_reference", 1)
+
+
+def test_what_was_wrong_first_comes_before_what_it_led_to():
+    """Another prompt in the engine makes every response wrong, and the reward constant: the prompt is named."""
+    constant = log_of(
+        1.5, groups_with_signal=[0.9] * 2 + [0.0] * 4, reward=[0.3, 0.2, 0, 0, 0, 0], reward_std=[0.4] * 2 + [0.0] * 4
+    )
+    found = diagnose_steps([World().step(1, other_prompt=True)], log=constant).findings
+    assert [each.cause for each in found] == ["template_drift", "reward_constant"]
+
+
 def test_the_first_value_that_is_not_finite_is_the_source():
     def nan_at(name, row, token):
         def change(given):
@@ -285,6 +452,33 @@ def test_one_group_that_makes_the_gradient_is_named():
 def test_a_clip_that_stops_most_tokens_is_named():
     found = first(diagnose_steps([World().step(1, clipped=lambda given: given["response"])]))
     assert found.cause == "clipping_saturated"
+
+
+def test_a_ratio_of_whole_responses_may_be_clipped_more_often():
+    def half(given):
+        return given["response"] & (np.arange(PROMPTS * GROUP) % 2 == 0)[:, None]
+
+    of_responses = {**OBJECTIVE, "ratio": {"level": "sequence"}}
+    assert diagnose_steps([World().step(1, clipped=half, about={"objective": of_responses})]).findings == []
+    assert first(diagnose_steps([World().step(1, clipped=half)])).cause == "clipping_saturated"
+
+
+def test_a_policy_that_broke_in_one_update_is_named_and_not_the_reward_that_is_constant_since():
+    broke = log_of(
+        1.0, token_mult_prob_error=[1.0] * 6, reward=[0.3, 0.3, 0, 0, 0, 0], groups_with_signal=[0.9, 0.9, 0, 0, 0, 0],
+        reward_std=[0.4, 0.4, 0, 0, 0, 0], response_tokens=[6.0, 6.1, 9, 9, 9, 9], truncated=[0, 0, 0.9, 1, 1, 1],
+    )  # fmt: skip
+    found = diagnose_steps([], log=broke).findings
+    assert [(each.cause, each.step) for each in found] == [("learning_rate", 3), ("reward_constant", 3)]
+
+
+def test_a_loss_that_exploded_is_named_though_it_falls_again():
+    step = World().step(6, about={"given_rows": True})
+    losses = [3.8, 9.0, 13.0, 12.0, 5.0, 2.4]
+    log = [{"stage": "sft", "step": n + 1, "loss": loss, "grad_norm": 5.0} for n, loss in enumerate(losses)]
+    found = first(diagnose_steps([step], log=log))
+    assert (found.cause, found.step) == ("learning_rate", 2)
+    assert "of step 6" in found.evidence  # what begins at a step that is gone is shown at the first that is there
 
 
 def test_updates_that_move_the_policy_far_are_named():
@@ -357,6 +551,57 @@ def test_gold_answers_that_get_less_than_others_are_named():
     assert first(diagnose_steps([step])).cause == "reward_hacked_format"
 
 
+def gold_answers(step, share=0.5):
+    """Changes under which some responses are the gold answer."""
+    gold = np.arange(PROMPTS * GROUP) % GROUP < GROUP * share
+    responses = [f"{step}-{row // GROUP}" if gold[row] else f"wrong {step} {row}" for row in range(len(gold))]
+    return gold, {"responses": responses, "expected": [f"{step}-{row // GROUP}" for row in range(len(gold))]}
+
+
+def test_a_judge_that_drifts_is_known_by_the_gold_answers_though_no_prompt_comes_twice():
+    def steps(rewards):
+        made = []
+        for number, reward in enumerate(rewards, start=1):
+            gold, texts = gold_answers(number)
+            made.append(World(number).step(number, rewards=gold * reward, **texts))
+        return made
+
+    found = first(diagnose_steps(steps([1.0, 1.0, 0.5, 0.5])))
+    assert (found.cause, found.step, found.row) == ("reward_drift", 3, 0)
+    assert diagnose_steps(steps([1.0, 1.0, 1.0])).findings == []
+    # Before the first step the held-out responses say what a gold answer got.
+    samples = [
+        {"stage": "grpo", "when": "before", "prompt": f"q{n}", "expected": "7", "response": "7", "reward": 1.0}
+        for n in range(2)
+    ]
+    later = steps([0.5, 0.5])
+    assert first(diagnose_steps(later, samples=samples)).cause == "reward_drift"
+
+
+def test_the_highest_rewards_without_a_gold_answer_are_named():
+    gold, texts = gold_answers(1, share=0.25)
+    begins = first(diagnose_steps([
+        World(n).step(n, rewards=np.where(gold, 0.8, 1.0) - (np.arange(32) % 8 == 7), **texts) for n in (1, 2)
+    ], samples=[]))  # fmt: skip
+    assert begins.cause == "reward_hacked_format"
+    judged = [World(n).step(n, rewards=gold.astype(float), **texts) for n in (1, 2)]
+    assert diagnose_steps(judged).findings == []
+    # Responses that have the gold answer in them, and more: nothing is wrong with their reward.
+    longer = {**texts, "responses": [f"{row} times {each}" for row, each in enumerate(texts["expected"])]}
+    assert diagnose_steps([World(n).step(n, rewards=np.arange(32) % 2.0, **longer) for n in (1, 2)]).findings == []
+
+
+def test_responses_that_are_cut_off_ever_more_often_are_a_sign_of_a_reward_for_length():
+    def by_length(given):
+        return given["response"].sum(1).astype(float)
+
+    steps = [World(1).step(n, rewards=by_length) for n in (1, 2, 3)]
+    cut = {"token_mult_prob_error": [1.0] * 6, "response_tokens": [7.5, 8, 8, 8.5, 9, 9]}
+    found = first(diagnose_steps(steps, log=log_of(1.0, truncated=[0.0, 0.1, 0.3, 0.6, 0.9, 1.0], **cut)))
+    assert found.cause == "reward_hacked_length"
+    assert diagnose_steps(steps, log=log_of(1.0, truncated=[0.1] * 6, **cut)).findings == []
+
+
 def test_a_constant_reward_is_named_and_a_solved_task_is_not():
     constant = log_of(
         1.0, token_mult_prob_error=[1.0] * 6, groups_with_signal=[0.0] * 6, reward=[0.0] * 6, reward_std=[0.0] * 6
@@ -393,6 +638,28 @@ def test_a_bos_that_stands_twice_is_named():
     doubled = World().step(1, tokens=lambda g: np.where(np.arange(P + T) == 1, BOS, g["tokens"]))
     found = first(diagnose_steps([doubled]))
     assert (found.cause, found.stage, found.token) == ("template_drift", "prompt", 1)
+
+
+def test_a_reward_that_is_no_number_is_named_where_the_run_ended_over_it_or_left_it_out(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    run.metrics.touch()
+    event = {
+        "name": "failed",
+        "stage": "grpo",
+        "step": 4,
+        "message": "the reward function f returned nan, which is not a finite number",
+    }
+    run.events.write_text(json.dumps(event) + "\n")
+    found = first(diagnose(run))
+    assert (found.cause, found.stage, found.step) == ("nan", "reward", 4)
+    run.events.write_text(json.dumps(event | {"message": "the nanny of the finance office failed"}) + "\n")
+    assert diagnose(run).findings == []
+    failed = np.arange(PROMPTS * GROUP) == 7
+    failures = ["it returned nan, which is not a finite number" if each else None for each in failed]
+    given = {"failed": failed, "failures": failures, "trainable": lambda g: g["response"] & ~failed[:, None]}
+    left_out = World().step(1, **given, advantage=np.full((32, P + T), np.nan))
+    found = first(diagnose_steps([left_out]))
+    assert (found.cause, found.stage, found.row) == ("nan", "reward", 7)
 
 
 def test_what_could_not_be_looked_at_is_said():

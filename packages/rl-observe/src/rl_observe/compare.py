@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,10 +57,14 @@ class StepDifference:
     largest: float
     """The largest difference in this column."""
 
+    run_stage: str | None = None
+    """The stage of the run, such as `grpo`, where the runs have several."""
+
     def __str__(self) -> str:
         """The place in one line."""
         places = [f"{name} {place}" for name in ("row", "token") if (place := getattr(self, name)) is not None]
-        where = ", ".join([f"step {self.step}", self.stage, *places])
+        of_run = "" if self.run_stage is None else f"{self.run_stage} "
+        where = ", ".join([f"{of_run}step {self.step}", self.stage, *places])
         return f"{where}: {self.one:.8g} and {self.two:.8g} (largest difference {self.largest:.3g})"
 
 
@@ -80,6 +84,9 @@ class FigureDifference:
     interval: float
     """Half of the 95 % interval of that mean, from the differences step by step; NaN for one step."""
 
+    run_stage: str | None = None
+    """The stage of the run, such as `grpo`, where the runs have several."""
+
     @property
     def is_clear(self) -> bool:
         """Whether the interval leaves out 0."""
@@ -88,7 +95,8 @@ class FigureDifference:
     def __str__(self) -> str:
         """The figure in one line."""
         interval = "" if math.isnan(self.interval) else f" ± {self.interval:.2g}"
-        return f"{self.name}: {self.mean:+.4g}{interval} since step {self.since}"
+        of_run = "" if self.run_stage is None else f"{self.run_stage} "
+        return f"{self.name}: {self.mean:+.4g}{interval} since {of_run}step {self.since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +110,7 @@ class Comparison:
     """The steps that both have recorded."""
 
     figures: list[FigureDifference]
-    """Logged figures that differ: the earliest first, at the same step the clearest."""
+    """Logged figures that differ: stage by stage the earliest first, at the same step the clearest."""
 
     logged: int
     """Steps that both have logged."""
@@ -128,24 +136,36 @@ class Comparison:
 
 
 def compare_records(one: RunDirectory, two: RunDirectory, *, stage: str | None = None) -> Comparison:
-    """Compare the recorded steps and the logs of two runs, those of one stage."""
-    steps_of_one, steps_of_two = RecordedSteps(one, stage), RecordedSteps(two, stage)
-    common = sorted(set(steps_of_one) & set(steps_of_two)) if steps_of_one.stage == steps_of_two.stage else []
-    first, remarks = None, list[str]()
-    for number in common:
-        both = steps_of_one[number], steps_of_two[number]
-        remarks += [f"{each.cut_told} in {each.path}" for each in both if not {*each.cut}.isdisjoint(ORDER)]
-        if (first := compare_steps(*both)) is not None:
-            break
-    name = stage or steps_of_one.stage
-    figures, logged = _compare_logs(read_metrics(one), read_metrics(two), stage=name)
+    """Compare the recorded steps and the logs of two runs: of one stage, or of every stage in its order."""
+    first, common, remarks, figures, logged = None, list[int](), list[str](), list[FigureDifference](), 0
+    left, right = read_metrics(one), read_metrics(two)
+    known = [*(row["stage"] for row in left if row.get("stage")), *RecordedSteps(one).stages]
+    stages: list[str | None] = [stage] if stage is not None else [*dict.fromkeys(map(str, known))]
+    for name in stages or [None]:
+        steps_of_one, steps_of_two = RecordedSteps(one, name), RecordedSteps(two, name)
+        of_stage = sorted(set(steps_of_one) & set(steps_of_two)) if steps_of_one.stage == steps_of_two.stage else []
+        common += of_stage
+        several = name if len(stages) > 1 else None
+        for number in of_stage if first is None else []:
+            both = steps_of_one[number], steps_of_two[number]
+            remarks += [f"{each.cut_told} in {each.path}" for each in both if not {*each.cut}.isdisjoint(ORDER)]
+            if (found := compare_steps(*both)) is not None:
+                first = replace(found, run_stage=several)
+                break
+        differing, count = _compare_logs(left, right, stage=name)
+        figures += [replace(each, run_stage=several) for each in differing]
+        logged += count
     return Comparison(first=first, steps=common, figures=figures, logged=logged, remarks=remarks)
 
 
 def compare_steps(one: RecordedStep, two: RecordedStep) -> StepDifference | None:
     """The first difference of two recorded steps, in the order in which a step computes; None if they are equal."""
     if len(one) != len(two):
-        sizes = {"one": float(len(one)), "two": float(len(two)), "largest": float(abs(len(one) - len(two)))}
+        sizes: dict[str, Any] = {
+            "one": float(len(one)),
+            "two": float(len(two)),
+            "largest": float(abs(len(one) - len(two))),
+        }
         return StepDifference(step=one.step, stage="rollouts", row=None, token=None, **sizes)
     for name in ORDER:
         if not (one.has(name) and two.has(name)):

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -37,10 +38,20 @@ from numpy.typing import NDArray
 from rl_observe.glossary import finite_number
 from rl_observe.log_files import Row, read_json_lines, read_metrics
 from rl_observe.recorded_steps import CLIPPED, RecordedStep, RecordedSteps
-from rl_observe.replay import NotReplayable, plain_advantages
+from rl_observe.replay import NotReplayable, plain_advantages, plain_losses
 from rl_observe.run_directory import RunDirectory
 
-__all__ = ["CAUSES", "LIMITS", "Diagnosis", "Finding", "check_step", "diagnose", "diagnose_steps", "monitor_step"]
+__all__ = [
+    "CAUSES",
+    "LIMITS",
+    "Diagnosis",
+    "Finding",
+    "check_step",
+    "diagnose",
+    "diagnose_steps",
+    "mismatch_of",
+    "monitor_step",
+]
 
 Array: TypeAlias = NDArray[Any]
 
@@ -80,6 +91,12 @@ CAUSES: dict[str, str] = {
     "reward_hacked_repetition": "penalise repeated text, or judge the answer apart from its form",
     "reward_hacked_format": "the gold answer itself gets less than other responses: make the reward look for the "
     "answer, not for its form",
+    "wrong_groups": "number the rollouts by their prompt: a reward is only compared with those of the same prompt; "
+    "repeat and sort prompts, responses and group numbers together",
+    "loss_mismatch": "the recorded losses are not those of the objective: look at the sign, at what the sum is divided "
+    "by (the trainable tokens of the whole optimizer step), and at the clip",
+    "wrong_reference": "freeze a copy of the weights with which the stage starts, and ask that copy; the module that "
+    "is trained, or another checkpoint, is no reference",
     "group_dominates": "scale advantages within groups (advantage.scale=group_std), or bound rewards of that prompt",
     "clipping_saturated": "take fewer steps on each batch, lower the learning rate, or widen the clip range",
     "learning_rate": "lower the learning rate, take fewer steps on each batch, or clip the gradient",
@@ -92,19 +109,30 @@ CAUSES: dict[str, str] = {
 
 LIMITS: dict[str, float] = {
     "mismatch/float32": 2e-3,  # mean |d|; float32 on both sides gives 1e-6 to 1e-4
+    "mismatch/float32 on a CPU": 2e-4,  # where no TF32 is
     "mismatch/bfloat16": 6e-2,  # bfloat16 gives 0.005 to 0.03
-    "tokens": 40,  # fewer tokens decide nothing
+    "tokens": 40,  # fewer tokens decide nothing,
+    "few_tokens": 8,  # unless they are this many, and all far off
     "temperature_r2": 0.75,
+    "exact_r2": 0.97,  # among tokens after equal prefixes, where a temperature explains all but rounding
+    "alike": 4,  # such tokens, less one per prefix: fewer say nothing
+    "alike_most": 2000,  # prefixes that are looked at
     "precision_most": 0.05,  # noise of a dtype is below; other causes are mostly above
+    "precision_least": 0.01,  # below it is noise, whatever its shape
+    "noise_shape": 2.2,  # root mean square over median of what noise does to logits: 1.5 if it is normal
     "group_share": 0.6,
     "group_count": 6,
     "clip_fraction": 0.4,
+    "clip_fraction/sequences": 0.8,
     "log_ratio": 0.7,
     "entropy_share": 0.05,
     "length_growth": 1.3,
     "correlation": 0.8,
     "correlation_of_growth": 0.5,  # with what also grows over the run
     "repetition_growth": 0.1,
+    "truncated_growth": 0.3,
+    "correlation_of_steps": 0.95,  # between the changes from step to step
+    "gold_share": 0.1,  # of the responses with the highest rewards
 }
 """The numbers that the checks compare with."""
 
@@ -189,6 +217,8 @@ def diagnose(run: RunDirectory, *, stage: str | None = None) -> Diagnosis:
         numbers += found.steps
         told = [f"{each}: {remark}" if several else remark for remark in found.remarks]
         remarks += [*unreadable, *told]
+    if not any(each.cause == "nan" for each in findings):
+        findings += _check_events(read_json_lines(run.events)[0] if run.events.exists() else [])
     return Diagnosis(findings=sorted(findings, key=lambda one: -one.score), steps=numbers, remarks=remarks)
 
 
@@ -210,39 +240,107 @@ def diagnose_steps(steps: Sequence[RecordedStep], *, log: Sequence[Row] = (), sa
     remarks += [f"{told}; what needs it was not looked at" for step in steps if (told := step.cut_told)]
     findings = [finding for step in steps for finding in check_step(step)]
     findings += _check_mismatch(steps, log)
-    for check in (_check_prompts, _check_rewards_over_time, _check_data):
+    for check in (_check_prompts, _check_rewards_over_time, _check_rewards_of_gold_answers, _check_data):
         findings += check(steps, samples)
     findings += _reward_goes_with(sampled, log)
+    findings += _check_best_rewards(sampled, samples)
+    findings += _check_reference(sampled, log)
     findings += _check_log(log, steps)
     # One finding per cause: the first place of the highest score.
     best: dict[str, Finding] = {}
     for each in (_located(finding, steps) for finding in findings):
         if each.cause not in best or each.score > best[each.cause].score:
             best[each.cause] = each
-    ranked = sorted(best.values(), key=lambda each: -each.score)
+    ranked = sorted(_roots_first([*best.values()]), key=lambda each: -each.score)
     return Diagnosis(findings=ranked, steps=[each.step for each in steps], remarks=remarks)
 
 
+CONSEQUENCES = {"learning_rate", "reward_constant", "entropy_collapse", "clipping_saturated", "group_dominates"}
+"""What a step that was computed wrongly can lead to, by which the policy breaks later."""
+
+
+def _roots_first(findings: list[Finding]) -> list[Finding]:
+    """Consequences after what was wrong before them: a policy breaks if it is trained on the wrong numbers."""
+    roots = [
+        each
+        for each in findings
+        if each.cause not in CONSEQUENCES | {"precision", "duplicated_data", "leaked_data"} and each.step is not None
+    ]
+    found = []
+    for each in findings:
+        before = [root.score for root in roots if each.step is not None and (root.step or 0) <= each.step]
+        if each.cause in CONSEQUENCES and before and each.score >= max(before):
+            each = replace(each, score=max(before) - 0.01)  # noqa: PLW2901
+        found.append(each)
+    return found
+
+
 def _located(finding: Finding, steps: Sequence[RecordedStep]) -> Finding:
-    """The finding with a token: of a reward the last of the response, of data the first, else where it begins."""
-    step = next((each for each in steps if each.step == finding.step), None)
-    if step is None or finding.row is None or finding.token is not None or not step.response[finding.row].any():
+    """The finding with a token: of a reward the last of the response, of data the first, else where it begins.
+
+    What the log shows may begin at a step that is not kept any more; then the first one that is kept since is named.
+    """
+    if finding.row is None or finding.token is not None or finding.step is None:
+        return finding
+    step = next((each for each in steps if each.step >= (finding.step or 0)), None)
+    if step is None or finding.row >= len(step) or not step.response[finding.row].any():
         return finding
     response = step.response[finding.row]
     last = len(response) - 1 - int(response[::-1].argmax())
     token = {"reward": last, "data": 0, "prompt": 0}.get(finding.stage, int(response.argmax()))
-    return replace(finding, token=token)
+    evidence = finding.evidence
+    if step.step != finding.step:
+        evidence += f"; row and token are of step {step.step}, the first one since then that is recorded"
+    return replace(finding, token=token, evidence=evidence)
 
 
-def monitor_step(step: RecordedStep) -> list[Finding]:
-    """What one step alone shows, engine against trainer included; cheap enough for every step of a run."""
-    return [*check_step(step), *_check_mismatch([step], ())]
+def monitor_step(step: RecordedStep, *, start: float | None = None) -> list[Finding]:
+    """What one step alone shows, engine against trainer included; cheap enough for every step of a run.
+
+    Args:
+        step: as it was recorded.
+        start: `mismatch_of` the first step of the stage, which tells weights that got old from what never agreed.
+    """
+    log: list[Row] = [] if start is None else [{"token_mult_prob_error": start}]
+    return [*check_step(step), *_check_mismatch([step], log)]
+
+
+def mismatch_of(step: RecordedStep) -> float | None:
+    """The mean of exp|logp_old - logp| on the first update, 1 if engine and trainer agree; None if it is not known."""
+    if not (step.has("logp_old") and step.has("logp")):
+        return None
+    d, where = _difference(step)
+    return float(np.exp(np.minimum(np.abs(d[where]), 20.0)).mean()) if where.any() else None
 
 
 def check_step(step: RecordedStep) -> list[Finding]:
     """The checks that need one step alone, and no engine."""
-    checks = (_check_finite, _check_mask, _check_advantages, _check_groups, _check_clipping)
+    checks: list[Callable[[RecordedStep], Iterator[Finding]]] = [
+        _check_finite,
+        _check_mask,
+        _check_prompts_of_groups,
+        _check_advantages,
+        _check_groups,
+        _check_losses,
+        _check_clipping,
+    ]
     return [finding for check in checks for finding in check(step)]
+
+
+def _check_events(events: Sequence[Row]) -> Iterator[Finding]:
+    """A run that ended over a number that is not finite, before there was a batch to record."""
+    for event in events:
+        message = str(event.get("message", ""))
+        if str(event.get("name")) == "failed" and re.search(r"(?<![\w.])(nan|[-+]?inf)(?![\w.])", message.lower()):
+            step = finite_number(event.get("step"))
+            yield Finding(
+                cause="nan",
+                score=0.98,
+                stage="reward" if "reward" in message or "judge" in message else "loss",
+                step=None if step is None else int(step),
+                evidence=f"the run ended before such a batch was recorded: {message}",
+            )
+            return
 
 
 # -- One step ------------------------------------------------------------------------------------------------------
@@ -252,6 +350,18 @@ def _check_finite(step: RecordedStep) -> Iterator[Finding]:
     """The first column, in the order in which they are computed, that is not finite."""
     failed = step.row("failed", missing=0).astype(bool)
     bad = ~np.isfinite(step.columns["rewards"]) & ~failed
+    for row in np.flatnonzero(failed).tolist():
+        why = str(step.lines[row].get("failure") or "")
+        if "not a finite number" in why:
+            yield Finding(
+                cause="nan",
+                score=0.9,
+                stage="reward",
+                step=step.step,
+                row=row,
+                evidence=f"the reward of row {row} is no finite number, and the row is left out: {why}",
+            )
+            return
     if bad.any():
         row = int(bad.argmax())
         value = step.columns["rewards"][row]
@@ -326,6 +436,18 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
             f"on and was not sampled, and so are {int(outside.sum())} tokens",
         )
         return
+    if padding := step.data.get("trainable_padding"):
+        yield Finding(
+            cause="mask_off_by_one",
+            score=0.97,
+            stage="mask",
+            step=step.step,
+            row=padding["row"],
+            token=padding["token"],
+            evidence=f"{padding['tokens']} tokens of padding are trained on; the first is token {padding['token']} of "
+            f"row {padding['row']}, which has {int(step.columns['lengths'][padding['row']])} tokens",
+        )
+        return
     selects = _option(step, "selection", "tokens") is not None or bool(_option(step, "selection", "mask_truncated"))
     lost = response & ~trainable
     rows = lost.any(axis=1) & trainable.any(axis=1)
@@ -363,7 +485,7 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
     at_last = (starts > 0) & differing[np.arange(len(step)), starts - 1]
     # Only the last token of the "prompt" differs: it was sampled.
     late = groups_with(at_last) & ~groups_with((differing.sum(axis=1) > at_last) | (starts != starts[first_of]))
-    if late.any() and late.sum() >= 0.5 * number:
+    if late.any() and not groups_with(differing.sum(axis=1) > at_last).any():
         row = int((at_last & (group_of == late.argmax())).argmax())
         token = int(starts[row]) - 1
         yield Finding(
@@ -382,7 +504,12 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
         first_logp = logp_old[np.arange(len(step)), np.minimum(starts, step.filled.shape[1] - 1)]
         rest = step.response.copy()
         rest[np.arange(len(step)), np.minimum(starts, step.filled.shape[1] - 1)] = False
-        if len(step) >= 4 and (first_logp == 0).all() and (np.abs(logp_old[rest]) > 1e-3).any():
+        first_tokens = tokens[np.arange(len(step)), np.minimum(starts, step.filled.shape[1] - 1)]
+        # A sampler whose distribution was cut may leave one token, of the probability 1: then later ones have it too.
+        of_template = number > 1 and (first_tokens == first_tokens[0]).all()
+        alone = (logp_old[rest] == 0).mean() < 0.05 if rest.any() else False
+        all_zero = len(step) >= 4 and bool((first_logp == 0).all())
+        if all_zero and (of_template or alone) and (np.abs(logp_old[rest]) > 1e-3).any():
             yield Finding(
                 cause="mask_off_by_one",
                 score=0.93,
@@ -394,18 +521,23 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
                 f"mask begins one token early, at token {int(starts[0])} of row 0",
             )
             return
+    sampling = step.data.get("sampling")
     stops = [*step.data.get("stop_token_ids", [])]
+    if stops and isinstance(sampling, Mapping):
+        stops += sampling.get("stop_token_ids") or []  # those that the recipe adds
     if stops and step.has("truncated"):
         lengths = step.columns["lengths"]
+        failed = step.row("failed", missing=0).astype(bool)
         ends = np.where(step.response.any(axis=1), step.filled.shape[1] - step.response[:, ::-1].argmax(axis=1), 0)
-        inside = np.flatnonzero((ends > 0) & (ends < lengths))
-        after, last = (np.isin(tokens[inside, ends[inside] - back], stops) for back in (0, 1))
-        early = inside[after & ~last].tolist()
-        if len(early) >= 0.5 * max(1, int((~step.columns["truncated"].astype(bool)).sum())):
+        finished = (ends > 0) & ~step.columns["truncated"].astype(bool) & ~failed
+        stopped = finished & np.isin(tokens[np.arange(len(step)), np.maximum(ends - 1, 0)], stops)
+        after = np.isin(tokens[np.arange(len(step)), np.minimum(ends, lengths - 1)], stops)
+        early = np.flatnonzero(finished & ~stopped & after & (ends < lengths)).tolist()
+        if early and len(early) >= 0.5 * finished.sum():
             row = early[0]
             yield Finding(
                 cause="mask_off_by_one",
-                score=0.94,
+                score=0.96,
                 stage="mask",
                 step=step.step,
                 row=row,
@@ -413,6 +545,56 @@ def _check_mask(step: RecordedStep) -> Iterator[Finding]:
                 evidence=f"{len(early)} responses end just before their stop token, which is not trained on; the first "
                 f"is token {int(ends[row])} of row {row}",
             )
+            return
+        # Stop strings end responses too; where there are none, a response that is not truncated has a stop token.
+        unstopped = np.flatnonzero(finished & ~stopped)
+        if (
+            isinstance(sampling, Mapping)
+            and not sampling.get("stop")
+            and len(unstopped) >= max(4, 0.9 * finished.sum())
+        ):
+            row = int(unstopped[0])
+            yield Finding(
+                cause="mask_off_by_one",
+                score=0.94,
+                stage="mask",
+                step=step.step,
+                row=row,
+                token=int(ends[row]) - 1,
+                evidence=f"{len(unstopped)} of {int(finished.sum())} responses that are not truncated do not end with "
+                f"a stop token: it was lost, and nothing teaches the policy to stop; the first ends with token "
+                f"{int(ends[row]) - 1} of row {row}",
+            )
+
+
+def _check_prompts_of_groups(step: RecordedStep) -> Iterator[Finding]:
+    """Rollouts that are compared with one another answer the same prompt."""
+    if step.data.get("given_rows") or (step.has("turns") and step.columns["turns"].ndim == 1) or len(step) < 2:
+        return
+    tokens, groups = step.padded("tokens"), step.columns["groups"]
+    starts = np.where(step.response.any(axis=1), step.response.argmax(axis=1), step.columns["lengths"])
+    _, first_rows, group_of = np.unique(groups, return_index=True, return_inverse=True)
+    first_of = first_rows[group_of]
+    sources = [shared["source"] for shared in step.shared]
+    shared_start = np.minimum(starts, starts[first_of])
+    differs = ((tokens != tokens[first_of]) & (np.arange(tokens.shape[1]) < shared_start[:, None] - 1)).any(axis=1)
+    # The same row of the data, written in other tokens, is another cause.
+    differs &= np.array([
+        one is None or one != sources[other] for one, other in zip(sources, first_of.tolist(), strict=True)
+    ])  # fmt: skip
+    if differs.any():
+        row = int(differs.argmax())
+        token = int((tokens[row] != tokens[first_of[row]]).argmax())
+        yield Finding(
+            cause="wrong_groups",
+            score=0.96,
+            stage="advantage",
+            step=step.step,
+            row=row,
+            token=token,
+            evidence=f"{int(differs.sum())} rollouts are in a group with those of another prompt; the first is row "
+            f"{row}, in the group of row {int(first_of[row])}, whose prompt differs from token {token} on",
+        )
 
 
 def _check_advantages(step: RecordedStep) -> Iterator[Finding]:
@@ -483,6 +665,38 @@ def _check_groups(step: RecordedStep) -> Iterator[Finding]:
         )
 
 
+def _check_losses(step: RecordedStep) -> Iterator[Finding]:
+    """The losses of the first update again from its log-probabilities and advantages, where the objective is plain."""
+    if not step.has("loss") or step.data.get("trainable_padding"):
+        return
+    try:
+        expected = plain_losses(step)
+    except NotReplayable:
+        return
+    loss = step.padded("loss")
+    known = np.isfinite(loss) & np.isfinite(expected)
+    if known.sum() < LIMITS["few_tokens"]:
+        return
+    scale = np.abs(expected[known]).max()
+    wrong = known & (np.abs(loss - expected) > 0.02 * np.abs(expected) + 1e-3 * scale)
+    if scale and wrong.sum() > 0.02 * known.sum():
+        row = int(wrong.any(axis=1).argmax())
+        token = int(wrong[row].argmax())
+        _, r2 = _fit(expected[known], loss[known])
+        times = float(expected[known] @ loss[known] / (expected[known] @ expected[known]))
+        same = f"; all are {times:.3g} times what they should be" if r2 > 0.99 else ""
+        yield Finding(
+            cause="loss_mismatch",
+            score=0.92,
+            stage="loss",
+            step=step.step,
+            row=row,
+            token=token,
+            evidence=f"the loss of row {row}, token {token} is {loss[row, token]:.4g}, and the objective gives "
+            f"{expected[row, token]:.4g}; {int(wrong.sum())} of {int(known.sum())} tokens differ{same}",
+        )
+
+
 def _check_clipping(step: RecordedStep) -> Iterator[Finding]:
     """Whether the clip stops most tokens."""
     clipped, trainable = step.flag(CLIPPED), step.trainable
@@ -492,7 +706,9 @@ def _check_clipping(step: RecordedStep) -> Iterator[Finding]:
         if of_update.sum() < LIMITS["tokens"]:
             continue
         share = (clipped & of_update).sum() / of_update.sum()
-        if share > LIMITS["clip_fraction"]:
+        # A ratio of whole responses is held within a far narrower range, as the papers do: half of them are clipped.
+        of_tokens = (_option(step, "ratio", "level") or "token") == "token"
+        if share > LIMITS["clip_fraction" if of_tokens else "clip_fraction/sequences"]:
             where = clipped & of_update
             row = int(where.any(axis=1).argmax())
             yield Finding(
@@ -519,11 +735,13 @@ def _check_mismatch(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterat
         if not (step.has("logp_old") and step.has("logp")):
             continue
         d, where = _difference(step)
-        if where.sum() < LIMITS["tokens"]:
-            continue
         size = np.abs(d[where])
         low = step.data.get("precision") == "bfloat16"
-        limit = LIMITS["mismatch/bfloat16" if low else "mismatch/float32"]
+        kind = "bfloat16" if low else "float32 on a CPU" if step.data.get("device") == "cpu" else "float32"
+        limit = LIMITS[f"mismatch/{kind}"]
+        few = len(size) < LIMITS["tokens"]
+        if few and (len(size) < LIMITS["few_tokens"] or np.median(size) < 10 * limit or size.mean() < 0.1):
+            continue
         quantised = None if low else _quantised(step, where)
         far = int((size > 10 * limit).sum())  # a mean hides a few tokens that are far off
         if size.mean() <= limit and far < max(2, 0.002 * len(size)) and (quantised is None or size.mean() <= 1e-5):
@@ -531,7 +749,11 @@ def _check_mismatch(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterat
         wrong = where & (np.abs(d) > min(limit, size.max() / 2))
         row = int(wrong.any(axis=1).argmax())
         token = int(wrong[row].argmax())
-        yield _cause_of_mismatch(step, d, where, limit=limit, start=start, quantised=quantised, place=(row, token))
+        # token_mult_prob_error is the mean of exp|d|: it agreed at first if it was a small part of what it is now.
+        agreed = None if start is None else start - 1 <= max(0.25 * float(size.mean()), limit / 2 if low else 0.0)
+        yield _cause_of_mismatch(
+            step, d, where, limit=limit, start=start, agreed_at_start=agreed, quantised=quantised, place=(row, token)
+        )
         return
 
 
@@ -563,6 +785,7 @@ def _cause_of_mismatch(
     *,
     limit: float,
     start: float | None,
+    agreed_at_start: bool | None,
     quantised: str | None,
     place: tuple[int, int],
 ) -> Finding:
@@ -581,18 +804,15 @@ def _cause_of_mismatch(
             evidence = f"{told}; logp_old is one token too {side}: moved back, {left:.3g} is left"
             return Finding(cause="logp_off_by_one", score=0.95, evidence=evidence, **found)
 
-    # Exchanged rows: what is wrong in one row is right in another of the same length.
+    # Exchanged rows: what is wrong in one row is right in another.
     by_row = np.array([np.abs(d[r][where[r]]).mean() if where[r].any() else 0.0 for r in range(len(step))])
     wrong_rows = np.flatnonzero(by_row > limit)
-    matched = 0
-    for each in wrong_rows:
-        others = [r for r in wrong_rows if r != each and np.array_equal(where[r], where[each])]
-        matched += any(np.abs(logp_old[r] - logp[each])[where[each]].mean() < 0.1 * by_row[each] for r in others)
-    comparable = sum(
-        any(r != each and np.array_equal(where[r], where[each]) for r in wrong_rows) for each in wrong_rows
-    )
+    matched, comparable = _rows_exchanged(step, wrong_rows, by_row)
     if matched >= 2 and matched >= 0.5 * comparable:
-        evidence = f"{told} in {len(wrong_rows)} rows; {matched} of them have the log-probabilities of another row"
+        evidence = (
+            f"{told} in {len(wrong_rows)} rows; {matched} of the {comparable} that can be compared have the "
+            f"log-probabilities of another row"
+        )
         return Finding(cause="swapped_rows", score=0.95, evidence=evidence, **found)
 
     # Later turns alone.
@@ -609,23 +829,37 @@ def _cause_of_mismatch(
             )
             return Finding(cause="retokenised_turn", score=0.92, **(found | {"stage": "tokens"}), evidence=evidence)
 
-    # Temperature: differences grow with how unlikely a token is.
-    x = logp[where]
-    slope, r2 = _fit(x, flat)
-    slope_old, r2_old = _fit(logp_old[where], flat)
+    # Temperature and cuts. After one and the same prefix the sum that normalises is the same for every token, so that
+    # between such tokens a temperature only scales, and top-p changes nothing: both hold exactly.
+    alike = _after_equal_prefixes(step, where)
     above, below = float((flat > limit).mean()), float((flat < -limit).mean())
     one_sided = above > 0.05 and below < 0.01 * max(above, 0.1)
-    if max(r2, r2_old) > (0.95 if one_sided else LIMITS["temperature_r2"]):
-        times = 1 + slope if r2 >= r2_old else 1 / (1 - slope_old)
+    if alike is not None and alike.r2 > LIMITS["exact_r2"] and abs(alike.slope) > 0.02:
+        times = 1 + alike.slope
         evidence = (
-            f"{told}, and {max(r2, r2_old):.0%} of its variance is proportional to logp: logp_old is about "
-            f"{times:.2f} logp, as if the engine's temperature were {1 / times:.2f} of the trainer's"
+            f"{told}; between the {alike.tokens} tokens that follow equal prefixes, {alike.r2:.1%} of the variance of "
+            f"the difference is proportional to logp: logp_old is {times:.2f} logp, as if the engine's temperature "
+            f"were {1 / times if times else math.inf:.2f} of the trainer's"
         )
-        return Finding(cause="temperature", score=0.88, evidence=evidence, **found)
+        return Finding(cause="temperature", score=0.9, evidence=evidence, **found)
+    cuts = one_sided and alike is not None and alike.left < 0.01
+    if not cuts and len(flat) >= LIMITS["tokens"]:
+        # Without tokens after equal prefixes: differences grow with how unlikely a token is.
+        slope, r2 = _fit(logp[where], flat)
+        slope_old, r2_old = _fit(logp_old[where], flat)
+        if max(r2, r2_old) > (0.95 if one_sided else LIMITS["temperature_r2"]):
+            times = 1 + slope if r2 >= r2_old else 1 / (1 - slope_old)
+            evidence = (
+                f"{told}, and {max(r2, r2_old):.0%} of its variance is proportional to logp: logp_old is about "
+                f"{times:.2f} logp, as if the engine's temperature were {1 / times:.2f} of the trainer's"
+            )
+            return Finding(cause="temperature", score=0.88, evidence=evidence, **found)
 
     # A cut distribution: the engine's log-probabilities are never below the trainer's.
     if one_sided:
         evidence = f"{told}; the engine's is higher for {above:.0%} of the tokens and lower for {below:.1%}"
+        if cuts and alike is not None:
+            evidence += f", by the same for all of the {alike.tokens} tokens that follow equal prefixes"
         return Finding(cause="truncated_sampling", score=0.9, evidence=evidence, **found)
 
     if quantised is not None and size.mean() < 0.5:
@@ -635,7 +869,6 @@ def _cause_of_mismatch(
     # A few rows alone: some engines, or some prompts.
     share_of_rows = len(wrong_rows) / max(1, int(where.any(axis=1).sum()))
     exact = float((size <= limit).mean())
-    agreed_at_start = start is not None and start - 1 <= 2 * limit
     if step.data.get("mixture") and exact > 0.5 and (share_of_rows > 0.3 or exact > 0.9):  # old weights change all
         evidence = (
             f"{told}; {exact:.0%} of the tokens agree and the others are scattered over {share_of_rows:.0%} of rows"
@@ -649,7 +882,13 @@ def _cause_of_mismatch(
         if share_of_rows < 0.9:
             evidence += f"; {share_of_rows:.0%} of the rows are affected"
         return Finding(cause="stale_weights", score=0.8, evidence=evidence, **found)
-    if size.mean() <= LIMITS["precision_most"] and exact < 0.99:
+    # What noise does to logits is alike for all tokens; another prompt changes some a lot and most a little. The
+    # log-probability of a token moves by 1 - p of its logit's part.
+    doubtful = where & (logp < -0.05)
+    moved = np.abs(d[doubtful]) / -np.expm1(logp[doubtful])
+    shape = float(np.sqrt((moved**2).mean()) / max(np.median(moved), 1e-12)) if moved.size else 0.0
+    is_noise = shape < LIMITS["noise_shape"] or size.mean() <= LIMITS["precision_least"]
+    if size.mean() <= LIMITS["precision_most"] and exact < 0.99 and is_noise:
         bias = abs(flat.mean()) / size.mean()
         evidence = f"{told}, in both directions (bias {bias:.0%}) and from the first step on"
         return Finding(cause="precision", score=0.7, evidence=evidence, **found)
@@ -659,6 +898,81 @@ def _cause_of_mismatch(
         )
         return Finding(cause="template_drift", score=0.65, **(found | {"stage": "prompt"}), evidence=evidence)
     return Finding(cause="logp_mismatch", score=0.55, evidence=told, **found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """How differences between engine and trainer vary among tokens that follow one and the same prefix."""
+
+    tokens: int
+    """How many tokens that is."""
+
+    slope: float
+    """By how much the difference grows per nat of logp."""
+
+    r2: float
+    """The share of its variance that this explains."""
+
+    left: float
+    """Its variance, as a share of the mean square of all differences."""
+
+
+def _after_equal_prefixes(step: RecordedStep, where: Array) -> _Alike | None:
+    """Compare the rollouts of a prompt where they part; None if fewer than `LIMITS["alike"]` tokens can be compared."""
+    logp = step.padded("logp").astype(np.float64)
+    d = step.padded("logp_old").astype(np.float64) - logp
+    tokens, prefix = step.padded("tokens"), np.zeros(len(step), dtype=np.int64)
+    contexts: list[Array] = []
+    for place in range(tokens.shape[1]):
+        rows = np.flatnonzero(where[:, place])
+        _, of_row, counts = np.unique(prefix[rows], return_inverse=True, return_counts=True)
+        for each in np.flatnonzero(counts > 1).tolist():
+            alike = rows[of_row == each]
+            _, first = np.unique(tokens[alike, place], return_index=True)  # equal tokens say nothing new
+            if len(first) > 1:
+                rows_of = alike[first]
+                contexts.append(np.stack([d[rows_of, place], logp[rows_of, place]]))
+        _, prefix = np.unique(prefix * (tokens.max() + 2) + tokens[:, place] + 1, return_inverse=True)
+        if len(contexts) >= LIMITS["alike_most"]:
+            break
+    found = sum(context.shape[1] for context in contexts)
+    if found - len(contexts) < LIMITS["alike"]:
+        return None
+    x = np.concatenate([context[1] - context[1].mean() for context in contexts])
+    y = np.concatenate([context[0] - context[0].mean() for context in contexts])
+    if not (x @ x) or not (y @ y):
+        return _Alike(found, 0.0, 0.0, 0.0)
+    every = np.concatenate([context[0] for context in contexts])
+    return _Alike(
+        found, float((x @ y) / (x @ x)), float((x @ y) ** 2 / ((x @ x) * (y @ y))), float((y @ y) / (every @ every))
+    )
+
+
+def _rows_exchanged(step: RecordedStep, wrong: Array, by_row: Array) -> tuple[int, int]:
+    """How many of the first wrong rows have the engine's log-probabilities of another row, and how many could.
+
+    A row of other tokens may lie at the same places, or begin where this row's response does.
+    """
+    known = step.response & np.isfinite(step.padded("logp"))
+    logp_old, logp = step.padded("logp_old").astype(np.float64), step.padded("logp").astype(np.float64)
+    starts = np.where(step.response.any(axis=1), step.response.argmax(axis=1), 0)
+    width = step.response.shape[1]
+    matched = comparable = 0
+    for row in wrong[:64].tolist():
+        best, compared = math.inf, False
+        moves: Array = np.unique(np.append(starts - starts[row], 0))
+        for move in moves.tolist():
+            # Place t of this row is held against place t + move of the others.
+            here = np.arange(max(0, -move), min(width, width - move))
+            both = step.response[row, here] & known[:, here + move]
+            count = both.sum(axis=1)
+            usable = (count >= 3) & (np.arange(len(step)) != row) & ((starts - starts[row] == move) | (move == 0))
+            if usable.any():
+                gaps = np.where(both, np.abs(logp_old[row, here] - logp[:, here + move]), 0.0).sum(axis=1)
+                compared, best = True, min(best, float((gaps[usable] / count[usable]).min()))
+        comparable += compared
+        matched += best < 0.1 * by_row[row]
+    return matched, comparable
 
 
 def _fit(x: Array, y: Array) -> tuple[float, float]:
@@ -762,11 +1076,203 @@ def _check_rewards_over_time(steps: Sequence[RecordedStep], samples: Sequence[Ro
         )
 
 
+def _is_gold(response: object, expected: object) -> bool:
+    return bool(expected) and str(response).strip() == str(expected).strip()
+
+
+def _check_rewards_of_gold_answers(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Iterator[Finding]:
+    """Whether responses that are the gold answer get the same reward all the time, whichever row they answer."""
+    given: list[tuple[RecordedStep | None, dict[int, float]]] = []
+    before = [each for each in samples if each.get("when") == "before" and each.get("expected")]
+    stage = steps[0].stage if steps else None
+    of_samples = {
+        number: reward
+        for number, each in enumerate(before)
+        if each.get("stage") == stage
+        and _is_gold(each.get("response"), each["expected"])
+        and (reward := finite_number(each.get("reward"))) is not None
+    }
+    given.append((None, of_samples))
+    for step in steps:
+        if step.data.get("given_rows") or (step.has("turns") and step.columns["turns"].ndim == 1):
+            continue
+        rewards, failed = step.columns["rewards"], step.row("failed", missing=0).astype(bool)
+        found = {
+            row: float(rewards[row])
+            for row, shared in enumerate(step.shared)
+            if _is_gold(step.lines[row].get("response"), shared["expected"])
+            and math.isfinite(rewards[row])
+            and not failed[row]
+        }
+        given.append((step, found))
+    last: tuple[str, float, int] | None = None
+    for at, found in given:
+        values = np.array([*found.values()])
+        if len(values) < (3 if at is not None else 1):  # one held-out answer is enough against many that agree
+            continue
+        middle = float(np.median(values))
+        usual = np.isclose(values, middle, rtol=1e-6, atol=1e-9)
+        if usual.mean() < 0.9:  # it depends on more than the answer
+            return
+        where = "before the first step" if at is None else f"in step {at.step}"
+        if last is not None and at is not None and abs(middle - last[1]) > 1e-6 * max(1.0, abs(middle)):
+            row = next(row for row, reward in found.items() if math.isclose(reward, middle, rel_tol=1e-6))
+            yield Finding(
+                cause="reward_drift",
+                score=0.84,
+                stage="reward",
+                step=at.step,
+                row=row,
+                evidence=f"the gold answer got {last[1]:.4g} {last[0]} (in {last[2]} responses) and {middle:.4g} "
+                f"{where} ({int(usual.sum())} responses): the same answers are judged otherwise",
+            )
+            return
+        last = (where, middle, len(values))
+
+
+def _check_best_rewards(steps: Sequence[RecordedStep], samples: Sequence[Row]) -> Iterator[Finding]:
+    """Whether what gets the highest rewards has the gold answer in it, where some responses are the gold answer."""
+    given = [(step, row) for step in steps for row, shared in enumerate(step.shared) if shared["expected"]]
+    given = [(step, row) for step, row in given if step.lines[row].get("response") is not None]
+    if not given or any(step.has("turns") and step.columns["turns"].ndim == 1 for step in steps):
+        return
+    rewards = np.array([step.columns["rewards"][row] for step, row in given])
+    best = np.isfinite(rewards) & (rewards >= 0.9 * np.nanmax(rewards)) & (rewards > 0)
+    texts = [(str(step.lines[row]["response"]), str(step.shared[row]["expected"]).strip()) for step, row in given]
+    answered = np.array([expected in response for response, expected in texts])
+    as_gold = sum(_is_gold(*text) for text in texts)
+    as_gold += sum(_is_gold(each.get("response"), each.get("expected")) for each in samples)
+    if as_gold and best.sum() >= LIMITS["tokens"] and answered[best].mean() < LIMITS["gold_share"]:
+        step, row = given[int((best & ~answered).argmax())]
+        yield Finding(
+            cause="reward_hacked_format",
+            score=0.68,  # below that of length and repetition, which say what is rewarded instead
+            stage="reward",
+            step=step.step,
+            row=row,
+            evidence=f"{int(best.sum())} responses got the highest rewards, {rewards[best].min():.3g} or more, and "
+            f"{int(answered[best].sum())} of them have the gold answer in them; the first without it is "
+            f"{str(step.lines[row]['response'])!r:.60}, and the gold answer is {step.shared[row]['expected']!r:.60}",
+        )
+
+
+def _check_reference(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterator[Finding]:
+    """The reference is the policy as the stage began: like it in the first batch, and unlike it later."""
+    moved = {
+        int(float(str(row["step"])))
+        for row in log
+        if finite_number(row.get("grad_norm")) and finite_number(row.get("learning_rate")) != 0
+    }
+    for step in steps:
+        if not (step.has("logp_ref") and step.has("logp")) or not step.updates:
+            continue
+        where = step.response & step.trainable & (step.row("update", missing=0) == 0)[:, None]
+        gap = np.abs(step.padded("logp_ref").astype(np.float64) - step.padded("logp"))
+        where &= np.isfinite(gap)
+        if where.sum() < LIMITS["few_tokens"]:
+            continue
+        taken = step.step - len(step.updates)  # before this batch, in this stage
+        low = step.data.get("precision") == "bfloat16"
+        limit = LIMITS["mismatch/bfloat16" if low else "mismatch/float32"]
+        row = int((where & (gap > limit)).any(axis=1).argmax()) if taken == 0 else int(where.any(axis=1).argmax())
+        found: dict[str, Any] = {"cause": "wrong_reference", "stage": "logp_ref", "step": step.step, "row": row}
+        if taken == 0 and gap[where].mean() > limit:
+            yield Finding(
+                score=0.86,
+                token=int((where & (gap > limit))[row].argmax()),
+                evidence=f"before the first update of the stage the reference's log-probabilities are "
+                f"{gap[where].mean():.3g} from the policy's on average: it is another model than the one that the "
+                f"stage began with",
+                **found,
+            )
+            return
+        later = np.abs(_later_gaps(step))
+        by_updates = float(later.mean()) if len(later) else 0.0
+        steps_before = sum(at <= taken for at in moved)
+        same = gap[where].max() < 1e-9 or gap[where].mean() < 1e-3 * by_updates
+        if taken > 0 and steps_before and same and (by_updates > 1e-5 or steps_before > 1):
+            yield Finding(
+                score=0.86,
+                token=int(where[row].argmax()),
+                evidence=f"after {taken} optimizer steps the reference's log-probabilities are still the policy's "
+                f"(largest difference {gap[where].max():.2g}): it is the model that is trained, and no copy",
+                **found,
+            )
+            return
+
+
 def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterator[Finding]:
     """Correlations of the reward within groups, with length and with repetition, and the rewards of gold answers.
 
     Length is right for many tasks; it is reported only where it also grows over the run. Repetition is reported where
     it makes most of the reward, and where it makes much of it and grows.
+    """
+    reward, right, best, by_length, by_repetition, repeated_in, place = _within_groups(steps)
+    if (
+        len(right) >= 5
+        and len(best) >= 5
+        and np.mean(right) < np.quantile(best, 0.75)
+        and np.mean(right) < np.mean(best)
+    ):
+        at, row = place or (steps[0].step, 0)
+        yield Finding(
+            cause="reward_hacked_format",
+            score=0.72,
+            stage="reward",
+            step=at,
+            row=row,
+            evidence=f"{len(right)} responses that are the gold answer got {np.mean(right):.3g} on average, and "
+            f"the {len(best)} others {np.mean(best):.3g}",
+        )
+    if len(reward) < LIMITS["tokens"] or place is None:
+        return
+    lengths, truncated = (
+        [value for row in log if (value := finite_number(row.get(name))) is not None]
+        for name in ("response_tokens", "truncated")
+    )
+    both = [(finite_number(row.get("reward")), finite_number(row.get("response_tokens"))) for row in log]
+    curves = np.array([each for each in both if None not in each], dtype=float).reshape(-1, 2).T
+    if len(lengths) < 6:
+        lengths = [float(step.response.sum() / max(1, len(step))) for step in steps]
+    shortest, longest = _first_and_last_third(lengths)
+    growth = longest / max(1.0, shortest)
+    cut_off = _first_and_last_third(truncated) if len(truncated) >= 6 else (0.0, 0.0)
+    longer = growth >= LIMITS["length_growth"] or cut_off[1] - cut_off[0] >= LIMITS["truncated_growth"]
+    # The mean reward of a step goes with its mean length too, whatever else is rewarded.
+    of_steps = _correlation(*np.diff(curves)) if curves.shape[1] >= 8 else 0.0
+    follows = of_steps > LIMITS["correlation_of_steps"] and by_length > LIMITS["correlation_of_growth"]
+    little, much = _first_and_last_third(repeated_in)
+    more_repeated = much - little >= LIMITS["repetition_growth"]
+    least = LIMITS["correlation_of_growth" if more_repeated else "correlation"]
+    if by_repetition > least and (by_repetition >= by_length or (more_repeated and not longer)):
+        yield Finding(
+            cause="reward_hacked_repetition",
+            score=0.7,
+            stage="reward",
+            step=place[0],
+            row=place[1],
+            evidence=f"within groups the reward goes with the share of repeated tokens (correlation "
+            f"{by_repetition:.2f} over {len(reward)} rollouts), which goes from {little:.2f} to {much:.2f}",
+        )
+    elif (by_length > LIMITS["correlation"] and longer) or follows:
+        yield Finding(
+            cause="reward_hacked_length",
+            score=0.73,  # above that of the form: a short gold answer gets less because it is short
+            stage="reward",
+            step=place[0],
+            row=place[1],
+            evidence=f"within groups the reward goes with the length (correlation {by_length:.2f} over "
+            f"{len(reward)} rollouts), and responses are {growth:.2f} times as long as at first, "
+            f"{cut_off[0]:.0%} to {cut_off[1]:.0%} of them truncated",
+        )
+
+
+def _within_groups(
+    steps: Sequence[RecordedStep],
+) -> tuple[list[float], list[float], list[float], float, float, list[float], tuple[int, int] | None]:
+    """Rewards less their group's mean, those of gold answers and of others, what they go with, and where they differ.
+
+    What they go with: the correlations with length and with repetition, and how much each step repeats.
     """
     reward, length, characters, repeated = [], [], [], []
     repeated_in: list[float] = []  # of each step, over all rows
@@ -795,59 +1301,13 @@ def _reward_goes_with(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iter
         for row, shared in enumerate(step.shared):
             expected = shared["expected"]
             if expected and step.lines[row].get("response") is not None and math.isfinite(rewards[row]):
-                if str(step.lines[row]["response"]).strip() == str(expected).strip():
+                if _is_gold(step.lines[row]["response"], expected):
                     right.append(float(rewards[row]))
                 else:
                     best.append(float(rewards[row]))
-    if (
-        len(right) >= 5
-        and len(best) >= 5
-        and np.mean(right) < np.quantile(best, 0.75)
-        and np.mean(right) < np.mean(best)
-    ):
-        at, row = place or (steps[0].step, 0)
-        yield Finding(
-            cause="reward_hacked_format",
-            score=0.72,
-            stage="reward",
-            step=at,
-            row=row,
-            evidence=f"{len(right)} responses that are the gold answer got {np.mean(right):.3g} on average, and "
-            f"the {len(best)} others {np.mean(best):.3g}",
-        )
-    if len(reward) < LIMITS["tokens"] or place is None:
-        return
-    by_length = max(_correlation(reward, length), _correlation(reward, characters))
-    by_repetition = _correlation(reward, repeated)
-    lengths = [value for row in log if (value := finite_number(row.get("response_tokens"))) is not None]
-    if len(lengths) < 6:
-        lengths = [float(step.response.sum() / max(1, len(step))) for step in steps]
-    shortest, longest = _first_and_last_third(lengths)
-    growth = longest / max(1.0, shortest)
-    little, much = _first_and_last_third(repeated_in)
-    more_repeated = much - little >= LIMITS["repetition_growth"]
-    least = LIMITS["correlation_of_growth" if more_repeated else "correlation"]
-    longer = growth >= LIMITS["length_growth"]
-    if by_repetition > least and (by_repetition >= by_length or (more_repeated and not longer)):
-        yield Finding(
-            cause="reward_hacked_repetition",
-            score=0.7,
-            stage="reward",
-            step=place[0],
-            row=place[1],
-            evidence=f"within groups the reward goes with the share of repeated tokens (correlation "
-            f"{by_repetition:.2f} over {len(reward)} rollouts), which goes from {little:.2f} to {much:.2f}",
-        )
-    elif by_length > LIMITS["correlation"] and longer:
-        yield Finding(
-            cause="reward_hacked_length",
-            score=0.73,  # above that of the form: a short gold answer gets less because it is short
-            stage="reward",
-            step=place[0],
-            row=place[1],
-            evidence=f"within groups the reward goes with the length (correlation {by_length:.2f} over "
-            f"{len(reward)} rollouts), and responses are {growth:.1f} times as long as at first",
-        )
+    by_length = max(_correlation(reward, length), _correlation(reward, characters)) if len(reward) > 1 else 0.0
+    by_repetition = _correlation(reward, repeated) if len(reward) > 1 else 0.0
+    return reward, right, best, by_length, by_repetition, repeated_in, place
 
 
 def _first_and_last_third(values: Sequence[float]) -> tuple[float, float]:
@@ -861,7 +1321,7 @@ def _repetition(tokens: Array) -> float:
     return 1 - len(np.unique(tokens)) / len(tokens) if len(tokens) else 0.0
 
 
-def _correlation(one: Sequence[float], two: Sequence[float]) -> float:
+def _correlation(one: Sequence[float] | Array, two: Sequence[float] | Array) -> float:
     slope, r2 = _fit(np.array(one), np.array(two))
     return math.copysign(math.sqrt(r2), slope)
 
@@ -910,12 +1370,14 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
             (int(float(str(row["step"]))), value) for row in log if (value := finite_number(row.get(name))) is not None
         ]
 
+    # Beyond what engine and trainer differ by before the first update, which is no matter of the updates.
     large = [
-        (step, float(np.abs(gap).mean()))
+        (step, float(np.abs(gap).mean()) - _first_gap(step))
         for step in steps
         if step.has("logp") and step.has("logp_old") and len(gap := _later_gaps(step)) >= LIMITS["tokens"]
     ]
     too_large = [(step, size) for step, size in large if size > LIMITS["log_ratio"]]
+    leaps = [*_leaps(log)]
     signal, reward, spread = series("groups_with_signal"), series("reward"), dict(series("reward_std"))
     if len(signal) >= 3 and len(reward) >= 3:
         silent = list(itertools.takewhile(lambda each: each[1] == 0, reversed(signal)))
@@ -926,7 +1388,8 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
         )
         if constant and (len(silent) == len(signal) or last[-1] < best - 0.25 * (abs(best) or 1.0)):
             begins = silent[-1][0]
-            broke = too_large and too_large[0][0].step < begins  # a policy that broke is what makes rewards equal
+            # A policy that broke is what makes rewards equal.
+            broke = (too_large and too_large[0][0].step < begins) or any(each.step <= begins for each in leaps)
             yield Finding(
                 cause="reward_constant",
                 score=0.66 if broke else 0.84,
@@ -951,18 +1414,32 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
             f"{math.exp(min(size, 20)):.1f}); gradient norms go from {min(norms, default=0):.3g} to "
             f"{max(norms, default=0):.3g}",
         )
+    if leaps:
+        leap = leaps[0]
+        yield Finding(
+            cause="learning_rate",
+            score=0.7,
+            stage="policy",
+            step=leap.step,
+            row=0,
+            evidence=f"{leap.told}; gradient norms go from {min(norms, default=0):.3g} to {max(norms, default=0):.3g}",
+        )
     losses = series("loss")
     if steps and steps[-1].data.get("given_rows") and len(losses) >= 6:
-        before, after = (float(np.mean([value for _, value in part])) for part in (losses[:3], losses[-3:]))
-        if after > (limit := 2 * abs(before) + 0.5):
+        before = losses[0][1]
+        limit = 2 * abs(before) + 0.5
+        risen = [at for (at, _), *three in zip(losses, *(losses[n:] for n in range(3)), strict=False) if all(
+            value > limit for _, value in three
+        )]  # fmt: skip
+        if risen:
             yield Finding(
                 cause="learning_rate",
                 score=0.74,
                 stage="policy",
-                step=next(at for at, value in losses if value > limit),
+                step=risen[0],
                 row=0,
-                evidence=f"the loss of given rows rose from {before:.3g} to {after:.3g}; gradient norms go from "
-                f"{min(norms, default=0):.3g} to {max(norms, default=0):.3g}",
+                evidence=f"the loss of given rows rose from {before:.3g} to {max(value for _, value in losses):.3g}; "
+                f"gradient norms go from {min(norms, default=0):.3g} to {max(norms, default=0):.3g}",
             )
     entropy = series("entropy")
     if len(entropy) >= 6 and len(reward) >= 6:
@@ -980,6 +1457,40 @@ def _check_log(log: Sequence[Row], steps: Sequence[RecordedStep]) -> Iterator[Fi
                 evidence=f"the entropy fell from {most:.3g} to {now:.3g} nats, and the reward did not rise "
                 f"({np.mean(rewards[:3]):.3g} to {np.mean(rewards[-3:]):.3g}): responses to a prompt are all the same",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Leap:
+    """A step between which and the one before it the policy became another one."""
+
+    step: int
+    told: str
+
+
+def _leaps(log: Sequence[Row]) -> Iterator[_Leap]:
+    """Where responses are others at once and most of the reward is lost for good, as after one update too many."""
+    known: list[list[float]] = []
+    for row in log:
+        figures = [finite_number(row.get(name)) for name in ("step", "reward", "response_tokens", "truncated")]
+        if None not in figures:
+            known.append([each for each in figures if each is not None])
+    for place, (one, two) in enumerate(itertools.pairwise(known), start=1):
+        best, left = max(each[1] for each in known[:place]), max(each[1] for each in known[place:])
+        times = two[2] / max(one[2], 1e-9)
+        others = abs(two[3] - one[3]) > 0.4 or not 0.5 < times < 2
+        if others and best > 0 and left < 0.25 * best:
+            yield _Leap(
+                int(two[0]),
+                f"from step {one[0]:.0f} to step {two[0]:.0f} responses became others at once ({one[2]:.3g} to "
+                f"{two[2]:.3g} tokens, {one[3]:.0%} to {two[3]:.0%} truncated), and the reward fell from {one[1]:.3g} "
+                f"to {two[1]:.3g} for good",
+            )
+
+
+def _first_gap(step: RecordedStep) -> float:
+    """Mean |logp - logp_old| of the tokens of the first update."""
+    d, where = _difference(step)
+    return float(np.abs(d[where]).mean()) if where.any() else 0.0
 
 
 def _later_gaps(step: RecordedStep) -> Array:

@@ -319,6 +319,18 @@ def _columns(rollouts: StepRollouts) -> dict[str, Array]:
     return columns
 
 
+def _trainable_padding(rollouts: StepRollouts) -> dict[str, int] | None:
+    """How many tokens of padding the loss looks at, and where the first is: a bundle has no place for them."""
+    if rollouts.trainable is None:
+        return None
+    trainable, lengths = np.asarray(rollouts.trainable).astype(bool), np.asarray(rollouts.lengths)
+    padding = trainable & (np.arange(trainable.shape[1]) >= lengths[:, None])
+    if not padding.any():
+        return None
+    row = int(padding.any(axis=1).argmax())
+    return {"tokens": int(padding.sum()), "row": row, "token": int(padding[row].argmax())}
+
+
 def _one_per_row(values: Array, places: Array, *, missing: float = np.nan) -> Array:
     """One value per row [B, 1] if all tokens of each row have the same, else those of the tokens at `places` [R]."""
     rows, known = places // max(1, values.shape[1]), values.ravel()[places]
@@ -651,6 +663,8 @@ class RecordedStep:
         if rollouts.trained:
             rollouts = _laid_out(rollouts)
         columns = _columns(rollouts)
+        if padding := _trainable_padding(rollouts):
+            data["trainable_padding"] = padding
         return cls(None, data, columns, _texts(rollouts, columns, data=data, pieces=rollouts.pieces))
 
     def write(self, folder: Path) -> Path:

@@ -29,7 +29,17 @@ from numpy.typing import NDArray
 from rl_observe.layers import first_layer_that_differs
 from rl_observe.recorded_steps import RecordedStep
 
-__all__ = ["BOUNDS", "STAGES", "NotReplayable", "Recompute", "Replay", "StageResult", "plain_advantages", "replay"]
+__all__ = [
+    "BOUNDS",
+    "STAGES",
+    "NotReplayable",
+    "Recompute",
+    "Replay",
+    "StageResult",
+    "plain_advantages",
+    "plain_losses",
+    "replay",
+]
 
 LAYER_BOUND = 1e-4
 """How far the norm of what a layer puts out may be off before it is named, if log-probabilities differ."""
@@ -138,7 +148,7 @@ def replay(step: RecordedStep, recompute: Mapping[str, Recompute] | None = None)
             array of one number, `loss` too where no loss of tokens was recorded, all others [B, T]. One that cannot
             answer raises `NotReplayable`. Besides, `layers` returns what `LayerNorms.take` gave of the first update.
     """
-    given: dict[str, Any] = {"advantage": plain_advantages, "loss": _plain_loss, **(recompute or {})}
+    given: dict[str, Any] = {"advantage": plain_advantages, "loss": plain_losses, **(recompute or {})}
     layers: Callable[[RecordedStep], Mapping[str, float]] = given.pop("layers", lambda _: {})
     if unknown := sorted(set(given) - set(STAGES)):
         raise ValueError(f"{', '.join(unknown)} is no stage; the stages are {', '.join(STAGES)}")
@@ -277,8 +287,12 @@ def plain_advantages(step: RecordedStep) -> Array:
     return np.where(where, of_rows[:, None], np.nan).astype(np.float32)
 
 
-def _plain_loss(step: RecordedStep) -> Array:
-    """-min(rho A, clip(rho, 1 - low, 1 + high) A) / N of the first update, N its trainable tokens: [B, T]."""
+def plain_losses(step: RecordedStep) -> Array:
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A) / N of the first update, N its trainable tokens: [B, T].
+
+    Raises:
+        NotReplayable: the objective is not known or none of the plain ones, or a column was not recorded.
+    """
     objective = step.data.get("objective")
     if not objective:
         raise NotReplayable("the objective was not recorded")

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_observe.config import RecordedStepsConfig
-from rl_observe.diagnose import Finding, monitor_step
+from rl_observe.diagnose import Finding, mismatch_of, monitor_step
 from rl_observe.log_files import read_json_lines
 from rl_observe.recorded_steps import (
     TEXTS_OF_ROWS,
@@ -313,6 +313,7 @@ def write_steps() -> None:
     folder, config = Path(start[0]["folder"]), RecordedStepsConfig(**start[0]["config"])
     secrets, monitors = Secrets(tuple(start[0]["secrets"])), start[0]["monitors"]
     pieces: dict[int, str] = {}
+    starts: dict[str, float | None] = {}  # how far engine and trainer differed in the first step of each stage
 
     def tell(answer: Mapping[str, object]) -> None:
         answers.write(json.dumps(answer).encode() + b"\n")
@@ -333,7 +334,11 @@ def write_steps() -> None:
                 learn(message[0]["pieces"])
             recorded = _recorded(secrets.scrub(head), arrays, pieces)
             recorded.write(folder)
-            found = [each for each in monitor_step(recorded) if each.cause not in head["found"]] if monitors else []
+            if monitors and recorded.stage not in starts:
+                is_first = recorded.step <= len(recorded.updates)  # a process that goes on did not see it
+                starts[recorded.stage] = mismatch_of(recorded) if is_first else None
+            shown = monitor_step(recorded, start=starts[recorded.stage]) if monitors else []
+            found = [each for each in shown if each.cause not in head["found"]]
             findings = [*{each.cause: each for each in reversed(found)}.values()][::-1]  # the first of each cause
             here = (recorded.stage, recorded.step)
             _delete_old(folder, config, events={*map(tuple, head["events"]), *(here for _ in findings)})
