@@ -129,7 +129,8 @@ def test_every_key_of_theirs_is_translated_or_noted(tmp_path):
         )
         again = translate(file)
         # Environments are one note, which names them.
-        told = {f"env.{name}" for each in again.of("untranslated") if each.key == "env" for name in each.value.split(", ")}
+        environments = [str(note.value) for note in again.of("untranslated") if note.key == "env"]
+        told = {f"env.{name}" for names in environments for name in names.split(", ")}
         assert f"{section}.nobody" in {*told, *notes(again, "untranslated")}, section
 
 
