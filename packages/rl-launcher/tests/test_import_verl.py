@@ -114,7 +114,7 @@ def test_a_command_is_found_behind_variables_comments_and_strings_over_lines(scr
             actor_rollout_ref.model.path=a/b \\
             actor_rollout_ref.rollout.n=4"
         NAME=run${SUFFIX:+"-"}
-        PYTHONPATH=/opt/verl python3 -m verl.trainer.main_ppo $SHARED \\
+        PYTHONPATH=verl-source python3 -m verl.trainer.main_ppo $SHARED \\
             algorithm.adv_estimator=rloo \\ # ["rloo", "grpo"]
             trainer.experiment_name=$NAME
     """.replace("\\\\", "\\")

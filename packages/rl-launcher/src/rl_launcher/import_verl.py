@@ -366,8 +366,8 @@ def _objective(source: Source, estimator: str, *, generations: int) -> dict[str,
         objective["selection"] = {"groups_without_signal": "drop"}
         if (most := source.take("algorithm.filter_groups.max_num_gen_batches")) and most > 0:
             objective["selection"]["max_generation_batches"] = most
-        of_reward = {None, "acc", "score", "seq_reward", "seq_final_reward"}
-        if source.take("algorithm.filter_groups.metric") not in of_reward:
+        by_reward = {None, "acc", "score", "seq_reward", "seq_final_reward"}
+        if source.take("algorithm.filter_groups.metric") not in by_reward:
             source.untranslated("algorithm.filter_groups.metric", "groups are told apart by the reward")
     return objective
 
