@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rl_algorithms import corrections
 from rl_algorithms.kl import kl_estimate
 from rl_algorithms.losses import Counts, token_weights
+from rl_algorithms.objective import KLConfig, Objective
 
 VOCABULARY = 7
 LOGP = st.floats(-30, 0, allow_nan=False)
@@ -79,6 +80,42 @@ def test_a_token_that_the_reference_rules_out_pushes_back(estimator, value, slop
     found.sum().backward()
     assert found.item() == pytest.approx(value)
     assert logp.grad.item() == pytest.approx(slope)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("difference", [-25.0, -4.0, 0.5, 2.0, 21.0])
+def test_within_limits_a_kl_is_that_of_nemo_rl(estimator, difference):
+    """Theirs, in a line: the difference within 20, the estimate of it within 10; a token beyond has no gradient."""
+    reference = torch.tensor([-30.0], dtype=torch.float64)
+    logp, theirs = ((reference - difference).requires_grad_() for _ in range(2))
+    held = (reference - theirs).clamp(-20.0, 20.0)
+    expected = {"k1": -held, "k2": held.square() / 2, "k3": held.exp() - 1 - held}[estimator].clamp(-10.0, 10.0)
+    found = KLConfig(estimator=estimator, log_ratio_limit=20.0, limit=10.0).estimate(
+        {"logp": logp, "logp_ref": reference, "ratio": None, "mask": torch.ones(1, dtype=torch.bool)}
+    )
+    torch.testing.assert_close(found, expected)
+    for value in (found, expected):
+        value.sum().backward()
+    torch.testing.assert_close(logp.grad, theirs.grad)
+
+
+def test_a_token_beyond_the_limit_gives_its_ratio_no_gradient_either():
+    logp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    ratio = torch.exp(logp - logp.detach())
+    known = {"logp": logp, "logp_ref": torch.tensor([-26.0, -1.5]), "ratio": ratio, "mask": torch.ones(2).bool()}
+    found = KLConfig(estimator="k3_unbiased", log_ratio_limit=20.0).estimate(known)
+    found.sum().backward()
+    assert found[0].item() == pytest.approx(19.0)
+    assert logp.grad[0].item() == 0.0
+    assert logp.grad[1].item() != 0.0
+
+
+def test_a_limit_is_in_the_formula_and_must_be_positive():
+    text = Objective(kl=KLConfig(weight=0.01, limit=10.0, log_ratio_limit=20.0)).explain()
+    assert "0.01 * clip((exp(logp_ref - logp) - (logp_ref - logp) - 1), -10, 10)" in text
+    assert "logp_ref - logp is within +-20" in text
+    with pytest.raises(ValueError, match=r"limit=0.0 must be > 0"):
+        KLConfig(limit=0.0)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_unbiased"])

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from rl_generation.cache_layers import CacheLayer
 from rl_generation.embedded.inspection import cache_argument
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.memory import EngineMemory, default_cpu_cache_bytes, estimate_memory
+from rl_generation.memory import (
+    EngineMemory,
+    default_cpu_cache_bytes,
+    default_gpu_memory_utilization,
+    estimate_memory,
+)
 
 SHAPE = {
     "vocab_size": 260,
@@ -280,3 +285,11 @@ def test_a_cpu_cache_that_nobody_sized_holds_a_response_of_full_length_and_stays
         assert given <= 4 * 2**30 or memory.full_length_sequences < 2
     few = default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=4096, max_num_seqs=1)
     assert few < default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=4096)
+
+
+def test_an_engine_on_a_gpu_leaves_room_for_the_weights_that_a_refit_stages():
+    gib = 2**30
+    share = default_gpu_memory_utilization(16 * gib, device_bytes=80 * gib)
+    assert share == 0.72
+    assert share * 80 * gib + 16 * gib <= 0.92 * 80 * gib
+    assert default_gpu_memory_utilization(90 * gib, device_bytes=80 * gib) == 0.01, "vLLM says then what does not fit"

@@ -88,9 +88,29 @@ def test_a_command_in_a_script_is_found_with_its_processes(tmp_path):
     assert translation.yaml.startswith("# Translated from run.sh of TRL by `rl-launcher import-trl`.")
 
 
+def test_what_changes_a_run_is_never_said_to_have_no_effect(tmp_path):
+    keys = "optim: adafactor\ngeneration_kwargs: {repetition_penalty: 1.1}\nsync_ref_model: true\neos_token: <end>\n"
+    trackers = "report_to: [trackio, mlflow, swanlab]\nrun_name: first\n"
+    text = textwrap.dedent(YAML).replace("report_to: [wandb]\nrun_name: first\n", trackers) + keys
+    translation = translate(written(tmp_path, text, "grpo.yaml"), algorithm="grpo")
+    assert translation.problems == ()
+    told = {note.key: note.value for note in translation.of("untranslated")}
+    assert {"optim", "generation_kwargs", "sync_ref_model", "eos_token"} <= {key.partition(".")[0] for key in told}
+    assert told["report_to"] == "swanlab"
+    logger = translation.recipe["logger"]
+    assert (logger["trackio"], logger["mlflow"]["run_name"]) == ({"project": "trl", "name": "first"}, "first")
+    assert translation.recipe["grpo"]["objective"]["selection"] == {"groups_without_signal": "keep"}
+
+
 @pytest.mark.parametrize(
     ("command", "stage"),
-    [("trl sft", "sft"), ("trl kto", "kto"), ("trl reward", "reward_model"), ("python trl/scripts/grpo.py", "grpo")],
+    [
+        ("trl sft", "sft"),
+        ("trl kto", "kto"),
+        ("trl reward", "reward_model"),
+        ("python trl/scripts/grpo.py", "grpo"),
+        ("python examples/scripts/sft_gpt_oss.py", "sft"),
+    ],
 )
 def test_each_of_their_commands_becomes_its_stage(tmp_path, command, stage):
     text = f"{command} --model_name_or_path a/b --dataset_name c/d --learning_rate 1e-5 --max_steps 7"
@@ -106,6 +126,7 @@ def test_each_of_their_commands_becomes_its_stage(tmp_path, command, stage):
         ("a: 1", "a.yaml", "does not say which trainer"),
         ("nothing here", "a.sh", "holds no command"),
         ("trl gkd --model_name_or_path a/b", "a.sh", "a recipe has no such stage"),
+        ("python examples/scripts/dpo_vlm.py --model_name_or_path a/b", "a.sh", "trains on images"),
         ("trl sft --dataset_name a/b", "a.sh", "names no model"),
         ("trl sft --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct", "a.sh", "supports text only"),
     ],

@@ -101,6 +101,65 @@ def test_grpo_is_translated_and_loads_as_a_recipe(script, tmp_path):
     assert recipe.logger.wandb.project == "mine"
 
 
+def test_groups_of_equal_rewards_stay_unless_the_script_filters_them(script):
+    """As in verl: ours leaves them out by default, which would change what the loss is divided by."""
+    assert translate(script()).recipe["grpo"]["objective"]["selection"] == {"groups_without_signal": "keep"}
+    filtered = GRPO.replace("adv_estimator=grpo", "adv_estimator=grpo algorithm.filter_groups.enable=True")
+    assert translate(script(filtered)).recipe["grpo"]["objective"]["selection"] == {"groups_without_signal": "drop"}
+
+
+def test_a_command_is_found_behind_variables_comments_and_strings_over_lines(script):
+    text = """
+        SHARED="
+            actor_rollout_ref.model.path=a/b \\
+            actor_rollout_ref.rollout.n=4"
+        NAME=run${SUFFIX:+"-"}
+        PYTHONPATH=verl-source python3 -m verl.trainer.main_ppo $SHARED \\
+            algorithm.adv_estimator=rloo \\ # ["rloo", "grpo"]
+            trainer.experiment_name=$NAME
+    """.replace("\\\\", "\\")
+    translation = translate(script(text))
+    assert translation.problems == ()
+    assert translation.recipe["policy"]["model_name"] == "a/b"
+    assert translation.recipe["grpo"]["objective"]["advantage"]["baseline"] == "leave_one_out"
+    assert translation.recipe["run_dir"] == "runs/run"
+    assert not translation.of("untranslated")
+
+
+def test_a_model_that_the_script_leaves_empty_is_to_be_filled_in(script):
+    translation = translate(script(GRPO.replace("Qwen/Qwen2.5-7B-Instruct", "$MODEL").replace("set -x", "MODEL=")))
+    assert "policy.model_name" in {note.key for note in translation.of("fill_in")}
+
+
+def test_one_response_to_each_prompt_is_learned_from_by_its_reward(script):
+    translation = translate(script(GRPO.replace("rollout.n=5", "rollout.n=1")))
+    assert translation.problems == ()
+    assert translation.recipe["grpo"]["objective"]["advantage"] == {"baseline": "none", "scale": "none"}
+
+
+def test_megatron_has_sequence_parallelism_and_adapters_as_theirs_does(script):
+    text = GRPO.replace("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora.rank=32")
+    text = text.replace(
+        "trainer.test_freq=5",
+        "--config-name=ppo_megatron_trainer "
+        + " ".join(
+            f"actor_rollout_ref.actor.megatron.{key}=2"
+            for key in ("tensor_model_parallel_size", "expert_model_parallel_size")
+        ),
+    )
+    translation = translate(script(text))
+    assert translation.problems == ()
+    backend = translation.recipe["policy"]["megatron_cfg"]
+    assert backend["sequence_parallel"] is True
+    assert (backend["lora_cfg"]["rank"], backend["transformer_impl"]) == (32, "local")
+
+
+def test_a_tracker_that_is_not_here_is_told(script):
+    told = translate(script(GRPO.replace('"console","wandb"', '"console","swanlab","mlflow"')))
+    assert [note.value for note in told.of("untranslated") if note.key == "trainer.logger"] == ["swanlab"]
+    assert told.recipe["logger"]["mlflow_enabled"] is True
+
+
 def test_every_override_is_translated_or_noted(script):
     translation = translate(script())
     assert "actor_rollout_ref.rollout.warp_drive=3: no rule of the translation knows this key" in translation.report()

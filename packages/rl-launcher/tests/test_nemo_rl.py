@@ -105,8 +105,11 @@ def test_what_differs_is_told_with_its_reason_and_stands_in_the_file(tmp_path):
     translation = translate(written(tmp_path))
     untranslated = notes(translation, "untranslated")
     assert "no such thing" in untranslated["grpo.warp_drive"]
-    assert "not clamped" in untranslated["loss_fn.kl_input_clamp_value"]
-    assert "loss_fn.kl_output_clamp_value" not in untranslated
+    assert not any(key.startswith("loss_fn.kl_") for key in untranslated)
+    kl = translation.recipe["grpo"]["objective"]["kl"]
+    assert (kl["log_ratio_limit"], kl["limit"]) == (20.0, 10.0)  # the second is a default of theirs
+    without = BASE.replace("kl_input_clamp_value: 20.0", "kl_input_clamp_value: null, kl_output_clamp_value: null")
+    assert "limit" not in str(translate(written(tmp_path, without)).recipe["grpo"]["objective"]["kl"])
     assert "grpo.warp_drive=3" in translation.yaml
     assert "grpo.warp_drive=3" in translation.report()
 
@@ -125,7 +128,10 @@ def test_every_key_of_theirs_is_translated_or_noted(tmp_path):
             )
         )
         again = translate(file)
-        assert f"{section}.nobody" in notes(again, "untranslated"), section
+        # Environments are one note, which names them.
+        environments = [str(note.value) for note in again.of("untranslated") if note.key == "env"]
+        told = {f"env.{name}" for names in environments for name in names.split(", ")}
+        assert f"{section}.nobody" in {*told, *notes(again, "untranslated")}, section
 
 
 @pytest.mark.parametrize("section", ["dtensor_cfg", "megatron_cfg", "generation.vllm_cfg", "generation.vllm_cfg.deep"])
@@ -213,6 +219,45 @@ def test_megatron_is_translated_with_its_optimizer(tmp_path):
     assert notes(translation, "dropped")["policy.optimizer"] == "of the other backend"
 
 
+EXPERTS = """
+    defaults: theirs.yaml
+    policy:
+      model_name: Qwen/Qwen3-30B-A3B
+      dtensor_cfg: {enabled: false}
+      tokenizer: {name: "${policy.model_name}", chat_template: default}
+      megatron_cfg:
+        enabled: true
+        freeze_moe_router: true
+        pipeline_model_parallel_size: 4
+        num_layers_in_first_pipeline_stage: 7
+        num_layers_in_last_pipeline_stage: 5
+        peft: {enabled: true, dim: 16, alpha: 64, target_modules: [], dropout: 0.0}
+"""
+
+
+def test_frozen_routers_uneven_stages_and_adapters_of_megatron_are_translated(tmp_path):
+    written(tmp_path)
+    translation = translate(written(tmp_path, EXPERTS, "experts.yaml"))
+    assert translation.problems == ()
+    backend = translation.recipe["policy"]["megatron_cfg"]
+    assert backend["freeze_moe_router"] is True
+    assert (backend["num_layers_in_first_pipeline_stage"], backend["num_layers_in_last_pipeline_stage"]) == (7, 5)
+    assert backend["lora_cfg"] == {"rank": 16, "alpha": 64, "base_dtype": "bfloat16"}
+    assert backend["transformer_impl"] == "local"
+    assert not any("tokenizer" in key for key in notes(translation, "untranslated"))  # its own template is what is used
+    fused = EXPERTS.replace("target_modules: []", "target_modules: [linear_qkv]")
+    told = notes(translate(written(tmp_path, fused, "fused.yaml")), "untranslated")
+    assert "all linear layers" in told["policy.megatron_cfg.peft.target_modules"]
+    dense = translate(written(tmp_path, EXPERTS.replace("Qwen3-30B-A3B", "Qwen3-8B"), "dense.yaml"))
+    assert "freeze_moe_router" not in dense.recipe["policy"]["megatron_cfg"]
+    assert notes(dense, "dropped")["policy.megatron_cfg.freeze_moe_router"] == "the model has no experts"
+
+
+def test_without_a_template_of_roles_prompts_are_plain(tmp_path):
+    text = BASE.replace('tokenizer: {name: "${policy.model_name}"}', "tokenizer: {chat_template: null}")
+    assert translate(written(tmp_path, text)).recipe["data"]["prompt_format"] == "plain"
+
+
 ADAPTERS = """
     defaults: theirs.yaml
     policy:
@@ -260,7 +305,7 @@ def test_keys_that_name_kernels_are_translated_or_told(tmp_path):
     te = KERNELS.replace("PACKED", "true").replace("attn_implementation: flash_attention_2", "backend: {attn: te}")
     assert (
         "no kernel here is 'te'"
-        in notes(translate(written(tmp_path, te, "te.yaml")), "untranslated")[
+        in notes(translate(written(tmp_path, te, "te.yaml")), "dropped")[
             "policy.dtensor_cfg.automodel_kwargs.backend.attn"
         ]
     )
@@ -323,6 +368,7 @@ def test_sft_dpo_and_distillation_have_stages_too(tmp_path):
     assert distilled.problems == ()
     stage = distilled.recipe["distill"]
     assert (stage["k"], stage["beta"], stage["interpolation"]) == (32, 0.75, "mixed")  # theirs weighs forward KL
+    assert stage["tail"] == "renormalize"  # as theirs does unless told otherwise
     assert stage["teacher"] == {"model_name": "a/big"}
 
 

@@ -269,3 +269,16 @@ def test_the_folder_at_the_root_is_that_of_the_package(request):
     if not root.exists():
         pytest.skip("only the repository has it; an unpacked package has its own folder alone")
     assert root.resolve() == Path(SCHEMA_FILE).parent.resolve()
+
+
+@pytest.mark.parametrize("name", ["grpo-8gpu-colocated", "grpo-8gpu-separate", "grpo-1gpu-vllm", "distill"])
+def test_a_file_of_ones_own_is_not_read_as_the_data_set_of_the_recipe(name):
+    """The command of the README: what a shipped recipe says of its own data set does not apply to another one."""
+    overrides = ["data.source=rows.jsonl", "env.reward=reward.py:score", "policy.model_name=./my-model"]
+    resolved = load_recipe(shipped_recipes()[name], schema=Recipe, overrides=overrides)
+    data = resolved.value.data
+    assert (data.split, data.name, data.columns, data.held_out_split) == (None, None, {}, None)
+    assert "data.split, data.name, data.columns, data.held_out_split" in "\n".join(resolved.notes)
+    overrides.append("data.columns={prompt: q}")
+    assert load_recipe(shipped_recipes()[name], schema=Recipe, overrides=overrides).value.data.columns == {"prompt": "q"}
+    assert load_recipe(shipped_recipes()[name], schema=Recipe).value.data.split == "train"

@@ -14,6 +14,7 @@ and its gradient, again that of the KL (DeepSeek-V3.2; TRL's `use_bias_correctio
 Implementations bound them differently. verl's k3 and all of NeMo-RL's hold d within 20 and the estimate within 10 of 0:
 a token beyond has no gradient, that is one which the reference rules out. TRL bounds nothing. Here only e^d is bounded,
 in k3 at d = 20, where the policy sampled what it all but rules out; a token that the reference rules out costs -d - 1.
+`kl.log_ratio_limit=20` and `kl.limit=10` bound an objective's KL as they do.
 
 Axes: any.
 """

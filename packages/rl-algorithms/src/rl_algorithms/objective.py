@@ -7,9 +7,13 @@ dataclass that refuses what means nothing; `Objective` refuses what does not go 
 formulas of the pieces that run. `presets` has the published compositions by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from rl_algorithms import advantages, losses  # noqa: F401 - they register their pieces
 from rl_algorithms.advantages import Baseline, Scale
@@ -240,8 +244,16 @@ class KLConfig:
     place: Literal["loss", "reward"] = "loss"
     """`reward`: subtracted from the reward before anything is compared, without a gradient of its own."""
 
+    log_ratio_limit: float | None = None
+    """`logp_ref - logp` of a token is held within +- this before it is estimated from, and a token beyond has no
+    gradient. NeMo-RL and verl hold it within 20; see `rl_algorithms.kl` for what is bounded without it."""
+
+    limit: float | None = None
+    """The estimate of a token is held within +- this, in nats, and a token beyond has no gradient. NeMo-RL and verl
+    hold it within 10: a token that the reference rules out then costs no more, and is not learned from."""
+
     def __post_init__(self) -> None:
-        check_fields(self, at_least={"weight": 0})
+        check_fields(self, at_least={"weight": 0}, above={"log_ratio_limit": 0, "limit": 0})
         piece = self.piece
         if self.place == "reward" and "ratio" in piece.inputs:
             raise ValueError(
@@ -253,6 +265,30 @@ class KLConfig:
     def piece(self) -> Piece:
         """What estimates the KL."""
         return _named("estimator", "kl", self.estimator)
+
+    @property
+    def formula(self) -> str:
+        """The estimate of a token, as text."""
+        text = self.piece.explain({})
+        return text if self.limit is None else f"clip({text}, {-self.limit:g}, {self.limit:g})"
+
+    def estimate(self, available: Mapping[str, Any]) -> Float[Tensor, "B T"]:
+        """The estimate of each token in nats, within the limits.
+
+        Args:
+            available: the tensors that a piece of kind "kl" may ask for, `rl_algorithms.pieces.KINDS`.
+        """
+        if self.log_ratio_limit is not None:
+            logp, logp_ref, ratio = available["logp"], available["logp_ref"].detach(), available.get("ratio")
+            difference = (logp_ref - logp).detach()
+            inside = difference.abs() <= self.log_ratio_limit
+            # Within the limit `logp` itself, and not what is left after two subtractions.
+            held = logp_ref - difference.clamp(-self.log_ratio_limit, self.log_ratio_limit)
+            available = {**available, "logp": torch.where(inside, logp, held)}
+            if ratio is not None:
+                available["ratio"] = torch.where(inside, ratio, ratio.detach())
+        found: Tensor = self.piece(available, {})
+        return found if self.limit is None else found.clamp(-self.limit, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,7 +526,7 @@ def _explain_reward(objective: Objective) -> str:
         end, buffer = objective.overlong.max_length, objective.overlong.buffer
         terms.append(f"{objective.overlong.penalty:g} * clip((tokens - {end - buffer}) / {buffer}, 0, 1)")
     if objective.kl.weight > 0 and objective.kl.place == "reward":
-        terms.append(f"{objective.kl.weight:g} * {objective.kl.piece.explain({})}")
+        terms.append(f"{objective.kl.weight:g} * {objective.kl.formula}")
     return " - ".join(terms)
 
 
@@ -535,7 +571,7 @@ def _explain_loss(objective: Objective) -> str:
     kl = objective.kl
     inside = "l"
     if kl.weight > 0 and kl.place == "loss":
-        inside = f"(l + {kl.weight:g} * {kl.piece.explain({})})"
+        inside = f"(l + {kl.weight:g} * {kl.formula})"
     piece = objective.aggregation_piece
     # The formula of an aggregation is of a bare l, which is one word of it.
     text = piece.explain(piece.bound(options={}, max_length=objective.max_length))
@@ -556,6 +592,8 @@ def _notes(objective: Objective) -> Iterator[str]:
     kl = objective.kl
     if kl.weight > 0 and kl.place == "loss" and kl.estimator == "k1":
         yield ("the expected gradient of k1 in the loss is 0 on-policy: it holds the policy to nothing; take k2 or k3")
+    if kl.weight > 0 and kl.log_ratio_limit is not None:
+        yield f"in the KL logp_ref - logp is within +-{kl.log_ratio_limit:g}; a token beyond has no gradient"
     if objective.aggregation == "seq-mean-token-sum-norm":
         yield (
             "verl's mode of this name does not divide by N_seq: its loss and gradient are N_seq times larger than here"

@@ -221,7 +221,7 @@ def reward_tokens(
     if objective.kl.weight > 0 and objective.kl.place == "reward" and len(rewards):
         logp = examples.logp_proximal if objective.ratio.proximal == "recomputed" else examples.logp_old
         known = {"logp": torch.where(kept.response, logp, 0.0), "mask": kept.response}
-        kl = objective.kl.piece({**known, "logp_ref": torch.where(kept.response, examples.logp_ref, 0.0)}, {})
+        kl = objective.kl.estimate({**known, "logp_ref": torch.where(kept.response, examples.logp_ref, 0.0)})
         rewards -= objective.kl.weight * torch.where(kept.response, kl, 0.0).double()
 
     if objective.selection.mask_truncated:
@@ -371,7 +371,7 @@ def token_losses(
     if objective.kl.weight > 0:
         logp_ref = torch.where(mask, examples.logp_ref.to(logp.dtype), 0.0)
         if objective.kl.place == "loss":
-            kl = objective.kl.piece({**available, "logp_ref": logp_ref}, {})
+            kl = objective.kl.estimate({**available, "logp_ref": logp_ref})
             per_token = per_token + objective.kl.weight * kl
         sums["kl_reference"] = k3(logp.detach(), logp_ref).sum()  # both are 0 off the mask
 

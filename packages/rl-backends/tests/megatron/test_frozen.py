@@ -53,6 +53,27 @@ def test_what_is_frozen_stays_and_is_no_part_of_the_norm(world, make):
             assert same != before[held.name].requires_grad, held.name
 
 
+def test_frozen_routers_choose_experts_as_before_and_the_rest_learns(world, make):
+    model = world.make_model("Qwen3Moe")
+    backend = make(model, freeze_moe_router=True)
+    backend.start_training(ADAMW, num_steps=2)
+    step(world, backend)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    moved = {
+        held.name: not torch.equal(held.boxes()[0].of_local(held.local), before[held.name])
+        for held in backend.shards()
+        if len(held.boxes()) == 1
+    }
+    routers = {name for name in moved if name.endswith("mlp.gate.weight")}
+    assert len(routers) == model.config.num_hidden_layers
+    assert {name for name, has_moved in moved.items() if not has_moved} == routers
+
+
+def test_a_router_of_a_model_without_experts_is_not_frozen(world, make):
+    with pytest.raises(ModelError, match=r"freeze_moe_router=True, and the model has no experts; leave it out"):
+        make(world.make_model("Qwen3"), freeze_moe_router=True)
+
+
 def test_a_part_of_a_fused_parameter_is_not_frozen_alone(world, make):
     model = world.make_model("Qwen3")
     model.model.layers[0].self_attn.q_proj.requires_grad_(requires_grad=False)

@@ -16,7 +16,12 @@ from rl_generation.errors import (
     TimedOutSample,
 )
 from rl_generation.loading import EngineSpec, load_engine, load_transformers_engine
-from rl_generation.memory import EngineMemory, default_cpu_cache_bytes, estimate_memory
+from rl_generation.memory import (
+    EngineMemory,
+    default_cpu_cache_bytes,
+    default_gpu_memory_utilization,
+    estimate_memory,
+)
 from rl_generation.metrics_timeline import MetricsTimeline
 from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_for
 from rl_generation.remote import RemoteEngine
@@ -69,6 +74,7 @@ __all__ = [
     "compare_logp",
     "decode_rollout",
     "default_cpu_cache_bytes",
+    "default_gpu_memory_utilization",
     "encode_chat",
     "encode_text",
     "estimate_memory",

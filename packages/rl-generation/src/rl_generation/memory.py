@@ -9,6 +9,7 @@ step may add, W − 1 + step, and a block more, as a window need not start where
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from rl_generation.parameter_count import as_config, count_parameters, stage_siz
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["EngineMemory", "default_cpu_cache_bytes", "estimate_memory"]
+__all__ = ["EngineMemory", "default_cpu_cache_bytes", "default_gpu_memory_utilization", "estimate_memory"]
 
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -282,6 +283,19 @@ def default_cpu_cache_bytes(
     wanted = max(one * min(max_num_seqs or 8, 8), 256 * 2**20)
     # vLLM keeps one block for itself: a cache of exactly one sequence would not hold it.
     return max(min(wanted, 4 * 2**30), one + memory.sequence_bytes(1))
+
+
+def default_gpu_memory_utilization(weight_bytes: int, *, device_bytes: int) -> float:
+    """Share of a GPU that vLLM takes of an engine which is refitted, where nobody gave one.
+
+    vLLM itself takes 0.92. A refit stages the new weights beside the engine's own, on the same device and outside of
+    this share, and they stay allocated for the next one: so it is less by the weights, rounded down to a hundredth.
+
+    Args:
+        weight_bytes: of the weights of one rank.
+        device_bytes: of memory of its GPU.
+    """
+    return max(math.floor(100 * (0.92 - weight_bytes / device_bytes)) / 100, 0.01)
 
 
 def _cache_bytes(*, given: int | None, device: int | None, share: float, weight_bytes: int) -> int | None:

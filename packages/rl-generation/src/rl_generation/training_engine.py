@@ -290,14 +290,28 @@ def make_training_engine(
             tokenizer=_tokenizer_of(spec) if spec.reads_text and tokenizer is None else tokenizer,
         )
     from rl_generation.checkpoints import load_config
-    from rl_generation.memory import default_cpu_cache_bytes
+    from rl_generation.memory import default_cpu_cache_bytes, default_gpu_memory_utilization, estimate_memory
     from rl_generation.vllm import VllmEngine
     from rl_generation.vllm.timeouts import sample_timeout_s
 
     options = spec.vllm
     if spec.device == "cpu":
         options = replace(options, enforce_eager=True)
-    if spec.device == "cpu" and options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None:
+    is_unsized = options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None
+    if spec.device == "cuda" and is_unsized:
+        from vllm.platforms import current_platform  # asks the driver: no CUDA context, which vLLM could not fork
+
+        weights = estimate_memory(
+            load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code),
+            dtype="bfloat16" if options.dtype == "auto" else options.dtype,
+            tensor_parallel_size=options.tensor_parallel_size,
+            pipeline_parallel_size=options.pipeline_parallel_size,
+            max_model_len=options.max_model_len,
+        ).weight_bytes
+        total = current_platform.get_device_total_memory()
+        share = default_gpu_memory_utilization(weights, device_bytes=total)
+        options = replace(options, gpu_memory_utilization=share)
+    if spec.device == "cpu" and is_unsized:
         config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
         options = replace(
             options,

@@ -40,18 +40,25 @@ LOSSES = {
     "cispo": {"aggregation": "token-mean", "surrogate": "cispo"},
     "dr_grpo": {"aggregation": "seq-mean-token-sum-norm"},
 }
+TRACKERS = {
+    "tensorboard": (),
+    "wandb": ("project", "name"),
+    "mlflow": ("experiment_name", "run_name"),
+    "trackio": ("project", "name"),
+}
+"""Where metrics may be reported, and our keys of the project and the run."""
 NO_EFFECT = {
     "the report, the log and the live view are always there": (
         r"log.*|logging_.*|disable_tqdm|push_to_hub|hub_.*|num_completions_to_print"
     ),
     "the backend decides about it": (
-        r"attn_.*|gradient_checkpointing_kwargs|fsdp.*|deepspeed|ddp_.*|use_liger_.*|tf32|optim|dataloader_.*|packing_.*"
-        r"|remove_unused_columns|per_device_eval_batch_size|accelerator_config|torch_compile.*|eos_token|padding_free"
+        r"attn_.*|gradient_checkpointing_kwargs|fsdp.*|deepspeed|ddp_.*|use_liger_.*|tf32|dataloader_.*|packing_.*"
+        r"|remove_unused_columns|per_device_eval_batch_size|accelerator_config|torch_compile.*|padding_free"
         r"|dataset_num_proc|pad_to_multiple_of|average_tokens_across_devices|precompute_.*|disable_dropout"
     ),
     "the engine decides about it": (
         r"use_vllm|vllm_(mode|server_.*|enable_sleep_mode|max_model_length|model_impl|sync_.*)|ds3_.*|cache_implementation"
-        r"|use_transformers_paged|generation_kwargs|sync_ref_model|steps_per_ref.*|max_prompt_length"
+        r"|use_transformers_paged"
     ),
     "a run always saves what it needs to resume": (
         r"save_strategy|save_total_limit|save_only_model|resume_.*|overwrite_.*|do_.*"
@@ -79,6 +86,10 @@ def translate(file: str | Path, *, algorithm: str | None = None) -> Translation:
     algorithm = algorithm or found
     if algorithm is None:
         raise TRLError(f"{path} does not say which trainer it is for; name one of {', '.join(STAGES)} by --algorithm")
+    if "vlm" in algorithm.split("_"):
+        raise TRLError(f"{path} is for {algorithm}, which trains on images, and a recipe supports text only")
+    if algorithm.startswith("sft_"):
+        algorithm = "sft"  # a script for one model, whose name it ends in
     if algorithm not in STAGES:
         raise TRLError(f"{path} is for {algorithm}, and a recipe has no such stage; {', '.join(STAGES)} are translated")
     source = Source(given)
@@ -187,7 +198,11 @@ def _recipe(source: Source, path: Path, algorithm: str, *, processes: int) -> di
     period = source.take("eval_steps", 0)
     every = period if source.take("eval_strategy", "no") == "steps" else 0
     saves = source.take("save_steps", 500)
-    trackers = _listed(source.take("report_to") or [])
+    trackers = [each for each in _listed(source.take("report_to") or []) if each not in {"none", "all"}]
+    if unknown := [str(each) for each in trackers if each not in TRACKERS]:
+        reason = f"metrics go to the log, {', '.join(TRACKERS)}"
+        source.note("untranslated", "report_to", reason, value=", ".join(unknown))
+    run_name = str(source.take("run_name") or path.stem)
     recipe: dict[str, Any] = {
         "run_dir": str(source.take("output_dir") or f"runs/{path.stem}"),
         "seed": source.take("seed", 42),
@@ -198,11 +213,9 @@ def _recipe(source: Source, path: Path, algorithm: str, *, processes: int) -> di
         "checkpointing": {"save_period": saves if isinstance(saves, int) and saves >= 1 else 0},
         "logger": {"tensorboard_enabled": "tensorboard" in trackers},
     }
-    if "wandb" in trackers:
-        recipe["logger"] |= {
-            "wandb_enabled": True,
-            "wandb": {"project": "trl", "name": str(source.take("run_name") or "")},
-        }
+    for name, keys in TRACKERS.items():
+        if keys and name in trackers:
+            recipe["logger"] |= {f"{name}_enabled": True, name: dict(zip(keys, ("trl", run_name), strict=True))}
     if stage_name == "grpo":
         functions = _listed(source.take("reward_funcs") or [])
         reason = f"theirs are {', '.join(map(str, functions))}" if functions else "theirs are in their script"
@@ -239,7 +252,12 @@ def _grpo(source: Source, algorithm: str, *, rows: int, accumulated: int, proces
         ratio["dual_clip"] = delta
     if str(source.take("importance_sampling_level", "token")).startswith("sequence") or algorithm == "gspo":
         ratio["level"] = "sequence"
-    objective: dict[str, Any] = {"ratio": ratio, "aggregation": loss["aggregation"]}
+    # Groups of equal rewards count in theirs, too.
+    objective: dict[str, Any] = {
+        "ratio": ratio,
+        "aggregation": loss["aggregation"],
+        "selection": {"groups_without_signal": "keep"},
+    }
     if loss["aggregation"] == "seq-mean-token-sum-norm":
         objective["max_length"] = source.peek("max_completion_length", 256)
     if beta := source.take("beta", 0.05 if algorithm == "rloo" else 0.0):
@@ -253,7 +271,7 @@ def _grpo(source: Source, algorithm: str, *, rows: int, accumulated: int, proces
     if scale == "batch":
         source.note("untranslated", "scale_rewards", "rewards are divided by the deviation of their group", value=scale)
     if source.take("mask_truncated_completions"):
-        objective["selection"] = {"mask_truncated": True}
+        objective["selection"]["mask_truncated"] = True
     if {"top_p", "top_k", "min_p"} & source.data.keys():
         ratio["proximal"] = "recomputed"
     return {
@@ -308,6 +326,8 @@ def _optimizer(source: Source, stage: str, *, steps: int) -> dict[str, Any]:
         source.note(
             "untranslated", "warmup_ratio", "a stage of epochs needs warmup_steps as a number", value=share or warmup
         )
+    if not str(name := source.take("optim", "adamw_torch")).startswith("adamw"):
+        source.note("untranslated", "optim", "AdamW is used instead", value=name)
     match source.take("lr_scheduler_type", "linear"):
         case "constant" | "constant_with_warmup":
             ours["schedule"] = "constant"
@@ -357,6 +377,7 @@ def _generation(source: Source) -> dict[str, Any]:
         "max_new_tokens": source.take("max_completion_length", 256),
         "temperature": source.take("temperature", 1.0),
     }
+    source.note("dropped", "max_prompt_length", "data.on_bad_row is about prompts that do not fit")
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := source.take(name)) not in (None, off, -1):
             ours[name] = value

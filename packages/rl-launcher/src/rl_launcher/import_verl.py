@@ -76,7 +76,7 @@ def translate(file: str | Path) -> Translation:
 
 ASSIGNMENT = re.compile(r"^(?:export\s+|declare\s+|local\s+)?([A-Za-z_]\w*)=(.*)$")
 ARRAY = re.compile(r"^([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*$", re.MULTILINE | re.DOTALL)
-VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
+VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=+])([^{}]*))?\}|\$(\w+)")
 ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -97,7 +97,10 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise VerlError(f"{path} cannot be read: {error}") from error
-    text = re.sub(r"\\[ \t]*\n", " ", text)
+    # A comment behind a backslash ends the command in a shell, and is not meant to.
+    text = re.sub(r"\\[ \t]*(?:#[^\n]*)?\n", " ", text)
+    # A string over several lines, as of overrides that several commands share.
+    text = re.sub(r'(?m)^(\w+=)"([^"\n]*\n[^"]*)"', lambda found: f'{found[1]}"{found[2].replace(chr(10), " ")}"', text)
     arrays: dict[str, str] = {}
     for name, inside in ARRAY.findall(text):
         arrays[name] = arrays.get(name, "") + "\n" + inside
@@ -105,11 +108,12 @@ def read(path: Path) -> dict[str, Any]:
     words: list[str] = []
     for line in ARRAY.sub("", text).splitlines():
         found = ASSIGNMENT.match(line.strip())
-        if found and not found[2].startswith("("):
+        if any(TRAINER.search(word) for word in line.split()):  # also behind `NAME=value`, of its environment
+            words = _words(_with_arrays(line, arrays), variables)
+            words = words[next((at for at, word in enumerate(words) if TRAINER.search(word)), 0) :]
+        elif found and not found[2].startswith("("):
             assigned = _words(found[2], variables)
             variables[found[1]] = assigned[0] if assigned else ""
-        elif any(TRAINER.search(word) for word in line.split()) or "main_ppo" in line:
-            words = _words(_with_arrays(line, arrays), variables)
     if not words:
         other = OTHER_TRAINERS.search(text)
         what = f"runs {other[0]}" if other else "runs no verl.trainer.main_ppo"
@@ -144,7 +148,9 @@ def _words(text: str, variables: dict[str, str]) -> list[str]:
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
     def of(found: re.Match[str]) -> str:
-        name, default = found[1] or found[3], found[2]
+        name, sign, default = found[1] or found[4], found[2], found[3]
+        if sign == "+":  # only if the variable is set
+            return default.strip("'\"") if variables.get(name) else ""
         if name in variables:
             return variables[name]
         if default is not None:
@@ -204,7 +210,11 @@ def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _recipe(source: Source, path: Path) -> dict[str, Any]:
+    is_named = source.peek(f"{MODEL}.path", "") != "" or source.peek("model.path", "") != ""
     name = str(source.take(f"{MODEL}.path") or source.take("model.path") or "")
+    if is_named and not name:
+        name = "model"
+        source.note("fill_in", "policy.model_name", "the script leaves it empty", value=name)
     if not name:
         raise VerlError(f"{path} names no model at {MODEL}.path, so it is no recipe")
     if VISION.search(name) or source.peek("data.image_key") is not None:
@@ -213,18 +223,19 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
     stage_name = "ppo" if estimator == "gae" else "grpo"
     prompts = _number(source, "data.train_batch_size", 1024)
     steps = _steps(source, prompts, stage_name)
+    generations = _number(source, f"{ROLLOUT}.n", 1)
     stage: dict[str, Any] = {
         "num_prompts": prompts,
-        "num_generations_per_prompt": _number(source, f"{ROLLOUT}.n", 1),
+        "num_generations_per_prompt": generations,
         "steps_per_generation": steps,
-        "objective": _objective(source, estimator),
+        "objective": _objective(source, estimator, generations=generations),
     }
     if total := source.take("trainer.total_training_steps"):
         stage["max_num_steps"] = total * steps
     epochs = source.take("trainer.total_epochs", 30)
     stage["max_num_epochs"] = epochs
     most = stage.get("max_num_steps", MOST_STEPS)
-    stage["optimizer"] = _optimizer(source, f"{ACTOR}.optim", clip=source.take(f"{ACTOR}.grad_clip", 1.0), steps=most)
+    stage["optimizer"] = _optimizer(source, f"{ACTOR}.optim", clip=_clip(source, ACTOR), steps=most)
     if stage_name == "ppo":
         stage["num_epochs"] = source.take(f"{ACTOR}.ppo_epochs", 1)
         source.take("critic.ppo_epochs")
@@ -233,7 +244,7 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
             "lam": source.take("algorithm.lam", 1.0),
             "clip": source.take("critic.cliprange_value", 0.5),
         }
-        critic = _optimizer(source, "critic.optim", clip=source.take("critic.grad_clip", 1.0), steps=most, lr=1e-5)
+        critic = _optimizer(source, "critic.optim", clip=_clip(source, "critic"), steps=most, lr=1e-5)
         stage["critic"] = {"optimizer": critic}
         if source.peek("critic.model.path", name) != name:
             source.note("untranslated", "critic.model.path", "the critic starts with the policy's weights here")
@@ -242,6 +253,10 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
     project = source.take("trainer.project_name", "verl")
     experiment = source.take("trainer.experiment_name", path.stem)
     loggers = source.take("trainer.logger") or []
+    loggers = loggers if isinstance(loggers, list) else [loggers]
+    if unknown := [str(each) for each in loggers if each not in {"console", "tensorboard", "wandb", "mlflow"}]:
+        reason = "metrics go to the log, TensorBoard, wandb, MLflow or trackio"
+        source.note("untranslated", "trainer.logger", reason, value=", ".join(unknown))
     recipe: dict[str, Any] = {
         "run_dir": str(source.take("trainer.default_local_dir") or f"runs/{experiment}"),
         "policy": {**_policy(source, name), "generation": _generation(source)},
@@ -258,6 +273,9 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
     }
     if "wandb" in loggers:
         recipe["logger"] |= {"wandb_enabled": True, "wandb": {"project": str(project), "name": str(experiment)}}
+    if "mlflow" in loggers:
+        names = {"experiment_name": str(project), "run_name": str(experiment)}
+        recipe["logger"] |= {"mlflow_enabled": True, "mlflow": names}
     if (seed := source.take("data.seed")) is not None:
         recipe["seed"] = seed
     return {**recipe, stage_name: stage}
@@ -271,10 +289,17 @@ def _number(source: Source, key: str, default: int) -> int:
     return default
 
 
+def _clip(source: Source, section: str) -> Any:
+    """The largest norm of a gradient; newer scripts name it with the optimizer."""
+    return source.take(f"{section}.grad_clip", source.take(f"{section}.optim.clip_grad", 1.0))
+
+
 def _steps(source: Source, prompts: int, stage: str) -> int:
     """Optimizer steps on one batch of rollouts."""
     batch = _number(source, f"{ACTOR}.ppo_mini_batch_size", 256)
     epochs = source.peek(f"{ACTOR}.ppo_epochs", 1)
+    if epochs == 1:
+        source.take(f"{ACTOR}.ppo_epochs")
     if prompts % batch:
         source.note("untranslated", f"{ACTOR}.ppo_mini_batch_size", f"{prompts} prompts are no multiple of it")
         return 1
@@ -284,7 +309,7 @@ def _steps(source: Source, prompts: int, stage: str) -> int:
     return int(prompts // batch * epochs)
 
 
-def _objective(source: Source, estimator: str) -> dict[str, Any]:
+def _objective(source: Source, estimator: str, *, generations: int) -> dict[str, Any]:
     clip = source.take(f"{ACTOR}.clip_ratio", 0.2)
     # They recompute the old log-probabilities before the first step of each batch.
     ratio: dict[str, Any] = {
@@ -300,6 +325,7 @@ def _objective(source: Source, estimator: str) -> dict[str, Any]:
             ratio["level"] = "sequence"
         case "cispo":
             ratio["surrogate"] = "cispo"
+            ratio["clip_low"] = min(ratio["clip_low"], 1.0)  # a ratio is at least 0 anyway
             del ratio["dual_clip"]
         case mode:
             source.untranslated(f"{ACTOR}.policy_loss.loss_mode", f"the clipped surrogate is used instead of {mode}")
@@ -328,12 +354,21 @@ def _objective(source: Source, estimator: str) -> dict[str, Any]:
         source.note("untranslated", "algorithm.adv_estimator", "that of grpo is used instead", value=estimator)
     if source.take("algorithm.norm_adv_by_std_in_grpo", default=True) is False and estimator == "grpo":
         advantage["scale"] = "none"
+    if generations == 1 and estimator in {"grpo", "rloo", "reinforce_plus_plus_baseline"}:
+        # Theirs takes the reward of a group of one as it is.
+        advantage |= {"baseline": "none", "scale": "none"}
     objective["advantage"] = advantage
+    if source.take("algorithm.gamma", 1.0) != 1.0 and estimator == "reinforce_plus_plus":
+        source.untranslated("algorithm.gamma", "every token has the whole return here")
+    source.take("algorithm.lam")  # of GAE
+    objective["selection"] = {"groups_without_signal": "keep"}
     if source.take("algorithm.filter_groups.enable"):
         objective["selection"] = {"groups_without_signal": "drop"}
         if (most := source.take("algorithm.filter_groups.max_num_gen_batches")) and most > 0:
             objective["selection"]["max_generation_batches"] = most
-        source.take("algorithm.filter_groups.metric")
+        by_reward = {None, "acc", "score", "seq_reward", "seq_final_reward"}
+        if source.take("algorithm.filter_groups.metric") not in by_reward:
+            source.untranslated("algorithm.filter_groups.metric", "groups are told apart by the reward")
     return objective
 
 
@@ -357,8 +392,8 @@ def _optimizer(source: Source, section: str, *, clip: Any, steps: int, lr: float
             ours["warmup_steps"] = int(share * steps)
         else:
             source.untranslated(f"{section}.lr_warmup_steps_ratio", "a stage of epochs needs warmup_steps as a number")
-    style = source.take(f"{section}.lr_scheduler_type", source.take(f"{section}.warmup_style", "constant"))
-    source.take(f"{section}.warmup_style")
+    usual = source.take(f"{section}.warmup_style", source.take(f"{section}.lr_decay_style", "constant"))
+    style = source.take(f"{section}.lr_scheduler_type", usual)
     ratio = source.take(f"{section}.min_lr_ratio", 0.0)
     if style == "cosine":
         ours |= {"schedule": "cosine", "final_lr_ratio": ratio or 0.0}
@@ -385,12 +420,18 @@ def _policy(source: Source, name: str) -> dict[str, Any]:
             size = source.take(f"{ACTOR}.megatron.{key}_{'' if key == 'context' else 'model_'}parallel_size")
             if isinstance(size, int):
                 backend[f"{key}_{'' if key == 'context' else 'model_'}parallel_size"] = size
+        if backend.get("tensor_model_parallel_size", 1) > 1:
+            backend["sequence_parallel"] = bool(source.take(f"{ACTOR}.megatron.sequence_parallel", default=True))
         experts = source.take(f"{ACTOR}.megatron.expert_model_parallel_size")
         if isinstance(experts, int):
             backend["expert_model_parallel_size"] = experts
         kind = source.take(f"{ACTOR}.megatron.override_transformer_config.recompute_granularity")
         if kind or recompute:
             backend["recompute_granularity"] = kind or "full"
+        if isinstance(adapters := source.take(f"{MODEL}.lora.rank", 0), int) and adapters > 0:
+            backend["lora_cfg"] = {"rank": adapters, "alpha": source.take(f"{MODEL}.lora.alpha", 32)}
+            backend["lora_cfg"]["base_dtype"] = backend["precision"]
+            backend["transformer_impl"] = "local"  # adapters are in plain torch's layers
         return {**ours, "dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True, **backend}}
     if packed:
         backend["sequence_packing"] = True
@@ -424,6 +465,8 @@ def _generation(source: Source) -> dict[str, Any]:
     given = {name: source.take(f"{ROLLOUT}.{name}") for name in names}
     vllm: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, int | float)}
     vllm["tensor_parallel_size"] = _number(source, f"{ROLLOUT}.tensor_model_parallel_size", 2)
+    if _number(source, f"{ROLLOUT}.expert_parallel_size", 1) > 1:
+        vllm["enable_expert_parallel"] = True
     if (stages := _number(source, f"{ROLLOUT}.pipeline_model_parallel_size", 1)) > 1:
         vllm["pipeline_parallel_size"] = stages
     length = source.take(f"{ROLLOUT}.max_model_len")
@@ -510,7 +553,8 @@ def _reward_shaping(source: Source, objective: dict[str, Any]) -> None:
     for section in ("reward_model", "reward.reward_model"):
         overlong = f"{section}.reward_kwargs.overlong_buffer_cfg"
         limit = source.take(f"{section}.reward_kwargs.max_resp_len") or source.peek("data.max_response_length")
-        source.take(f"{section}.reward_manager")
+        if source.take(f"{section}.reward_manager") not in {None, "naive", "dapo", "batch"}:
+            source.untranslated(f"{section}.reward_manager", "rewards are a function of env.reward")
         length, factor = source.take(f"{overlong}.len", 0), source.take(f"{overlong}.penalty_factor", 1.0)
         source.take(f"{overlong}.log")
         if source.take(f"{overlong}.enable") and isinstance(limit, int) and isinstance(length, int) and length:

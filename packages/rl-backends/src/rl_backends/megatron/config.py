@@ -185,6 +185,10 @@ class MegatronConfig:
     moe_router_fusion: bool = False
     """Choosing experts in one kernel of Transformer Engine."""
 
+    freeze_moe_router: bool = False
+    """Leave the weights that choose experts as they are, so that trainer and engine choose alike for longer. Refused of
+    a model without experts."""
+
     gradient_accumulation_fusion: bool = False
     """Add weight gradients to their float32 sum inside the matrix multiplication; needs Transformer Engine."""
 

@@ -196,8 +196,14 @@ def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
     return wrapped
 
 
+ROUTER = "mlp.router.weight"
+
+
 def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | None, *, config: MegatronConfig) -> None:
-    """Make parameters require a gradient as those of `skeleton` do; none of them where it is None."""
+    """Make parameters require a gradient as those of `skeleton` do; none of them where it is None.
+
+    Routers do not where the configuration freezes them.
+    """
     if skeleton is None:
         gpt.requires_grad_(requires_grad=False)
         return
@@ -214,7 +220,8 @@ def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | Non
                 f"{frozen} is frozen, and Megatron holds it in {megatron_name} together with what is not: freeze all "
                 f"of {', '.join(each.name for each in several)}, or none"
             )
-        several[0].parameter.requires_grad = flags.pop()
+        is_router = config.freeze_moe_router and megatron_name.endswith(ROUTER)
+        several[0].parameter.requires_grad = flags.pop() and not is_router
     embedding = parts.get("embedding.word_embeddings.weight")
     if config.recompute_granularity == "full" and embedding and not embedding[0].parameter.requires_grad:
         # A layer is computed again only where its input requires a gradient, which that of a frozen embedding does not.

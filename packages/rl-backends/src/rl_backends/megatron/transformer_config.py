@@ -65,6 +65,8 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
         problems.append(str(problem))
     if expert_ranks > 1 and not experts:
         problems.append(f"expert_model_parallel_size={expert_ranks}, and the model has no experts; set it to 1")
+    if config.freeze_moe_router and not experts:
+        problems.append("freeze_moe_router=True, and the model has no experts; leave it out")
     if experts and tensor > 1 and not config.sequence_parallel:
         problems.append(
             f"tensor_model_parallel_size={tensor} of a mixture of experts needs sequence_parallel=True, or its ranks "

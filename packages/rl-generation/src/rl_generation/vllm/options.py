@@ -83,8 +83,9 @@ class VllmOptions:
     """Answers generated at once; more is faster until memory or computation is full. None leaves it to vLLM."""
 
     gpu_memory_utilization: float | None = None
-    """Share of the device's memory for weights and cache; lower leaves room for a trainer beside it. None leaves it to
-    vLLM (0.92)."""
+    """Share of the device's memory for weights and cache; lower leaves room for a trainer beside it. A refit stages the
+    new weights outside of this share. None is vLLM's own 0.92, or of an engine beside a trainer, on a GPU, 0.92 less
+    the weights."""
 
     kv_cache_memory_bytes: int | None = None
     """Size of the key/value cache of each rank, and `gpu_memory_utilization` is ignored; on a CPU always give it, or

@@ -5,7 +5,7 @@ efficiencies; they are a roofline, to compare recipes and to see what a step is 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from rl_backends.least_memory import least_memory
 from rl_backends.loading import open_model
 from rl_backends.lora import AdapterSize
 from rl_backends.metrics.flops import ModelFlops, peak_flops_per_s
-from rl_generation import EngineMemory, EngineOptionError, estimate_memory
+from rl_generation import EngineMemory, EngineOptionError, default_gpu_memory_utilization, estimate_memory
 from rl_generation import ModelError as EngineModelError
 from rl_launcher.build.models import copies_reference
 from rl_launcher.errors import Refusal
@@ -101,6 +101,8 @@ def budget(
     rank_peak_bytes: int | None,
     engine: EngineMemory,
     adapters: AdapterSize | None = None,
+    peak_with: Callable[..., int | None] | None = None,
+    microbatch_rows: int = 1,
 ) -> Budget:
     """Compare a recipe with a GPU.
 
@@ -112,6 +114,8 @@ def budget(
         rank_peak_bytes: of a rank's GPU memory in one step; None if it is not known.
         engine: the memory of one rank of an engine.
         adapters: what is trained instead of the weights.
+        peak_with: `rank_peak_bytes` with fields of `policy.dtensor_cfg` changed; what is proposed was tried by it.
+        microbatch_rows: rows of a microbatch, which its tokens may bound below `micro_batch_size`.
     """
     if placement.device != "cuda":
         raise Refusal(
@@ -137,22 +141,25 @@ def budget(
     ]
     nodes = host_needs(recipe, placement, parameters=parameters, trainer_bytes=least.trainer_bytes, engine=engine)
     host, shm = max(nodes)
-    lines.append(f"host memory of a node: {_gib(host)}, of which /dev/shm {_gib(shm)} (refits are staged there)")
-    refusal = None
-    if lacking := [name for name, (taken, _) in phases.items() if taken > room]:
+    lines.append(f"host memory of a node: {_gib(host)}, of which /dev/shm {_gib(shm)}")
+    reasons = []
+    for phase in (name for name, (taken, _) in phases.items() if taken > room):
         change = _smallest_change(
             recipe,
             placement,
             gpu=gpu,
-            lacking=lacking[0],
+            lacking=phase,
             peak=peak,
             state=least.trainer_bytes // ranks,
             weights=least.weight_bytes // ranks,
             engine=engine,
+            peak_with=peak_with,
+            microbatch_rows=microbatch_rows,
         )
-        taken = phases[lacking[0]][0]
-        refusal = f"while {lacking[0]}, a GPU needs {_gib(taken)} and has {_gib(room)}; the smallest change: {change}"
-        lines.append(refusal)
+        needs = f"while {phase}, a GPU needs {_gib(phases[phase][0])} and has {_gib(room)}"
+        reasons.append(f"{needs}; the smallest change: {change}")
+    lines += reasons
+    refusal = "; ".join(reasons) or None
     times, throughput = _times(recipe, skeleton, placement, gpu=gpu, parameters=parameters, engine=engine)
     lines += throughput
     return Budget(
@@ -173,22 +180,24 @@ def host_needs(
 ) -> list[tuple[int, int]]:
     """Bytes of host memory that each node needs, and those of /dev/shm among them.
 
-    vLLM's sink stages the new weights of each engine in shared memory, in the dtype of the engine; colocated trainers
-    and sleeping engines wait in host memory while the other works. Of an engine on several nodes each has its share.
+    Colocated trainers and sleeping engines wait in host memory while the other works. On CPUs engines have their
+    weights there, twice: a refit stages the new ones beside the old. In /dev/shm are the slots in which weights travel,
+    and what Ray's object store holds of a batch. Of an engine on several nodes each has its share.
     """
     needs = []
     size = recipe.policy.generation.ranks_per_engine
     for node in range(placement.num_nodes):
         ranks = len(placement.ranks_on(node))
         engine_ranks = sum(len(place.slots_on(node)) for place in placement.engines)
-        staged, waiting = 0, 0
-        if recipe.policy.generation.backend == "vllm":
-            staged = parameters * engine.element_bytes * engine_ranks // size
+        on_cpu, waiting = 0, 0
+        if placement.device == "cpu":
+            on_cpu = 2 * parameters * engine.element_bytes * engine_ranks // size
         if placement.colocated and engine_ranks and not placement.in_process and placement.device == "cuda":
             waiting = trainer_bytes * ranks // len(placement.ranks) + engine.weight_bytes * engine_ranks
-        shm = staged + GIB  # and what Ray's object store holds of a batch
+        refit = recipe.policy.refit
+        shm = GIB + refit.buckets * refit.bucket_bytes * (ranks + engine_ranks)
         processes = 1 if placement.in_process else ranks + engine_ranks
-        needs.append((shm + waiting + processes * PROCESS_HOST_BYTES, shm))
+        needs.append((shm + on_cpu + waiting + processes * PROCESS_HOST_BYTES, shm))
     return needs
 
 
@@ -227,7 +236,7 @@ def _phases(
     """Bytes of a GPU in each phase, and what they are."""
     cfg = recipe.policy.generation.vllm_cfg
     one = engine.sequence_bytes(engine.max_model_len)
-    share = cfg.gpu_memory_utilization or 0.92
+    share = _share(recipe, gpu=gpu, engine=engine)
     cache = cfg.kv_cache_memory_bytes or one
     serving = engine.weight_bytes + cache
     if recipe.policy.generation.backend == "vllm" and cfg.kv_cache_memory_bytes is None:
@@ -235,18 +244,30 @@ def _phases(
     told = f"weights {_gib(engine.weight_bytes)} and a cache that holds a response of full length ({_gib(one)})"
     if not placement.engines:
         return {"training": (peak + CONTEXT_BYTES, f"a step's peak {_gib(peak)}, and no engine")}
+    # A refit stages the new weights on the engine's GPU. They stay allocated, also while the engine sleeps.
+    staged = engine.weight_bytes
+    beside = f"{_gib(staged)} in which refits are staged"
     if placement.in_process:
-        both = peak + engine.weight_bytes + cache + CONTEXT_BYTES
-        return {"training": (both, f"a step's peak {_gib(peak)}, and the engine beside it: {told}")}
-    other = CONTEXT_BYTES if placement.colocated else 0
+        both = peak + serving + staged + CONTEXT_BYTES
+        told = f"the engine beside it, {_gib(serving)}: {told}"
+        return {"training": (both, f"a step's peak {_gib(peak)}, {told}, and {beside}")}
+    if not placement.colocated:
+        return {
+            "training": (peak + CONTEXT_BYTES, f"a step's peak {_gib(peak)}"),
+            "generating": (serving + staged, f"{told}, and {beside}"),
+        }
+    other = 2 * CONTEXT_BYTES
     return {
-        "training": (peak + CONTEXT_BYTES + other, f"a step's peak {_gib(peak)}" + ", the engine asleep" * bool(other)),
-        "refitting": (
-            (weights if placement.colocated else 0) + engine.weight_bytes + CONTEXT_BYTES + other,
-            "weights of both" if placement.colocated else "the engine's weights",
-        ),
-        "generating": (max(serving, engine.weight_bytes + cache) + CONTEXT_BYTES * placement.colocated, told),
+        "training": (peak + staged + other, f"a step's peak {_gib(peak)}, the engine asleep, and {beside}"),
+        "refitting": (weights + engine.weight_bytes + staged + other, f"weights of both, and {beside}"),
+        "generating": (serving + staged + CONTEXT_BYTES, f"{told}, and {beside}"),
     }
+
+
+def _share(recipe: Recipe, *, gpu: Gpu, engine: EngineMemory) -> float:
+    """Share of a GPU that vLLM takes."""
+    given = recipe.policy.generation.vllm_cfg.gpu_memory_utilization
+    return given or default_gpu_memory_utilization(engine.weight_bytes, device_bytes=gpu.memory_bytes)
 
 
 def _smallest_change(
@@ -259,28 +280,62 @@ def _smallest_change(
     state: int,
     weights: int,
     engine: EngineMemory,
+    peak_with: Callable[..., int | None] | None,
+    microbatch_rows: int,
 ) -> str:
-    """The change of a key that makes the phase `lacking` fit, by the same arithmetic; or what to do if none does."""
+    """The change of a key that makes the phase `lacking` fit; or what to do if none does.
+
+    A change of the training step was tried: the step was traced with it. Others are found by the arithmetic above.
+    """
     cluster, section = recipe.cluster, "policy.generation.vllm_cfg"
     spare = CONTEXT_BYTES * (2 if placement.colocated and not placement.in_process else 1)
     if lacking == "training":
-        activations, room = max(peak - state, 0), gpu.memory_bytes - spare
-        if placement.in_process and placement.engines:
-            room -= engine.weight_bytes
-        config, key = recipe.policy.dtensor_cfg, "policy.dtensor_cfg.micro_batch_size"
-        size = config.micro_batch_size
-        fitting = int(size * (room - state) / activations) if activations else 0
-        if fitting > 0 and not recipe.policy.megatron_cfg.enabled:
-            return f"{key}={fitting} (it is {size}): activations take {_gib(activations)}"
+        # What else is on the GPU then: contexts, and in one process the engine.
+        beside = _phases(recipe, placement, gpu=gpu, peak=0, weights=weights, engine=engine)["training"][0]
+        room, activations = gpu.memory_bytes - beside, max(peak - state, 0)
+        config = recipe.policy.dtensor_cfg
+        if placement.in_process and placement.engines and recipe.policy.generation.backend == "vllm":
+            left = gpu.memory_bytes - peak - engine.weight_bytes - CONTEXT_BYTES
+            if left >= engine.weight_bytes + engine.sequence_bytes(engine.max_model_len):
+                smaller = math.floor(100 * left / gpu.memory_bytes) / 100
+                usual = _share(recipe, gpu=gpu, engine=engine)
+                return f"{section}.gpu_memory_utilization={smaller:g} (it is {usual:g})"
+        if peak_with is not None:
+            fitting = int(microbatch_rows * (room - state) / activations) if activations else 0
+            candidates: list[dict[str, Any]] = []
+            if 0 < fitting < microbatch_rows:
+                candidates.append({"micro_batch_size": fitting})
+            if config.activation_checkpointing != "full":
+                candidates.append({"activation_checkpointing": "full"})
+            if microbatch_rows > 1:
+                candidates.append({"activation_checkpointing": "full", "micro_batch_size": 1})
+            candidates.append({"activation_checkpointing": "full", "micro_batch_size": 1, "cpu_offload": True})
+            for candidate in candidates:
+                changed = {name: value for name, value in candidate.items() if getattr(config, name) != value}
+                if changed and (needed := peak_with(**changed)) is not None and needed <= room:
+                    keys = (
+                        f"policy.dtensor_cfg.{name}={_yaml(value)} (it is {_yaml(getattr(config, name))})"
+                        for name, value in changed.items()
+                    )
+                    return f"{' and '.join(keys)}: with it {_gib(needed + beside)}"
         if activations < room and not placement.in_process:
             nodes = math.ceil(cluster.num_nodes * state / (room - activations))
-            return f"cluster.num_nodes={nodes} (it is {cluster.num_nodes}): weights and optimizer take {_gib(state)}"
-        return "LoRA (policy.dtensor_cfg.lora_cfg.rank=16), policy.dtensor_cfg.cpu_offload=true, or larger GPUs"
-    share = recipe.policy.generation.vllm_cfg.gpu_memory_utilization or 0.92
+            if nodes > cluster.num_nodes:
+                was_nodes = f"(it is {cluster.num_nodes})"
+                return f"cluster.num_nodes={nodes} {was_nodes}: weights and optimizer take {_gib(state)}"
+        if recipe.policy.megatron_cfg.enabled:
+            return "more tensor or pipeline ranks, policy.megatron_cfg.recompute_granularity=full, or larger GPUs"
+        return (
+            "a smaller policy.generation.max_new_tokens, policy.dtensor_cfg.tensor_parallel_size or "
+            "context_parallel_size over more GPUs, LoRA (policy.dtensor_cfg.lora_cfg.rank=16), or larger GPUs"
+        )
+    share = _share(recipe, gpu=gpu, engine=engine)
     held = weights if placement.colocated else 0  # the policy's, beside the engine's during a refit
-    least = max(engine.weight_bytes + engine.sequence_bytes(engine.max_model_len), engine.weight_bytes + held)
+    staged = engine.weight_bytes
+    full = engine.weight_bytes + engine.sequence_bytes(engine.max_model_len)
+    least = staged + max(full, engine.weight_bytes + held)
     if least + spare <= gpu.memory_bytes:
-        smaller_share = math.floor(100 * (gpu.memory_bytes - spare) / gpu.memory_bytes) / 100
+        smaller_share = math.floor(100 * (gpu.memory_bytes - staged - spare) / gpu.memory_bytes) / 100
         return f"{section}.gpu_memory_utilization={smaller_share:g} (it is {share:g})"
     given = [sum(len(place.slots_on(node)) for place in placement.engines) for node in range(placement.num_nodes)]
     was = {name: getattr(engine, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
@@ -290,7 +345,7 @@ def _smallest_change(
                 continue
             smaller = math.prod(was.values()) / ranks
             serving = (engine.weight_bytes + engine.sequence_bytes(engine.max_model_len)) * smaller
-            if max(serving, engine.weight_bytes * smaller + held) + spare <= gpu.memory_bytes:
+            if staged * smaller + max(serving, engine.weight_bytes * smaller + held) + spare <= gpu.memory_bytes:
                 sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": ranks // tensor}
                 return " and ".join(
                     f"{section}.{name}={size} (it is {was[name]})" for name, size in sizes.items() if size != was[name]
@@ -352,13 +407,18 @@ def _times(
 def _decoding_s(recipe: Recipe, *, gpu: Gpu, engine: EngineMemory, engines: int, rows: int, response: int) -> float:
     """Seconds of sampling: each step of decoding reads the weights once, and the cache of every response."""
     cfg, engines = recipe.policy.generation.vllm_cfg, max(1, engines)
-    share = (cfg.gpu_memory_utilization or 0.92) * gpu.memory_bytes
+    share = _share(recipe, gpu=gpu, engine=engine) * gpu.memory_bytes
     cache = cfg.kv_cache_memory_bytes or max(share - engine.weight_bytes, engine.sequence_bytes(engine.max_model_len))
     held = max(1, int(cache // max(engine.sequence_bytes(PROMPT_TOKENS + response), 1)))
     at_once = max(1, min(cfg.max_num_seqs or 256, held, math.ceil(rows / engines)))
     read = engine.weight_bytes + at_once * engine.kv_bytes_per_token * (PROMPT_TOKENS + response / 2)
     rounds = math.ceil(math.ceil(rows / engines) / at_once)
     return float(rounds * response * read / (gpu.bytes_per_s * BANDWIDTH_EFFICIENCY))
+
+
+def _yaml(value: object) -> str:
+    """A value as a recipe writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _gib(num_bytes: float) -> str:

@@ -4,7 +4,7 @@ If the model cannot be opened, every prediction says so instead.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -64,20 +64,39 @@ def predict_run(
         why, unknown = f"unknown without the model: {error}", "unknown without the model, see Policy"
         return Prediction(policy=why, engine=unknown, refit=unknown, figures={"unknown": str(error)})
     adapters = adapters_of(policy, without_weights(skeleton))
-    text, peak = _policy(recipe, skeleton, adapters, ranks=len(placement.ranks))
-    if beside := _companion_bytes(recipe, skeleton, ranks=len(placement.ranks)):
+    ranks = len(placement.ranks)
+    text, peak = _policy(recipe, skeleton, adapters, ranks=ranks)
+    beside = _companion_bytes(recipe, skeleton, ranks=ranks)
+    if beside:
         names = " and ".join(beside)
         text += f"\n\nbeside it on each rank: {names}, {_size(sum(beside.values()))} at least"
         peak = None if peak is None else peak + sum(beside.values())
+
+    def peak_with(**changes: Any) -> int | None:
+        """The peak with fields of `policy.dtensor_cfg` changed; None where it would be refused."""
+        changed = replace(policy, dtensor_cfg=replace(policy.dtensor_cfg, **changes))
+        try:
+            _, found = _policy(replace(recipe, policy=changed), skeleton, adapters, ranks=ranks)
+        except ValueError:
+            return None
+        return None if found is None else found + sum(beside.values())
     engine, engine_memory = _engine(recipe, skeleton)
     engine_bytes = engine_memory.weight_bytes
     gpus = None
     if gpu is not None:
         gpus = budget(
-            recipe, skeleton, placement, gpu=gpu, rank_peak_bytes=peak, engine=engine_memory, adapters=adapters
+            recipe,
+            skeleton,
+            placement,
+            gpu=gpu,
+            rank_peak_bytes=peak,
+            engine=engine_memory,
+            adapters=adapters,
+            peak_with=None if policy.megatron_cfg.enabled else peak_with,
+            microbatch_rows=_microbatch_rows(recipe, skeleton),
         )
     on_gpu = placement.device == "cuda"
-    device = device_bytes() if on_gpu else host_bytes()
+    device = (device_bytes() if gpu is None else gpu.memory_bytes) if on_gpu else host_bytes()
     owner = "a GPU" if on_gpu else "this machine, shared by all processes,"
     total = f"{owner} has {_size(device)}" if device else "the memory of a GPU is unknown on this machine"
     memory = f"memory: a rank needs {_size(peak)} at its peak"
@@ -208,6 +227,8 @@ def _refit(recipe: Recipe, skeleton: nn.Module, placement: Placement) -> str:
     num_bytes, engines = sum(weight.numel() for weight in weights) * item, len(placement.engines)
     if placement.in_process:
         route = "in this process, tensor by tensor"
+    elif recipe.policy.generation.backend == "vllm":
+        route = "from rank to rank, staged beside each engine's own until they are verified"
     elif placement.num_nodes > 1:
         route = "from rank to rank, nothing gathered"
     else:
@@ -227,6 +248,15 @@ def _row_length(recipe: Recipe, skeleton: nn.Module) -> int:
     context = getattr(skeleton.config, "max_position_embeddings", None) or 2**20
     length = recipe.policy.generation.vllm_cfg.max_model_len or 2 * recipe.policy.generation.max_new_tokens
     return int(min(length, context))
+
+
+def _microbatch_rows(recipe: Recipe, skeleton: nn.Module) -> int:
+    """Rows of a microbatch of the longest rows: its tokens may allow fewer than `micro_batch_size`."""
+    config = select_backend(recipe.policy).config
+    bound = config.micro_batch_size
+    if config.micro_batch_tokens is not None:
+        bound = min(bound, config.micro_batch_tokens // _row_length(recipe, skeleton))
+    return max(1, bound)
 
 
 def _size(num_bytes: int | None) -> str:

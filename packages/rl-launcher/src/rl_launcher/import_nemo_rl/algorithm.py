@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rl_launcher.import_nemo_rl.read import Kind, Source
+from rl_launcher.import_nemo_rl.read import Source
 
 
 def steps_per_generation(source: Source, section: str) -> int:
@@ -37,13 +37,12 @@ def grpo(source: Source) -> dict[str, Any]:
     """Return our `grpo`."""
     steps = steps_per_generation(source, "grpo")
     objective = {**source.copy("loss_fn"), "advantage": _advantage(source)}
-    weight = objective["kl"]["weight"]
-    _kl_clamps(source, weight)
+    _kl_limits(source, objective["kl"])
     batches = source.take("grpo.dynamic_sampling_max_gen_batches", 10)
     objective["selection"] = source.copy("grpo.selection", "grpo")
     if objective["selection"]["groups_without_signal"] == "drop":
         objective["selection"]["max_generation_batches"] = batches
-    if correction := _correction(source):
+    if correction := _correction(source, "grpo"):
         objective["correction"] = correction
     if source.take("grpo.reward_shaping.enabled"):
         objective["overlong"] = source.copy("grpo.reward_shaping")
@@ -64,15 +63,12 @@ def grpo(source: Source) -> dict[str, Any]:
     }
 
 
-def _kl_clamps(source: Source, weight: float) -> None:
-    """Note once that the KL is not clamped, where it counts."""
-    clamps = {name: source.peek(f"loss_fn.{name}") for name in ("kl_input_clamp_value", "kl_output_clamp_value")}
-    given = {name: value for name, value in clamps.items() if value is not None}
-    for name in clamps:
-        is_first = name == next(iter(given), None)
-        kind: Kind = "untranslated" if weight and is_first else "dropped"
-        reason = "the KL of a token is not clamped here" if weight else "its weight is 0"
-        source.note(kind, f"loss_fn.{name}", reason, value=given.get(name))
+def _kl_limits(source: Source, kl: dict[str, Any]) -> None:
+    """Add the bounds of a token's KL, which theirs has unless the file says null, to `kl` where it counts."""
+    for name, ours, usual in (("input", "log_ratio_limit", 20.0), ("output", "limit", 10.0)):
+        limit = source.take(f"loss_fn.kl_{name}_clamp_value", usual)
+        if kl["weight"] and limit is not None:
+            kl[ours] = limit
 
 
 def _advantage(source: Source) -> dict[str, Any]:
@@ -94,8 +90,8 @@ def _advantage(source: Source) -> dict[str, Any]:
     return {"baseline": baseline, "scale": "group_std" if normalize else "none"}
 
 
-def _correction(source: Source) -> dict[str, Any]:
-    threshold = source.take("grpo.seq_logprob_error_threshold")
+def _correction(source: Source, section: str) -> dict[str, Any]:
+    threshold = source.take(f"{section}.seq_logprob_error_threshold")
     ours: dict[str, Any] = {} if threshold is None else {"sequence_error_threshold": threshold}
     kind = source.take("loss_fn.truncated_importance_sampling_type")
     high = source.take("loss_fn.truncated_importance_sampling_ratio")
@@ -125,6 +121,10 @@ def distillation(source: Source) -> dict[str, Any]:
             ours["beta"] = 1.0
         case _:  # their weight is that of the forward KL, ours that of the reverse KL
             ours |= {"beta": 1.0 - mixed, "interpolation": "mixed"}
+    # Their default scales both distributions to the k tokens, of which one alone would be certain.
+    if not source.peek("loss_fn.zero_outside_topk") and ours.get("k") != 1:
+        source.take("loss_fn.zero_outside_topk")
+        ours["tail"] = "renormalize"
     source.note("dropped", "teacher", "the teacher is sharded like the policy", value="its other keys")
     return ours
 
@@ -134,9 +134,12 @@ def ppo(source: Source) -> dict[str, Any]:
     epochs = source.take("ppo.ppo_epochs", 1)
     steps = steps_per_generation(source, "ppo") * epochs
     objective = source.copy("loss_fn")
-    weight = objective["kl"]["weight"]
-    _kl_clamps(source, weight)
+    _kl_limits(source, objective["kl"])
     objective["selection"] = source.copy("ppo.selection", "ppo")
+    if not source.peek("ppo.use_dynamic_sampling"):
+        source.note("dropped", "ppo.dynamic_sampling_max_gen_batches", "ppo.use_dynamic_sampling is off")
+    if correction := _correction(source, "ppo"):
+        objective["correction"] = correction
     if source.take("ppo.reward_shaping.enabled"):
         objective["overlong"] = source.copy("grpo.reward_shaping", "ppo.reward_shaping")
     value = {**source.copy("ppo.adv_estimator"), **source.copy("value_loss_fn")}

@@ -51,6 +51,9 @@ def data(source: Source, algorithm: str, *, folder: Path) -> dict[str, Any]:
     ours |= _prompts(source, train, folder=folder)
     if (options := source.take("policy.tokenizer.chat_template_kwargs")) is not None and options:
         ours["chat_template_kwargs"] = options
+    if source.peek("policy.tokenizer.chat_template", "") is None:
+        source.take("policy.tokenizer.chat_template")
+        ours["prompt_format"] = "plain"  # theirs joins the texts of messages then
     return ours
 
 
@@ -164,9 +167,9 @@ def environment(source: Source, algorithm: str) -> dict[str, Any]:
     if set(theirs) == {"math"} and theirs["math"].get("math_verify_impl", "hf_math_verify") == "hf_math_verify":
         source.take("env.math.math_verify_impl")
         return {"env": {"reward": GSM8K if gsm8k else MATH}}
-    for name in theirs:
+    if theirs:
         reason = "environments are Python: name a function in env.reward, or a class in env.environment"
-        source.untranslated(f"env.{name}", reason)
+        source.note("untranslated", "env", reason, value=", ".join(theirs))
     if algorithm in {"sft", "dpo", "rm"}:
         return {}
     what = "the function that scores a response" if algorithm in {"grpo", "ppo"} else ONLY_EVALUATES
@@ -205,9 +208,9 @@ def checkpointing(source: Source, *, steps: int) -> dict[str, Any]:
     if (best := source.take("checkpointing.keep_top_k")) is not None:
         metric = source.take("checkpointing.metric_name")
         source.take("checkpointing.higher_is_better")
-        if metric in {"val:val_loss", "val_loss"} and source.peek("sft") is not None:
+        if metric in {"val:val_loss", "val_loss", "val:validation-default_loss"} and source.peek("sft") is not None:
             ours |= {"keep_top_k": best, "metric_name": "held_out_loss", "higher_is_better": False}
-        elif metric in {"val:accuracy", "val_reward", None}:
+        elif metric in {"val:accuracy", "val_reward", "val:total_reward/mean", None}:
             ours["keep_top_k"] = best
             if source.peek("dpo") is not None or source.peek("rm") is not None:
                 ours["metric_name"] = "held_out_pair_accuracy"

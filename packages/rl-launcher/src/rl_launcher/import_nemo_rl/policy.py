@@ -17,6 +17,8 @@ FOR_EVALUATION = 256
 def model(source: Source) -> dict[str, Any]:
     """Return our `policy`, without `generation`."""
     name = source.take("policy.model_name")
+    if str(source.peek("policy.tokenizer.chat_template")).lower() == "default":
+        source.take("policy.tokenizer.chat_template")  # the tokenizer's own
     if source.take("policy.tokenizer.name", name) != name:
         source.untranslated("policy.tokenizer.name", "the tokenizer is the model's own; save both into one folder")
     ours: dict[str, Any] = {"model_name": str(name), "padded_vocabulary": True}
@@ -31,6 +33,13 @@ def model(source: Source) -> dict[str, Any]:
     if experts in (1, None) and not MIXTURE.search(str(name)):
         for key in ("freeze_moe_router", "moe_router_load_balancing_type", "moe_router_bias_update_rate"):
             source.note("dropped", f"policy.megatron_cfg.{key}", "the model has no experts")
+        source.note("dropped", "policy.megatron_cfg.moe_router_enable_expert_bias", "the model has no experts")
+    elif source.take("policy.megatron_cfg.freeze_moe_router"):
+        megatron["freeze_moe_router"] = True
+    if source.take("policy.megatron_cfg.peft.enabled"):
+        megatron["lora_cfg"] = _adapters(source, "policy.megatron_cfg.peft")
+        megatron["lora_cfg"]["base_dtype"] = megatron.get("precision", "float32")
+        megatron["transformer_impl"] = "local"  # adapters are in plain torch's layers
     if source.take("policy.megatron_cfg.optimizer.use_distributed_optimizer"):
         megatron["use_distributed_optimizer"] = True
     return {**ours, "dtensor_cfg": {"enabled": False}, "megatron_cfg": megatron}
@@ -48,13 +57,23 @@ def _dtensor(source: Source) -> dict[str, Any]:
     section = "policy.dtensor_cfg.lora_cfg"
     if not source.take(f"{section}.enabled"):
         return ours
-    lora: dict[str, Any] = {name: int(value) for name, value in source.copy(section).items()}
-    wanted = source.take(f"{section}.target_modules") or []
-    if not source.take(f"{section}.match_all_linear", default=not wanted) and wanted:
+    return {**ours, "lora_cfg": _adapters(source, section)}
+
+
+def _adapters(source: Source, section: str) -> dict[str, Any]:
+    """Return `lora_cfg` of either backend; Megatron's names of fused layers are not those of target modules."""
+    lora: dict[str, Any] = {name: int(value) for name, value in source.copy("lora_cfg", section).items()}
+    wanted = source.peek(f"{section}.target_modules") or []
+    everything = source.take(f"{section}.match_all_linear", default=not wanted)
+    if wanted and any("linear_" in str(name) for name in wanted):
+        source.untranslated(f"{section}.target_modules", "all linear layers of the decoder are adapted here")
+        return lora
+    source.take(f"{section}.target_modules")
+    if not everything and wanted:
         lora["target_modules"] = [wanted] if isinstance(wanted, str) else list(wanted)
     else:
         source.untranslated(f"{section}.match_all_linear", "in the decoder alone: not lm_head, and no experts")
-    return {**ours, "lora_cfg": lora}
+    return lora
 
 
 def _kernels(source: Source, *, packed: bool) -> dict[str, Any]:
@@ -72,7 +91,8 @@ def _kernels(source: Source, *, packed: bool) -> dict[str, Any]:
         elif theirs in FLASH:
             source.untranslated(key, "the kernels of flash-attn read packed rows here; set sequence_packing for them")
         else:
-            source.untranslated(key, f"no kernel here is {theirs!r}; kernels.attention: auto chooses one")
+            reason = f"no kernel here is {theirs!r}; kernels.attention: auto chooses one of the same results"
+            source.note("dropped", key, reason)
     if source.take(f"{section}.use_liger_kernel", default=False):
         ours |= {"norm": "liger", "rope": "liger", "mlp": "liger"}
     return ours

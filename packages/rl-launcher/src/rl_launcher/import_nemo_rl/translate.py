@@ -25,7 +25,7 @@ HEADINGS: dict[Kind, str] = {
     "untranslated": "not translated: the run differs from theirs in",
     "dropped": "without effect here",
 }
-VISION = re.compile(r"(?i)(^|[-_/.\d])(vlm?|vision|llava|smolvlm|pixtral)([-_/.\d]|$)")
+VISION = re.compile(r"(?i)(^|[-_/.\d])(vlm?|vision|llava|smolvlm|pixtral|omni)([-_/.\d]|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +150,8 @@ def _refuse_images(source: Source, path: Path) -> None:
     names = [*(source.peek("env") or {}), *(str(section.get("dataset_name")) for section in sections)]
     if found := [name for name in key_map()["images"] if name in names]:
         raise NemoRLError(f"{path} trains on images or audio ({', '.join(found)}), and a recipe supports text only")
+    if source.peek("policy.is_vlm"):
+        raise NemoRLError(f"{path} has policy.is_vlm, a vision-language model, and a recipe supports text only")
     if VISION.search(model := str(source.peek("policy.model_name"))):
         raise NemoRLError(f"{path} trains {model}, a vision-language model, and a recipe supports text only")
 

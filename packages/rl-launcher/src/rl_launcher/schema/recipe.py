@@ -236,7 +236,9 @@ class Recipe:
 
     @classmethod
     def adjust(cls, recipe: Node) -> tuple[Node, list[str]]:
-        """Expand the presets of objectives, and fit what a recipe inherits into a run that was made shorter.
+        """Expand the presets of objectives, and fit what a recipe inherits into other data and a shorter run.
+
+        What a shipped recipe says of its own data set does not apply to another one.
 
         A run takes at least the optimizer steps of one batch of rollouts, and a warm-up longer than the run is
         shortened to half of it. What the user set beside the number of steps stays as it is, and is refused.
@@ -244,6 +246,15 @@ class Recipe:
         recipe, notes = _expand_preset(recipe, "grpo")
         recipe, more = _expand_preset(recipe, "ppo", default="ppo")
         notes += more
+        source, has_source = recipe.find(("data", "source"))
+        if has_source and not source.key.is_shipped:
+            of_theirs = {name: recipe.find(("data", name)) for name in OF_A_DATA_SET}
+            left_out = [name for name, (node, found) in of_theirs.items() if found and node.key.is_shipped]
+            for name in left_out:
+                recipe = recipe.with_value(("data", name), None)
+            if left_out:
+                keys, where = ", ".join(f"data.{name}" for name in left_out), of_theirs[left_out[0]][0].key
+                notes.append(f"{keys} ({where}) are of another data set than data.source ({source.key}): left out")
 
         def is_inherited(key: Node, beside: Node) -> bool:
             was_overridden = beside.key.override is not None and key.key.override is None
@@ -269,6 +280,20 @@ class Recipe:
                     notes.append(f"{was} is shortened to {half}, since {given}")
                     recipe = recipe.with_value(path, replace(steps, value=half))
         return recipe, notes
+
+
+OF_A_DATA_SET = (
+    "split",
+    "name",
+    "revision",
+    "columns",
+    "held_out",
+    "held_out_split",
+    "mix",
+    "mix_splits",
+    "mix_weights",
+)
+"""Keys of `data` that describe one data set."""
 
 
 def _steps_of_epochs_alone(recipe: Node, name: str) -> Node:
