@@ -569,6 +569,7 @@ def test_a_judge_that_drifts_is_known_by_the_gold_answers_though_no_prompt_comes
     found = first(diagnose_steps(steps([1.0, 1.0, 0.5, 0.5])))
     assert (found.cause, found.step, found.row) == ("reward_drift", 3, 0)
     assert diagnose_steps(steps([1.0, 1.0, 1.0])).findings == []
+    assert diagnose_steps(steps([1.0, 1.0, 0.0, 0.0])).findings == []  # nothing but 0: that is a constant reward
     # Before the first step the held-out responses say what a gold answer got.
     samples = [
         {"stage": "grpo", "when": "before", "prompt": f"q{n}", "expected": "7", "response": "7", "reward": 1.0}

@@ -109,7 +109,7 @@ CAUSES: dict[str, str] = {
 
 LIMITS: dict[str, float] = {
     "mismatch/float32": 2e-3,  # mean |d|; float32 on both sides gives 1e-6 to 1e-4
-    "mismatch/float32 on a CPU": 2e-4,  # where no TF32 is
+    "mismatch/float32 on a CPU": 2e-4,  # of transformers on both sides
     "mismatch/bfloat16": 6e-2,  # bfloat16 gives 0.005 to 0.03
     "tokens": 40,  # fewer tokens decide nothing,
     "few_tokens": 8,  # unless they are this many, and all far off
@@ -737,7 +737,9 @@ def _check_mismatch(steps: Sequence[RecordedStep], log: Sequence[Row]) -> Iterat
         d, where = _difference(step)
         size = np.abs(d[where])
         low = step.data.get("precision") == "bfloat16"
-        kind = "bfloat16" if low else "float32 on a CPU" if step.data.get("device") == "cpu" else "float32"
+        # Two programs of transformers on one CPU: there is neither TF32 nor another order of sums that adds up.
+        alike = step.data.get("device") == "cpu" and step.data.get("engine") == "transformers"
+        kind = "bfloat16" if low else "float32 on a CPU" if alike else "float32"
         limit = LIMITS[f"mismatch/{kind}"]
         few = len(size) < LIMITS["tokens"]
         if few and (len(size) < LIMITS["few_tokens"] or np.median(size) < 10 * limit or size.mean() < 0.1):
@@ -1107,6 +1109,8 @@ def _check_rewards_of_gold_answers(steps: Sequence[RecordedStep], samples: Seque
         given.append((step, found))
     last: tuple[str, float, int] | None = None
     for at, found in given:
+        if at is not None and not np.ptp(at.columns["rewards"]):
+            continue  # a reward that is constant is another cause
         values = np.array([*found.values()])
         if len(values) < (3 if at is not None else 1):  # one held-out answer is enough against many that agree
             continue
