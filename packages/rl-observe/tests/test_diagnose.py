@@ -143,7 +143,8 @@ def first(found):
     return found.findings[0]
 
 
-CLEAN_LOG = log_of(1.0, token_mult_prob_error=[1.0] * 6)
+AGREES = {"token_mult_prob_error": [1.0] * 6}
+CLEAN_LOG = log_of(1.0, **AGREES)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -215,6 +216,25 @@ def test_old_weights_need_an_agreement_that_was_better_by_far():
     step = World().step(3, logit_noise=0.01)
     found = first(diagnose_steps([step], log=log_of(1.006)))
     assert found.cause == "precision"
+
+
+def test_a_mismatch_that_was_logged_and_is_not_recorded_is_told():
+    errors = [1.0, 1.3, 1.0, 1.0, 1.0, 1.0]
+    found = diagnose_steps([World().step(6)], log=log_of(1.0, token_mult_prob_error=errors)).findings
+    assert [(each.cause, each.step) for each in found] == [("logp_mismatch", 2)]
+    assert found[0].token == P
+
+
+def test_a_temperature_is_known_from_the_responses_to_one_prompt():
+    """Where no other group has a signal, two responses are trained on in each of the updates."""
+    trained = np.arange(PROMPTS * GROUP) < 2 * GROUP
+    given = {
+        "trainable": lambda g: g["response"] & trained[:, None],
+        "update": np.where(trained, np.arange(32) // 2 % 4, -1),
+        "rewards": np.where(trained, np.arange(32) % 2.0, 0.0),
+    }  # fmt: skip
+    step = World(4).step(1, temperature=2.0, **given)
+    assert first(diagnose_steps([step], log=log_of(2.0))).cause == "temperature"
 
 
 def test_a_monitor_that_saw_the_first_step_tells_old_weights_from_noise():
@@ -569,6 +589,7 @@ def test_a_judge_that_drifts_is_known_by_the_gold_answers_though_no_prompt_comes
     found = first(diagnose_steps(steps([1.0, 1.0, 0.5, 0.5])))
     assert (found.cause, found.step, found.row) == ("reward_drift", 3, 0)
     assert diagnose_steps(steps([1.0, 1.0, 1.0])).findings == []
+    assert diagnose_steps(steps([1.0, 1.0, 0.0, 0.0])).findings == []  # nothing but 0: that is a constant reward
     # Before the first step the held-out responses say what a gold answer got.
     samples = [
         {"stage": "grpo", "when": "before", "prompt": f"q{n}", "expected": "7", "response": "7", "reward": 1.0}
@@ -608,11 +629,19 @@ def test_a_constant_reward_is_named_and_a_solved_task_is_not():
     )
     assert first(diagnose_steps([], log=constant)).cause == "reward_constant"
     solved = log_of(
-        1.0, groups_with_signal=[0.9] * 3 + [0.0] * 3, reward=[0.2, 0.6, 0.9, 1, 1, 1], reward_std=[0.4] * 3 + [0.0] * 3
+        1.0,
+        **AGREES,
+        groups_with_signal=[0.9] * 3 + [0.0] * 3,
+        reward=[0.2, 0.6, 0.9, 1, 1, 1],
+        reward_std=[0.4] * 3 + [0.0] * 3,
     )
     assert diagnose_steps([], log=solved).findings == []
     broke = log_of(
-        1.0, groups_with_signal=[0.9] * 3 + [0.0] * 3, reward=[0.2, 0.6, 0.9, 0, 0, 0], reward_std=[0.4] * 3 + [0.0] * 3
+        1.0,
+        **AGREES,
+        groups_with_signal=[0.9] * 3 + [0.0] * 3,
+        reward=[0.2, 0.6, 0.9, 0, 0, 0],
+        reward_std=[0.4] * 3 + [0.0] * 3,
     )
     found = first(diagnose_steps([], log=broke))
     assert (found.cause, found.step) == ("reward_constant", 4)
@@ -620,9 +649,12 @@ def test_a_constant_reward_is_named_and_a_solved_task_is_not():
 
 def test_an_entropy_that_collapses_without_learning_is_named():
     entropy = [2.0, 1.0, 0.5, 0.01, 0.01, 0.01]
-    flat = log_of(1.0, entropy=entropy, reward=[0.3, 0.3, 0.2, 0.2, 0.2, 0.2])
+    flat = log_of(1.0, **AGREES, entropy=entropy, reward=[0.3, 0.3, 0.2, 0.2, 0.2, 0.2])
     assert first(diagnose_steps([], log=flat)).cause == "entropy_collapse"
-    assert diagnose_steps([], log=log_of(1.0, entropy=entropy, reward=[0.3, 0.5, 0.7, 0.9, 1.0, 1.0])).findings == []
+    assert (
+        diagnose_steps([], log=log_of(1.0, **AGREES, entropy=entropy, reward=[0.3, 0.5, 0.7, 0.9, 1.0, 1.0])).findings
+        == []
+    )
 
 
 def test_duplicated_and_leaked_prompts_are_named():
