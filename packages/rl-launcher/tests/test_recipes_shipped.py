@@ -274,11 +274,12 @@ def test_the_folder_at_the_root_is_that_of_the_package(request):
 @pytest.mark.parametrize("name", ["grpo-8gpu-colocated", "grpo-8gpu-separate", "grpo-1gpu-vllm", "distill"])
 def test_a_file_of_ones_own_is_not_read_as_the_data_set_of_the_recipe(name):
     """The command of the README: what a shipped recipe says of its own data set does not apply to another one."""
+    path = shipped_recipes()[name]
     overrides = ["data.source=rows.jsonl", "env.reward=reward.py:score", "policy.model_name=./my-model"]
-    resolved = load_recipe(shipped_recipes()[name], schema=Recipe, overrides=overrides)
+    resolved = load_recipe(path, schema=Recipe, overrides=overrides)
     data = resolved.value.data
     assert (data.split, data.name, data.columns, data.held_out_split) == (None, None, {}, None)
     assert "data.split, data.name, data.columns, data.held_out_split" in "\n".join(resolved.notes)
     overrides.append("data.columns={prompt: q}")
-    assert load_recipe(shipped_recipes()[name], schema=Recipe, overrides=overrides).value.data.columns == {"prompt": "q"}
-    assert load_recipe(shipped_recipes()[name], schema=Recipe).value.data.split == "train"
+    assert load_recipe(path, schema=Recipe, overrides=overrides).value.data.columns == {"prompt": "q"}
+    assert load_recipe(path, schema=Recipe).value.data.split == "train"

@@ -60,6 +60,24 @@ def test_a_response_ends_at_its_stop_string_and_at_its_stop_tokens(recipe):
         assert not set(answer[:-1]) & set("12345"), answer
 
 
+def test_no_response_ends_before_its_fewest_tokens(recipe):
+    fewest, most = "policy.generation.min_new_tokens=4", "policy.generation.max_new_tokens=6"
+    with pytest.raises(RecipeError, match=r"min_new_tokens=4.*set grpo.objective.ratio.proximal=recomputed"):
+        load(recipe, fewest, most)
+    with pytest.raises(RecipeError, match=r"min_new_tokens must be at most max_new_tokens=3"):
+        load(recipe, fewest, "policy.generation.max_new_tokens=3", RECOMPUTED)
+    with pytest.raises(RecipeError, match=r"evaluation.max_new_tokens=2 is less than .*min_new_tokens=4"):
+        load(recipe, fewest, most, "evaluation.max_new_tokens=2", RECOMPUTED)
+    loaded = load(recipe, fewest, most, RECOMPUTED).value
+    parts = build(loaded)
+    try:
+        parts.weight_sync(version=0)
+        rollouts = Evaluator(parts, loaded).both().sampled.rollouts
+    finally:
+        parts.close()
+    assert int(rollouts.response.sum(dim=1).min()) >= 4
+
+
 @pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=4", "min_p=0.1"])
 def test_cut_distributions_are_refused_where_the_ratio_would_compare_them_with_whole_ones(recipe, cut):
     with pytest.raises(RecipeError, match=r"set grpo.objective.ratio.proximal=recomputed, or cut for evaluation alone"):

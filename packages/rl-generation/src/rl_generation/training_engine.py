@@ -91,6 +91,9 @@ class EngineConfig:
     min_p: float = 0.0
     """Sample from the tokens at least this likely relative to the likeliest one; 0 samples from all."""
 
+    min_new_tokens: int = 0
+    """No stop token ends a response before it has this many tokens; 0 is off. Not beside `stop` strings."""
+
     stop: tuple[str, ...] = ()
     """Strings that end a response as soon as its text has one. The string stays in the response."""
 
@@ -119,7 +122,7 @@ class EngineConfig:
         """The settings that leave tokens out of the distribution, by name; empty where all of them can be sampled."""
         return {
             name: value
-            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("min_new_tokens", 0))
             if (value := getattr(self, name)) != off
         }
 
@@ -173,6 +176,7 @@ class EngineConfig:
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
+            min_new_tokens=self.min_new_tokens,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
         )

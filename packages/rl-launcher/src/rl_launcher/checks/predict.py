@@ -80,6 +80,7 @@ def predict_run(
         except ValueError:
             return None
         return None if found is None else found + sum(beside.values())
+
     engine, engine_memory = _engine(recipe, skeleton)
     engine_bytes = engine_memory.weight_bytes
     gpus = None

@@ -165,6 +165,12 @@ class Recipe:
                     f"left, and {name}.objective.ratio.proximal=sampler compares them with the policy's among all; "
                     f"set {name}.objective.ratio.proximal=recomputed, or cut for evaluation alone (evaluation.top_p)"
                 )
+        fewest, most = self.policy.generation.min_new_tokens, self.evaluation.max_new_tokens
+        if most is not None and most < fewest:
+            raise ValueError(
+                f"evaluation.max_new_tokens={most} is less than policy.generation.min_new_tokens={fewest}; raise the "
+                f"one, or lower the other"
+            )
         greedy = self.evaluation.greedy or self.evaluation.while_training == "greedy"
         if (best := self.checkpointing).keep_top_k and best.metric_name == "held_out_greedy" and not greedy:
             raise ValueError(
@@ -248,12 +254,18 @@ class Recipe:
         notes += more
         source, has_source = recipe.find(("data", "source"))
         if has_source and not source.key.is_shipped:
-            of_theirs = {name: recipe.find(("data", name)) for name in OF_A_DATA_SET}
-            left_out = [name for name, (node, found) in of_theirs.items() if found and node.key.is_shipped]
-            for name in left_out:
-                recipe = recipe.with_value(("data", name), None)
+            left_out = []
+            for name in OF_A_DATA_SET:
+                node, found = recipe.find(("data", name))
+                if not found or not node.key.is_shipped:
+                    continue
+                left_out.append((f"data.{name}", node.key))
+                # An override of one column is merged into the shipped ones.
+                own = {str(key): child for key, child in node.children() if not child.key.is_shipped}
+                kept = replace(node, value=own) if isinstance(node.value, dict) and own else None
+                recipe = recipe.with_value(("data", name), kept)
             if left_out:
-                keys, where = ", ".join(f"data.{name}" for name in left_out), of_theirs[left_out[0]][0].key
+                keys, where = ", ".join(name for name, _ in left_out), left_out[0][1]
                 notes.append(f"{keys} ({where}) are of another data set than data.source ({source.key}): left out")
 
         def is_inherited(key: Node, beside: Node) -> bool:
