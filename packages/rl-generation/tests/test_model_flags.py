@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from rl_generation.model_flags import (
     MODEL_FLAGS,
@@ -19,6 +18,11 @@ from rl_generation.model_flags import (
     installed_versions,
     load_format_for,
 )
+
+try:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+except ModuleNotFoundError:  # torch 2.9
+    from torch.distributed.tensor.experimental import _attention as ring
 
 RELEASES = st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 5)).map(lambda v: ".".join(map(str, v)))
 EVERYTHING = {"vllm": "0.32.0", "torch": "2.13.0", "transformers": "5.19.0"}
