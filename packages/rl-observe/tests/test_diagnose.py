@@ -597,6 +597,9 @@ def test_a_judge_that_drifts_is_known_by_the_gold_answers_though_no_prompt_comes
     ]
     later = steps([0.5, 0.5])
     assert first(diagnose_steps(later, samples=samples)).cause == "reward_drift"
+    mixed = World(1).step(1, rewards=(np.arange(32) % 4 < 2) - (np.arange(32) == 0) / 2, **gold_answers(1)[1])
+    few = [{**samples[0], "reward": 0.5}]
+    assert "reward_drift" not in {each.cause for each in diagnose_steps([mixed], samples=few).findings}
 
 
 def test_the_highest_rewards_without_a_gold_answer_are_named():
