@@ -223,6 +223,8 @@ def test_a_mismatch_that_was_logged_and_is_not_recorded_is_told():
     found = diagnose_steps([World().step(6)], log=log_of(1.0, token_mult_prob_error=errors)).findings
     assert [(each.cause, each.step) for each in found] == [("logp_mismatch", 2)]
     assert found[0].token == P
+    older = log_of(1.0, token_mult_prob_error=errors, staleness=[0.0, 0.8, 1.0, 1.0, 1.0, 1.0])
+    assert diagnose_steps([World().step(6)], log=older).findings == []  # of an asynchronous run
 
 
 def test_a_temperature_is_known_from_the_responses_to_one_prompt():

@@ -774,6 +774,8 @@ def _check_logged_mismatch(log: Sequence[Row], findings: Sequence[Finding]) -> I
         return
     for row in log:
         error = finite_number(row.get("token_mult_prob_error"))
+        if finite_number(row.get("staleness")):
+            continue  # rollouts of older weights differ by right
         if error is not None and error > LIMITS["logged_error"]:
             yield Finding(
                 cause="logp_mismatch",
