@@ -223,6 +223,8 @@ def test_a_mismatch_that_was_logged_and_is_not_recorded_is_told():
     found = diagnose_steps([World().step(6)], log=log_of(1.0, token_mult_prob_error=errors)).findings
     assert [(each.cause, each.step) for each in found] == [("logp_mismatch", 2)]
     assert found[0].token == P
+    older = log_of(1.0, token_mult_prob_error=errors, staleness=[0.0, 0.8, 1.0, 1.0, 1.0, 1.0])
+    assert diagnose_steps([World().step(6)], log=older).findings == []  # of an asynchronous run
 
 
 def test_a_temperature_is_known_from_the_responses_to_one_prompt():
@@ -597,6 +599,9 @@ def test_a_judge_that_drifts_is_known_by_the_gold_answers_though_no_prompt_comes
     ]
     later = steps([0.5, 0.5])
     assert first(diagnose_steps(later, samples=samples)).cause == "reward_drift"
+    mixed = World(1).step(1, rewards=(np.arange(32) % 4 < 2) - (np.arange(32) == 0) / 2, **gold_answers(1)[1])
+    few = [{**samples[0], "reward": 0.5}]
+    assert "reward_drift" not in {each.cause for each in diagnose_steps([mixed], samples=few).findings}
 
 
 def test_the_highest_rewards_without_a_gold_answer_are_named():

@@ -61,6 +61,13 @@ def steps_reported(shares, config):
     return [step for step, share in enumerate(shares, 1) if watch.observe("grpo", {"groups_with_signal": share})]
 
 
+def test_rollouts_of_older_weights_may_differ_and_a_nan_may_not():
+    watch = Watch(HealthConfig())
+    assert watch.observe("grpo", {"token_mult_prob_error": 1.07, "staleness": 0.8}) == []
+    assert watch.observe("grpo", {"token_mult_prob_error": float("nan"), "staleness": 0.8})
+    assert Watch(HealthConfig()).observe("grpo", {"token_mult_prob_error": 1.07, "staleness": 0.0})
+
+
 def test_no_signal_is_reported_once_after_so_many_batches_in_a_row_and_again_after_a_signal():
     config = HealthConfig(no_signal_batches=3)
     assert steps_reported([0, 0, 0.25, 0, 0, 0, 0, 0, 0.5, 0, 0, 0], config) == [6, 12]

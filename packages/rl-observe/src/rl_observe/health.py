@@ -154,7 +154,9 @@ class Watch:
                     )
 
         error, most = values.get("token_mult_prob_error", 1.0), config.max_token_mult_prob_error
-        if not error <= most:  # also if it is NaN
+        # Rollouts of older weights, as asynchronous runs have them, differ by right; a NaN is never right.
+        by_right = values.get("staleness", 0.0) > 0 and not math.isnan(error)
+        if not error <= most and not by_right:
             messages["logp_mismatch"] = (
                 f"token_mult_prob_error={error:.6g} is above health.max_token_mult_prob_error={most}: engine and "
                 f"trainer do not hold the same model; check their precisions, and what the last refit verified"
