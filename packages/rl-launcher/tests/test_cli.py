@@ -266,6 +266,7 @@ def test_jobs_are_rendered_for_slurm_and_kubernetes(tmp_path):
     assert pods.exit_code == 0, pods.output
     assert "kind: RayJob" in pods.output
     assert "ARGUMENTS=(grpo-2node cluster.address=auto)" in pods.output
+    assert "the memory that a node needs is not known" in said(pods), "no model of 32B is here"
     own = tmp_path / "mine.yaml"
     own.write_text(f"defaults: {shipped_recipes()['grpo-2node']}\n")
     pods = invoke("render", "kubernetes", own, "--image", "me/mine:1", "--claim", "shared")

@@ -354,9 +354,20 @@ def test_bash_parses_it_and_sbatch_gets_what_was_asked_for(tmp_path):
         "--output=%x-%j.log",
         "--open-mode=append",
         "--exclusive",
+        "--mem=0",
         "--requeue",
         "--qos=high",
     }
+
+
+def test_a_share_of_a_node_has_the_memory_that_the_recipe_needs(tmp_path):
+    needs = job(memory_bytes=277 * 2**30 - 5)
+    assert "#SBATCH --mem=277G\n" in render_slurm(needs, options(tmp_path, exclusive=False))
+    entire = render_slurm(needs, options(tmp_path))
+    assert "#SBATCH --mem=0\n" in entire, "all memory of its nodes"
+    assert "# The recipe needs 277 GiB of host memory on each node." in entire
+    given = render_slurm(needs, options(tmp_path, exclusive=False, directives=("--mem=300G",)))
+    assert [line for line in given.splitlines() if "--mem" in line] == ["#SBATCH --mem=300G"]
 
 
 @pytest.mark.parametrize(

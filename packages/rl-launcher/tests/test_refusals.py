@@ -28,6 +28,10 @@ CASES = {
         ["dtensor_cfg.device=cuda", "sees no GPU", "set device=cpu"],
     ),
     "no vLLM": (["policy.generation.backend=vllm"], ["vLLM is not installed", "rl-launcher[vllm]"]),
+    "no vLLM for a cluster of its own": (
+        ["policy.generation.backend=vllm", "cluster.runtime=ray", "cluster.gpus_per_node=2"],
+        ["vLLM is not installed", "rl-launcher[vllm]"],
+    ),
     "missing reward file": (["env.reward={folder}/none.py:score"], ["there is no file", "none.py"]),
     "missing reward function": (["env.reward={folder}/reward.py:scor"], ["has no scor", "score"]),
     "reward that is no function": (["env.reward={folder}/reward.py:not_callable"], ["must be callable"]),

@@ -79,15 +79,18 @@ def read_inputs(recipe: Recipe, objects: Objects = NO_OBJECTS) -> Inputs:
         raise Refusal(f"policy.megatron_cfg.enabled=true: {error}") from error
     except ModelError as error:
         raise Refusal(f"{lora_key(recipe.policy)}: {error}") from error
-    if recipe.cluster.runtime == "in_process":  # over Ray the GPUs and vLLM may be on other nodes
-        if selection.config.device == "cuda" and not torch.cuda.is_available():
-            section = "megatron_cfg" if recipe.policy.megatron_cfg.enabled else "dtensor_cfg"
-            raise Refusal(f"policy.{section}.device=cuda, and torch sees no GPU here; set device=cpu")
-        if recipe.has_local_engine and recipe.policy.generation.backend == "vllm" and find_spec("vllm") is None:
-            raise Refusal(
-                "policy.generation.backend=vllm, and vLLM is not installed: pip install 'rl-launcher[vllm]', or set "
-                "backend=transformers"
-            )
+    in_process = recipe.cluster.runtime == "in_process"
+    if in_process and selection.config.device == "cuda" and not torch.cuda.is_available():
+        section = "megatron_cfg" if recipe.policy.megatron_cfg.enabled else "dtensor_cfg"
+        raise Refusal(f"policy.{section}.device=cuda, and torch sees no GPU here; set device=cpu")
+    # On a running cluster the GPUs and vLLM may be on other nodes; one that the run starts is on this machine.
+    is_here = in_process or recipe.cluster.address is None
+    wants_vllm = recipe.has_local_engine and recipe.policy.generation.backend == "vllm"
+    if is_here and wants_vllm and find_spec("vllm") is None:
+        raise Refusal(
+            "policy.generation.backend=vllm, and vLLM is not installed: pip install 'rl-launcher[vllm]', or set "
+            "backend=transformers"
+        )
     environment = load_environment(recipe.env, objects)
     dataset, skipped = load_dataset(recipe, objects)
     environment.check(dataset.columns)

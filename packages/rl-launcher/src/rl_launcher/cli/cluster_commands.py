@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from rl_launcher.cli.arguments import Flags, Json, Out, Overrides, RecipeFile, load, with_flags
-from rl_launcher.cli.console import or_refuse, write
+from rl_launcher.cli.console import or_refuse, warn, write
 from rl_launcher.cluster_jobs import KubernetesOptions, RayPorts, SlurmOptions
 from rl_launcher.recipe_files.shipped import find_recipe, shipped_recipes
 
@@ -73,6 +73,11 @@ def _kubernetes(
         file = name or recipe_path or found.name
         job = cluster_job(resolved.value, file, overrides or (), shipped=name is not None)
         options = KubernetesOptions(**_with_ports(flags))
+        if job.memory_bytes is None and None in (options.memory, options.shm):
+            warn(
+                f"policy.model_name={resolved.value.policy.model_name} cannot be read from here, so the memory that a "
+                f"node needs is not known, and the job asks for a default: give --memory and --shm"
+            )
         return render_kubernetes(job, options)
 
     write(or_refuse(rendered), out)

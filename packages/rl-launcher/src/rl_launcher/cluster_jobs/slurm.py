@@ -37,7 +37,8 @@ class SlurmOptions:
     directives: tuple[str, ...] = ()
     """Further sbatch directives, for example `--qos=high`."""
     exclusive: bool = True
-    """Reserve entire nodes. Otherwise set `directives` such as `--cpus-per-task=16` and `--mem=120G`."""
+    """Reserve entire nodes, with all of their memory. Otherwise a node's share is what the recipe needs; set
+    `directives` such as `--cpus-per-task=16`, and `--mem=120G` for another size."""
     container: str | None = None
     """Container image, for the pyxis plugin; None runs what is installed."""
     mounts: tuple[str, ...] = ()
@@ -84,6 +85,10 @@ def render_slurm(job: ClusterJob, options: SlurmOptions, *, file: str = "run.sba
         Refusal: a value that cannot stand in a shell script.
     """
     shared = Path(options.shared_dir)
+    needed = None if job.memory_bytes is None else -(-job.memory_bytes // 2**30)
+    memory = "0" if options.exclusive else None if needed is None else f"{needed}G"
+    if any(directive.startswith("--mem") for directive in options.directives):
+        memory = None
     variables = environment(options.env)
     return render(
         "slurm.sh.j2",
@@ -91,6 +96,8 @@ def render_slurm(job: ClusterJob, options: SlurmOptions, *, file: str = "run.sba
         options=options,
         file=file,
         shared=shared,
+        memory=memory,
+        needed=needed,
         run=RunDirectory(shared / os.path.expanduser(job.run_dir)),  # noqa: PTH111 - leaves the ~ of no user as it is
         mounts=",".join((f"{shared}:{shared}", *options.mounts)),
         required=[name for name, value in variables if value is None],
