@@ -53,7 +53,7 @@ def main() -> None:
 def pip_options(minor: str, directory: Path) -> list[str]:
     """Fill `directory`, and return the options with which `pip install vllm` installs vLLM for a CPU."""
     if minor not in RELEASES:
-        sys.exit(f"no recipe for vLLM {minor} on a CPU, only for {' and '.join(RELEASES)}: add one to RELEASES.")
+        sys.exit(f"no recipe for vLLM {minor} on a CPU, only for {', '.join(RELEASES)}: add one to RELEASES.")
     release = RELEASES[minor]
     directory.mkdir(parents=True, exist_ok=True)
     for name, version in release.absent.items():

@@ -303,7 +303,7 @@ def make_training_engine(
         options = replace(options, enforce_eager=True)
     is_unsized = options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None
     if spec.device == "cuda" and is_unsized:
-        from vllm.platforms import current_platform  # asks the driver: no CUDA context, which vLLM could not fork
+        from rl_generation.vllm.runtime import device_memory_bytes
 
         weights = estimate_memory(
             load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code),
@@ -312,8 +312,7 @@ def make_training_engine(
             pipeline_parallel_size=options.pipeline_parallel_size,
             max_model_len=options.max_model_len,
         ).weight_bytes
-        total = current_platform.get_device_total_memory()
-        share = default_gpu_memory_utilization(weights, device_bytes=total)
+        share = default_gpu_memory_utilization(weights, device_bytes=device_memory_bytes())
         options = replace(options, gpu_memory_utilization=share)
     if spec.device == "cpu" and is_unsized:
         config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from rl_generation.errors import EngineOptionError
 
-__all__ = ["TESTED", "check_runtime", "environment", "installed_version", "main_guard_hint"]
+__all__ = [
+    "TESTED",
+    "check_interface",
+    "check_runtime",
+    "device_memory_bytes",
+    "environment",
+    "installed_version",
+    "main_guard_hint",
+]
 
 TESTED = ("0.30", "0.31", "0.32")
 """The minor releases of vLLM that this package was tested with, oldest first."""
@@ -92,6 +100,13 @@ def installed_version() -> str | None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
+
+
+def device_memory_bytes() -> int:
+    """Of the first GPU, as the driver says: without a CUDA context, which vLLM could not fork."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
 
 
 @contextlib.contextmanager
