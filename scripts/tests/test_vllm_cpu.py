@@ -53,7 +53,5 @@ def test_the_command_prints_the_options_for_pip(tmp_path, monkeypatch, capsys):
 
 
 def test_a_minor_without_a_recipe_is_refused(tmp_path):
-    with pytest.raises(
-        SystemExit, match=r"^no recipe for vLLM 0\.29 on a CPU, only for 0\.30, 0\.31, 0\.32: add one to RELEASES"
-    ):
+    with pytest.raises(SystemExit, match=r"^no recipe for vLLM 0\.29 .* for 0\.30, 0\.31, 0\.32: add one"):
         pip_options("0.29", tmp_path)
