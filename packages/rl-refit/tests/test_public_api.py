@@ -37,6 +37,7 @@ SIGNATURES = {
     "WeightSink.prepare": "(self, manifest)",
     "WeightSink.ready": "(self, version)",
     "WeightSink.repeat": "(self)",
+    "WeightSink.rewind": "(self, version)",
     "WeightSink.stage": "(self, region, tensor, *, stays)",
     "WeightSource.manifest": "(self)",
     "WeightSource.shards": "(self, names)",

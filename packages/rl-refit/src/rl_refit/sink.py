@@ -206,6 +206,10 @@ class ModuleSink:
         """Take the version that was just committed once more: others did not come through with it."""
         self._version.repeat()
 
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        self._version.rewind(version)
+
     def manifest(self) -> Manifest:
         """What the module holds now.
 
@@ -481,3 +485,8 @@ class CommittedVersion:
     def repeat(self) -> None:
         """What was committed last counts, and may be committed once more."""
         self.floor = self._before
+
+    def rewind(self, version: int) -> None:
+        """What was committed last counts, and `version` may be committed next, even if it is older."""
+        if self.floor is not None and self.floor >= version:
+            self.floor = self._before = version - 1 if version else None

@@ -1,0 +1,973 @@
+"""Engines that come and go: each replica of an engine is a transaction of its own, under a name that it keeps.
+
+    Replicas    every rank of the trainer has one; `replicas(version=step)` refits all that have joined
+    Replica     every rank of an engine has one; `replica.receive()` takes part
+
+They find one another in a store at the trainer's address, hosted by source 0. There, replicas join with a name, the
+address at which they are refitted, and the version that they have; and there the trainer invites them:
+
+    log/0, log/1, …        who has joined, in order; written by rank 0 of each replica
+    invited/3              the latest refit for whoever joined as number 3
+    dropped/3              why number 3 takes part in no more refits; it may join again, under its name
+
+Each refit of a replica is a `Refit` between the ranks of the trainer and those of the replica alone, in the store that
+the replica hosts, so that a replica that loses its trainer still learns what was decided. All replicas are refitted at
+the same time, in a thread each. What goes wrong for one is its own: it is dropped, and the others commit. Whoever was
+dropped and lives, or was started anew, joins again, and so there is one way into a refit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+from urllib.parse import urlsplit
+
+import torch
+
+from rl_refit.config import RefitConfig, Verify
+from rl_refit.contracts import WeightSink, WeightSource
+from rl_refit.engine import EngineSink
+from rl_refit.errors import DeadlineError, PeerError, RefitError
+from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
+from rl_refit.rendezvous import Rendezvous
+from rl_refit.stores import PrefixStore, Store, clone
+from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.transaction.control import COMMIT, Control
+from rl_refit.transaction.liveness import LEFT, Heartbeat, Peers, this_process
+from rl_refit.transaction.messages import error_from_message, error_to_message
+from rl_refit.transaction.shared import SharedSource
+from rl_refit.transports.base import PATIENCE_S, Transport, Watch
+
+__all__ = ["Replica", "Replicas", "ReplicasReport"]
+
+_DEFAULTS = RefitConfig()
+_NAME = "rl-refit replicas"
+_MOMENT_S = 0.01
+_WITHDRAWN = "{}"
+"""Instead of an invitation that rank 0 has given up."""
+
+
+def _slot_stream() -> Transport:
+    from rl_refit.transports.stream import SlotStream
+
+    return SlotStream()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasReport:
+    """What a refit of all replicas did. The same at every rank of the trainer, but for `refits`."""
+
+    version: int
+    """Number of optimizer steps that the weights have seen."""
+
+    versions: Mapping[str, int | None]
+    """The version that each replica now has, by name; None where that is not known, and `failures` says why."""
+
+    failures: Mapping[str, str]
+    """Why a replica that had joined has not committed `version`. It takes part again as soon as it has joined again."""
+
+    refits: Mapping[str, RefitReport]
+    """Of the replicas that committed now, as this rank of the trainer saw it."""
+
+    seconds: float
+    """From the call to its end."""
+
+    def metrics(self) -> dict[str, float]:
+        """For a log: bytes and seconds, whether all digests were compared, and how many replicas have the version."""
+        return {
+            "refit_bytes": float(sum(report.bytes for report in self.refits.values())),
+            "refit_s": self.seconds,
+            "refit_verified": float(all(report.digest is not None for report in self.refits.values())),
+            "refit_replicas": float(sum(version == self.version for version in self.versions.values())),
+            "refit_replicas_failed": float(len(self.failures)),
+        }
+
+    def explain(self) -> str:
+        """A line for each replica, for people."""
+        lines = [f"version {self.version} in {1e3 * self.seconds:.1f} ms:"]
+        for name, version in self.versions.items():
+            if name in self.failures:
+                lines.append(f"  {name} failed, and its version is not known: {self.failures[name]}")
+            elif name in self.refits:
+                lines.append(f"  {name}: {self.refits[name].explain()}")
+            else:
+                lines.append(f"  {name} has version {version} already")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    """A replica that has joined, as source 0 knows it."""
+
+    number: int
+    """Of its entry in the log."""
+    name: str
+    address: str
+    num_ranks: int
+    version: int | None
+    process: dict[str, Any]
+    identity: str
+    """Of the `Replica`: the same whenever that joins again."""
+    party: str
+    """Under which it shows signs of life."""
+    peers: Peers
+    """Looks after its rank 0."""
+
+    @property
+    def session(self) -> str:
+        """Name of the rendezvous of its refits, until it joins again."""
+        return f"{self.name} #{self.number}"
+
+
+@dataclass(slots=True)
+class _Session:
+    """This rank's end of the refits of one replica."""
+
+    refit: Refit
+    has_refitted: bool = False
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the refits of one call became, by number of the replica."""
+
+    reports: dict[int, RefitReport] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+
+@final
+class Replicas:
+    """Brings the weights of `source` into every replica of an engine that has joined, whenever it is called.
+
+    Every rank of the trainer makes one. Replicas are refitted at the same time, each by a transaction of its own: one
+    that dies, stops or refuses is dropped and reported, and the others commit.
+
+    Args:
+        source: Where fresh weights come from: this rank's part. Several threads iterate over it, in turns.
+        address: "tcp://host:port" at which replicas find the trainer; source 0 hosts a store there. A trainer that is
+            started anew takes the same address, and living replicas join it by themselves. Whoever reaches it can make
+            engines take other weights: keep it on loopback, or on a network of your own.
+        num_sources: Ranks of the trainer.
+        source_rank: This process's.
+        at_least: How many replicas must commit. A call waits for as many to join, and raises where fewer commit.
+        transport: Makes the way of the bytes, anew for each replica; the same at both sides. A `SlotStream` by default.
+        liveness_s: Seconds without a sign of life after which a replica, or a rank of the trainer, counts as dead; on
+            one host a dead process is seen at once.
+        name: Of these replicas, where one address serves several models; the replicas give the same.
+        bucket_bytes: See `RefitConfig`, as for the arguments that follow.
+        buckets: Slots of each ring.
+        deadline_s: Seconds that a phase may take, and that `at_least` replicas may take to join.
+        verify: How much is digested: "full", "sampled", "off".
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        address: str,
+        num_sources: int = 1,
+        source_rank: int = 0,
+        at_least: int = 1,
+        transport: Callable[[], Transport] = _slot_stream,
+        liveness_s: float = 30.0,
+        name: str = _NAME,
+        bucket_bytes: int = _DEFAULTS.bucket_bytes,
+        buckets: int = _DEFAULTS.buckets,
+        deadline_s: float = _DEFAULTS.deadline_s,
+        verify: Verify = _DEFAULTS.verify,
+    ) -> None:
+        self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
+        if not isinstance(source, WeightSource):
+            raise TypeError(f"source is a {type(source).__name__}; a module goes into ModuleSource")
+        if at_least < 1:
+            raise ValueError(f"at_least must be at least 1; got at_least={at_least}")
+        _host_and_port(address)
+        self._meeting = Rendezvous(
+            address,
+            num_sources=num_sources,
+            num_sinks=1,
+            source_rank=source_rank,
+            hosts=source_rank == 0,
+            liveness_s=liveness_s,
+            name=name,
+        )
+        self._meeting.num_sinks = 0  # here the ranks of the trainer meet alone, to call and to report together
+        self._source, self._transport, self._at_least = SharedSource(source), transport, at_least
+        self._control = Control(self._meeting)
+        self._run_id = uuid.uuid4().hex[:8]
+        self._members: dict[str, _Member] = {}
+        self._log_read = 0
+        self._sessions: dict[int, _Session] = {}
+        self._calls = 0
+        self._busy = threading.Lock()
+        self._closed = False
+        self.version: int | None = None
+        """The version last committed by any replica through this object; None before the first."""
+        if source_rank == 0:
+            self._control.introduce()  # from now on replicas can join
+
+    def __call__(self, version: int, *, rollback: bool = False) -> ReplicasReport:
+        """Bring the source's present weights into all replicas as `version`, the number of optimizer steps seen.
+
+        All ranks of the trainer call it. Replicas that join while it works take part in the next.
+
+        Args:
+            version: Newer than what any replica has.
+            rollback: Whether replicas with this version or a newer one take it too: for a trainer that went back to an
+                older checkpoint, or resumes and brings once more what they have.
+
+        Raises:
+            RefitError: `version` is not newer than what some replica has, which is named, and `rollback` is false:
+                nothing was touched. Or fewer than `at_least` replicas committed: the error of one of them, with notes
+                of all.
+            DeadlineError: Fewer than `at_least` replicas have joined within `deadline_s`.
+            PeerError: Another rank of the trainer is dead or silent.
+        """
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
+        return self._run(
+            lambda watch: self._call(version, watch, rollback=rollback), {"version": version, "rewind": rollback}
+        )
+
+    def catch_up(self) -> ReplicasReport:
+        """Bring the version last committed to the replicas that lack it: to newcomers, and to those that had failed.
+
+        All ranks of the trainer call it, while the source still has the weights of that version, which is checked by
+        what was digested of them. Others are left alone.
+
+        Raises:
+            RefitError: Nothing was committed yet; or the source has changed since, and nothing was touched: newcomers
+                get the next version. Otherwise as for a call.
+        """
+        return self._run(self._catch_up, {"unchanged": True})
+
+    def joined(self) -> dict[str, int | None]:
+        """At source 0: who has joined, lives, and takes part in the next refit, each with the version that it has."""
+        if not self._meeting.leads:
+            raise RefitError("source 0 knows who has joined; the other ranks of the trainer learn it in each report")
+        with self._turn():
+            self._look_for_members()
+            return {name: member.version for name, member in self._members.items()}
+
+    def close(self) -> None:
+        """Leave; replicas keep what they have, and wait for the next trainer at this address."""
+        self._closed = True
+        for session in self._sessions.values():
+            with contextlib.suppress(RefitError):
+                session.refit.close()
+        self._sessions.clear()
+        self._control.close()
+
+    # -- One call -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._closed:
+            raise RefitError("these Replicas are closed; make new ones")
+        if not self._busy.acquire(blocking=False):
+            raise RefitError("another thread refits these replicas; wait for it")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _watch(self, deadline_s: float | None = None) -> Watch:
+        return Watch(
+            deadline_s=self._config.deadline_s if deadline_s is None else deadline_s,
+            look_around=self._control.look_around,
+        )
+
+    def _run(self, prepare: Callable[[Watch], dict[str, Any]], called: dict[str, Any]) -> ReplicasReport:
+        """One call: source 0 says who is refitted to what, each rank does its part, and all hear what came of it.
+
+        Args:
+            prepare: What source 0 says; raises where it refuses.
+            called: What all ranks must be called with.
+        """
+        with self._turn():
+            # Whoever waits for source 0 has more patience than source 0 has for replicas that are to join.
+            watch = self._watch((1 if self._meeting.leads else 2) * self._config.deadline_s)
+            try:
+                report, failed = self._run_together(prepare, called, watch)
+            except BaseException as error:
+                if self._control.under_way:
+                    with contextlib.suppress(RefitError):
+                        self._end(error_to_message(error, party=self._meeting.mine[0], where=watch.where()))
+                raise
+            done = sum(version == report.version for version in report.versions.values())
+            if done < self._at_least:
+                summary = f"{done} replicas have version {report.version}, and at_least={self._at_least} must"
+                why = error_from_message(next(iter(failed.values()))) if failed else PeerError(summary)
+                why.add_note(f"{summary}; {report.explain()}")
+                raise why
+            return report
+
+    def _run_together(
+        self, prepare: Callable[[Watch], dict[str, Any]], called: dict[str, Any], watch: Watch
+    ) -> tuple[ReplicasReport, dict[str, dict[str, Any]]]:
+        control, began = self._control, time.monotonic()
+        control.meet(watch)
+        message, refusal = None, None
+        if self._meeting.leads:
+            try:
+                message = prepare(watch)
+            except RefitError as error:
+                refusal = error
+                message = {"refused": error_to_message(error, party="source 0", where="phase prepare")}
+        said = control.begin(message, watch)
+        if "refused" in said:
+            self._end(COMMIT)
+            raise refusal or error_from_message(said["refused"])
+        if any(said[key] != value for key, value in called.items()):
+            mine = " and ".join(self._meeting.mine)
+            raise RefitError(
+                f"{mine} is called with {called}, and source 0 with { ({key: said[key] for key in called}) }"
+            )
+        return self._refit(said, began)
+
+    def _end(self, decision: object) -> None:
+        """Let the other ranks of the trainer go, or have them give up too."""
+        decided = self._control.decide(decision)
+        self._control.complete()
+        self._control.over()
+        if decision == COMMIT and decided != COMMIT:
+            raise error_from_message(decided)
+
+    def _call(self, version: int, watch: Watch, *, rollback: bool) -> dict[str, Any]:
+        died = self._await_members(watch)
+        ahead = {
+            name: member.version
+            for name, member in sorted(self._members.items())
+            if member.version is not None and member.version >= version
+        }
+        if ahead and not rollback:
+            have = ", ".join(f"{name} has {its}" for name, its in ahead.items())
+            what = (
+                "call catch_up() to bring it to the replicas that lack it"
+                if version == self.version
+                else f"a trainer that went back to version {version} says so, with rollback=True, and all replicas "
+                f"take its weights; or resume from a newer checkpoint, or restart a replica that is another trainer's"
+            )
+            raise RefitError(
+                f"version {version} is not newer than what replicas have: {have}; nothing was touched; a version is "
+                f"the number of optimizer steps that the weights have seen, never a count of calls; {what}"
+            )
+        self._source.digests.clear()
+        return self._invite(self._members.values(), version, died, rewind=rollback)
+
+    def _catch_up(self, watch: Watch) -> dict[str, Any]:
+        if self.version is None:
+            raise RefitError("no replica has committed anything yet: there is nothing to catch up with; refit first")
+        died = self._look_for_members()
+        lacking = [member for member in self._members.values() if member.version != self.version]
+        return self._invite(lacking, self.version, died, unchanged=True)
+
+    def _invite(
+        self,
+        members: Any,
+        version: int,
+        died: Mapping[str, str],
+        *,
+        rewind: bool = False,
+        unchanged: bool = False,
+    ) -> dict[str, Any]:
+        invited = [
+            {"number": each.number, "name": each.name, "address": each.address, "num_ranks": each.num_ranks}
+            | {"session": f"{self._run_id} {each.session}"}
+            for each in members
+        ]
+        return {
+            "version": version,
+            "rewind": rewind,
+            "unchanged": unchanged,
+            "invited": invited,
+            "died": dict(died),
+            "others": {
+                name: [each.number, each.version] for name, each in self._members.items() if each not in [*members]
+            },
+        }
+
+    def _refit(self, said: dict[str, Any], began: float) -> tuple[ReplicasReport, dict[str, dict[str, Any]]]:
+        """This rank's part of a call, and what all ranks together say of it; and the errors, by name."""
+        control, version, invited = self._control, said["version"], said["invited"]
+        self._close_sessions({each["number"] for each in invited} | {number for number, _ in said["others"].values()})
+        watch = self._watch()
+        if said["unchanged"]:
+            changed = control.gather("changed", {self._meeting.mine[0]: self._source.changed(watch)}, watch)
+            names = sorted({name for each in (changed or {}).values() for name in each})
+            if names := control.announce("changed", names, watch):
+                self._end(COMMIT)
+                raise RefitError(
+                    f"the source has changed since version {version} was committed ({names[0]} and {len(names) - 1} "
+                    f"other tensors): it has seen unfinished training, so newcomers get the next version",
+                    tensor=names[0],
+                )
+        if self._meeting.leads:
+            self._call_out(said)
+        self._calls += 1
+        outcome = self._refit_at_once(invited, version)
+
+        # One rank's failure is the replica's, for all: none goes on with a session that another has closed.
+        errors = {
+            number: error_to_message(error, party=self._meeting.mine[0], where=_where(error))
+            for number, error in outcome.errors.items()
+        }
+        watch = self._watch(4 * self._config.deadline_s)  # other ranks may be in other phases
+        reported = control.gather("ended", {self._meeting.mine[0]: errors}, watch)
+        merged: dict[str, Any] = {}
+        for each in (reported or {}).values():
+            merged = {**each, **merged}  # what source 0 says comes first
+        merged = control.announce("ended", {str(number): error for number, error in merged.items()}, watch)
+        self._end(COMMIT)
+        failed = {each["name"]: merged[f"{each['number']}"] for each in invited if f"{each['number']}" in merged}
+        committed = [each for each in invited if each["name"] not in failed]
+        for each in invited:
+            if each["name"] in failed:
+                self._close_session(each["number"])
+                if self._meeting.leads:
+                    self._drop(each["name"], each["number"], _text(failed[each["name"]]))
+            elif self._meeting.leads and each["name"] in self._members:
+                self._members[each["name"]].version = version
+        if committed:
+            self.version = version
+        failures = {**said["died"], **{name: _text(error) for name, error in failed.items()}}
+        versions = {name: known for name, (_, known) in said["others"].items()}
+        versions |= {each["name"]: version for each in committed} | dict.fromkeys(failures)
+        return (
+            ReplicasReport(
+                version=version,
+                versions=dict(sorted(versions.items())),
+                failures=failures,
+                refits={each["name"]: outcome.reports[each["number"]] for each in committed},
+                seconds=time.monotonic() - began,
+            ),
+            failed,
+        )
+
+    # -- Who takes part -----------------------------------------------------------------------------------------------
+
+    def _await_members(self, watch: Watch) -> dict[str, str]:
+        """At source 0: wait until `at_least` replicas are there; why those that are not any more are gone."""
+        died = self._look_for_members()
+        while len(self._members) < self._at_least:
+            try:
+                watch.check()
+            except DeadlineError as late:
+                gone = "".join(f"; {name}: {why}" for name, why in died.items())
+                raise DeadlineError(
+                    f"{len(self._members)} replicas have joined within deadline_s={self._config.deadline_s:g}, and "
+                    f"at_least={self._at_least} are to{gone}; start engines with Replica(…, "
+                    f"trainer={self._meeting.address!r})",
+                    phase="prepare",
+                    seconds=late.seconds,
+                ) from None
+            time.sleep(LONGEST_NAP_S)
+            died |= self._look_for_members()
+        return {name: why for name, why in died.items() if name not in self._members}
+
+    def _look_for_members(self) -> dict[str, str]:
+        """At source 0: read who has joined, and see who left or died; why, for those that died."""
+        store = self._store()
+        while store.check([f"log/{self._log_read}"]):
+            entry = json.loads(store.get(f"log/{self._log_read}"))
+            self._add_member(store, self._log_read, entry)
+            self._log_read += 1
+        died: dict[str, str] = {}
+        for name, member in tuple(self._members.items()):
+            if store.get(f"alive/{member.party}") == LEFT.encode():
+                self._drop(name, member.number, "it left")
+                continue
+            try:
+                member.peers.check()
+            except PeerError as error:
+                died[name] = f"PeerError: {error}"
+                self._drop(name, member.number, str(error))
+        return died
+
+    def _add_member(self, store: BoundedStore, number: int, entry: dict[str, Any]) -> None:
+        before = self._members.get(entry["name"])
+        if before is not None:
+            taken = before.identity != entry["identity"]
+            why = f"process {entry['process']['pid']} on {entry['process']['host'].split()[0]} has taken its name"
+            self._drop(entry["name"], before.number, why if taken else "it joined again", taken=taken)
+        party = entry["party"]
+        peers = Peers(
+            store,
+            {party: entry["process"]},
+            listen_to=[party],
+            liveness_s=self._meeting.liveness_s,
+            names={party: f"replica {entry['name']}"},
+        )
+        self._members[entry["name"]] = _Member(number=number, peers=peers, **entry)
+
+    def _drop(self, name: str, number: int, why: str, *, taken: bool = False) -> None:
+        member = self._members.get(name)
+        if member is not None and member.number == number:
+            del self._members[name]
+        self._store().set(f"dropped/{number}", json.dumps({"why": why, "taken": taken}))
+
+    def _call_out(self, said: dict[str, Any]) -> None:
+        """Tell each invited replica, where it looks."""
+        common = {"call": self._control.refit, "num_sources": self._meeting.num_sources}
+        common |= {"version": said["version"], "rewind": said["rewind"]}
+        for each in said["invited"]:
+            self._store().set(f"invited/{each['number']}", json.dumps({**common, "session": each["session"]}))
+
+    def _store(self) -> BoundedStore:
+        assert self._control.store is not None
+        return self._control.store
+
+    # -- The refits ---------------------------------------------------------------------------------------------------
+
+    def _refit_at_once(self, invited: Sequence[dict[str, Any]], version: int) -> _Outcome:
+        """Refit each replica in a thread of its own; whoever is found dead meanwhile is given up."""
+        outcome, dead = _Outcome(), dict[int, PeerError]()
+        ended: queue.SimpleQueue[tuple[int, RefitReport | BaseException]] = queue.SimpleQueue()
+        sessions = {each["number"]: self._session(each) for each in invited}
+
+        def work(number: int, session: _Session) -> None:
+            try:
+                if self._source.device.type == "cuda":
+                    torch.cuda.set_device(self._source.device)  # a new thread is on GPU 0
+                ended.put((number, session.refit(version)))
+            except BaseException as error:  # noqa: BLE001  (reported, or raised, by the thread that waits)
+                ended.put((number, error))
+
+        for number, session in sessions.items():
+            if session.has_refitted:
+                # From a session's second refit on, the number of the call chooses what is sampled, so that what is
+                # sent to all is digested once.
+                session.refit._refits = self._calls  # noqa: SLF001
+            threading.Thread(target=work, args=(number, session), daemon=True, name="rl-refit replica").start()
+        members = {each["number"]: self._members[each["name"]] for each in invited} if self._meeting.leads else {}
+        interruption: BaseException | None = None
+        while len(outcome.reports) + len(outcome.errors) < len(sessions):
+            try:
+                number, result = ended.get(timeout=PATIENCE_S)
+            except queue.Empty:
+                pass
+            except BaseException as error:  # noqa: BLE001  (Ctrl-C; raised below, when nothing reads the source)
+                interruption = interruption or error
+                for each in sessions.values():
+                    each.refit._interrupted = error  # noqa: SLF001
+                continue
+            else:
+                if isinstance(result, RefitReport):
+                    outcome.reports[number] = result
+                    sessions[number].has_refitted = True
+                else:
+                    outcome.errors[number] = dead.get(number) or _death_of(members.get(number)) or result
+                continue
+            try:
+                self._control.look_around()
+            except RefitError as error:  # a rank of the trainer is gone, and with it every refit
+                interruption = interruption or error
+                for each in sessions.values():
+                    each.refit._interrupted = error  # noqa: SLF001
+            for number, member in members.items():
+                if number not in outcome.reports and number not in outcome.errors and number not in dead:
+                    try:
+                        member.peers.check()
+                    except PeerError as error:
+                        dead[number] = error
+                        sessions[number].refit._interrupted = error  # noqa: SLF001
+        if interruption is not None:
+            self._close_sessions(set())
+            raise interruption
+        return outcome
+
+    def _session(self, invited: Mapping[str, Any]) -> _Session:
+        number = invited["number"]
+        if number not in self._sessions:
+            meeting = self._meeting
+            rendezvous = Rendezvous(
+                invited["address"],
+                num_sources=meeting.num_sources,
+                num_sinks=invited["num_ranks"],
+                source_rank=meeting.source_rank,
+                hosts=False,
+                timeout_s=min(meeting.liveness_s, self._config.deadline_s),
+                liveness_s=meeting.liveness_s,
+                name=invited["session"],
+            )
+            rendezvous.host = f"replica {invited['name']}"
+            refit = Refit(self._source, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config))
+            self._sessions[number] = _Session(refit)
+        return self._sessions[number]
+
+    def _close_session(self, number: int) -> None:
+        session = self._sessions.pop(number, None)
+        if session is not None:
+            with contextlib.suppress(RefitError):  # its store is gone with it
+                session.refit.close()
+
+    def _close_sessions(self, living: set[int]) -> None:
+        for number in self._sessions.keys() - living:
+            self._close_session(number)
+
+
+class _NoneBeganError(DeadlineError):
+    """Nobody invited this replica in time."""
+
+
+@final
+class Replica:
+    """One replica of an engine, for as long as it lives: it joins whichever trainer is at an address.
+
+    Every rank of the engine makes one; the driver of an `EngineSink` makes one for all its workers.
+
+    Args:
+        sink: Where weights go: this process's rank. Its `version`, if it has one, is what the trainer is told.
+        name: Of the replica, kept for its life and by whatever replaces it. If another process takes the name, this one
+            is told.
+        trainer: The address of the `Replicas`.
+        address: "tcp://host:port" where the trainer and the ranks of this replica meet, at an address that they reach;
+            rank 0 hosts a store there. Port 0 is a free one, for a replica of one process.
+        rank: This process's, of the replica.
+        num_ranks: Of the replica; the workers of an `EngineSink` are counted by themselves.
+        transport: Makes the way of the bytes; see `Replicas`.
+        liveness_s: See `Replicas`. Also how long `receive()` looks for a trainer that is not there.
+        trainer_name: `name` of the `Replicas`.
+        bucket_bytes: See `RefitConfig`, as for the arguments that follow.
+        buckets: Slots of each ring.
+        deadline_s: Seconds a phase may take.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        sink: WeightSink | EngineSink,
+        *,
+        name: str,
+        trainer: str,
+        address: str = "tcp://127.0.0.1:0",
+        rank: int = 0,
+        num_ranks: int = 1,
+        transport: Callable[[], Transport] = _slot_stream,
+        liveness_s: float = 30.0,
+        trainer_name: str = _NAME,
+        bucket_bytes: int = _DEFAULTS.bucket_bytes,
+        buckets: int = _DEFAULTS.buckets,
+        deadline_s: float = _DEFAULTS.deadline_s,
+    ) -> None:
+        self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s)
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank={rank} is no rank of num_ranks={num_ranks}")
+        if isinstance(sink, EngineSink) and num_ranks != 1:
+            raise ValueError("the workers of an EngineSink are counted by themselves: leave num_ranks out")
+        if _host_and_port(address)[1] == 0 and num_ranks > 1:
+            raise ValueError(f"address={address!r}: all ranks of a replica give the same port, and not 0")
+        self.name = name
+        self._sink, self._transport, self._liveness_s = sink, transport, liveness_s
+        self._rank, self._address = rank, address
+        self._num_ranks = sink.num_ranks if isinstance(sink, EngineSink) else num_ranks
+        self._raw: Store | None = None
+        self._store: BoundedStore | None = None
+        """Of this replica, hosted by its rank 0."""
+        self._taken = ""
+        """The last invitation that this rank has taken."""
+        self._refit: Refit | None = None
+        self._session = ""
+        self._closed = False
+        self._trainer = _Trainer(trainer, trainer_name, liveness_s) if rank == 0 else None
+
+    def receive(self, *, timeout_s: float | None = None) -> RefitReport:
+        """Wait for the trainer to refit this replica, and take part. Joins the trainer that is there.
+
+        Whatever is raised, the next call joins again: the same trainer, or the one that has taken its address.
+
+        Args:
+            timeout_s: Seconds to wait for the refit to begin; None waits for as long as the trainer lives. 0 takes part
+                if one has begun, for an engine that looks between two batches.
+
+        Raises:
+            DeadlineError: None began within `timeout_s`; the sink is as it was.
+            PeerError: The trainer is dead, silent, has left, or is not there; or rank 0 of this replica is.
+            RefitError: Another process has taken the name; or as for `Refit.receive`.
+        """
+        if self._closed:
+            raise RefitError("this Replica is closed; make a new one")
+        try:
+            invitation = self._await_invitation(timeout_s)
+            return self._take_part(json.loads(invitation))
+        except _NoneBeganError as late:  # this replica stays where it has joined
+            raise DeadlineError(str(late), phase="prepare", peer="source 0", seconds=late.seconds) from None
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def close(self) -> None:
+        """Leave; the trainer goes on without this replica, which may come back under its name."""
+        if not self._closed:
+            self._closed = True
+            self._give_up(RefitError("it was closed"))
+
+    def _await_invitation(self, timeout_s: float | None) -> str:
+        self._connect()
+        began, nap_s = time.monotonic(), 2e-4
+        while (invitation := self._look()) is None:
+            waited = time.monotonic() - began
+            absence = "" if self._trainer is None or self._trainer.is_known else self._trainer.absence
+            if timeout_s is None and absence and waited >= self._liveness_s:
+                raise PeerError(f"{absence}; the sink is as it was", peer="source 0")
+            if timeout_s is not None and waited >= timeout_s:
+                why = f" ({absence})" if absence else ""
+                text = f"no refit began within timeout_s={timeout_s:g}{why}; the sink is as it was"
+                raise _NoneBeganError(text, seconds=waited)
+            time.sleep(nap_s)
+            nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+        return invitation
+
+    def _connect(self) -> None:
+        if self._store is not None:
+            return
+        meeting = Rendezvous(
+            self._address,
+            num_sources=1,
+            num_sinks=self._num_ranks,
+            sink_rank=self._rank,
+            timeout_s=self._liveness_s,
+        )
+        self._raw = meeting.connect()
+        host, port = _host_and_port(self._address)
+        if port == 0:
+            store: Any = self._raw
+            self._address = f"tcp://{host}:{store.port}"
+        line = Line(
+            self._liveness_s,
+            lambda why: PeerError(f"rank 0 of replica {self.name} is out of reach at {self._address}: {why}"),
+        )
+        self._store = BoundedStore(PrefixStore("replica", self._raw), line)
+
+    def _look(self) -> str | None:
+        """An invitation that this rank has not taken yet, as JSON; rank 0 hands the trainer's to the others."""
+        assert self._store is not None
+        if self._trainer is not None:
+            invitation = self._trainer.look(self._entry)
+            if invitation is not None:
+                self._store.set("invitation", invitation)
+        else:
+            said = self._store.get("invitation").decode() if self._store.check(["invitation"]) else _WITHDRAWN
+            invitation = None if said in (_WITHDRAWN, self._taken) else said
+        if invitation is not None:
+            self._taken = invitation
+        return invitation
+
+    def _entry(self) -> dict[str, Any]:
+        """What the trainer is told of this replica."""
+        version = None if getattr(self._sink, "poisoned", False) else getattr(self._sink, "version", None)
+        return {"name": self.name, "address": self._address, "num_ranks": self._num_ranks, "version": version}
+
+    def _take_part(self, invitation: Mapping[str, Any]) -> RefitReport:
+        if self._refit is None or self._session != invitation["session"]:
+            self._close_refit()
+            assert self._raw is not None
+            rendezvous = Rendezvous(
+                clone(self._raw),
+                num_sources=invitation["num_sources"],
+                num_sinks=self._num_ranks,
+                sink_rank=self._rank,
+                hosts=self._rank == 0,
+                liveness_s=self._liveness_s,
+                name=invitation["session"],
+            )
+            self._session = invitation["session"]
+            self._refit = Refit(
+                sink=self._sink, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config)
+            )
+            self._refit._look_also = self._look_also  # noqa: SLF001  (made here)
+        if invitation["rewind"]:
+            self._sink.rewind(invitation["version"])
+        return self._refit.receive(timeout_s=self._config.deadline_s)
+
+    def _look_also(self) -> None:
+        """While this rank is in a refit: see that the trainer lives, and that rank 0 has not given up."""
+        if self._trainer is not None:
+            self._trainer.check()
+        elif self._store is not None and self._store.get("invitation").decode() != self._taken:
+            raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
+
+    def _give_up(self, error: BaseException) -> None:
+        """Leave the trainer and the refits, and tell the other ranks; the next call begins anew."""
+        self._close_refit()
+        store, lost = self._store, isinstance(error, PeerError) and self._trainer is None
+        with contextlib.suppress(RefitError):
+            if self._trainer is not None:
+                self._trainer.leave()
+                if store is not None:
+                    store.set("invitation", _WITHDRAWN)
+        if store is not None and (self._closed or lost):
+            store.close()
+            self._store = None
+
+    def _close_refit(self) -> None:
+        refit, self._refit = self._refit, None
+        if refit is not None:
+            with contextlib.suppress(RefitError):
+                refit.close()
+
+
+@final
+class _Trainer:
+    """The trainer as rank 0 of a replica sees it, through the store at its address."""
+
+    def __init__(self, address: str, name: str, liveness_s: float) -> None:
+        self._address, self._name, self._liveness_s = address, name, liveness_s
+        self._place = _host_and_port(address)
+        self._identity = uuid.uuid4().hex
+        self._raw: Store | None = None
+        self._store: BoundedStore | None = None
+        self._peers: Peers | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._number: int | None = None
+        self._call = 0
+        self._looked = 0.0
+        self._usurped: str | None = None
+        self.absence = f"no trainer is at {address}: it makes Replicas(…, address={address!r})"
+        """Why there is none."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether one is there."""
+        return self._peers is not None
+
+    def look(self, entry: Callable[[], dict[str, Any]]) -> str | None:
+        """The trainer's latest invitation, if it is new. Joins, where there is a trainer and that is not done.
+
+        Args:
+            entry: What the trainer is told.
+
+        Raises:
+            PeerError: The trainer is dead, silent, has left, or is out of reach.
+            RefitError: Another process has taken the name.
+        """
+        if self._usurped is not None:
+            raise RefitError(self._usurped)
+        if self._peers is None and not self._reach():
+            return None
+        assert self._store is not None
+        self.check()
+        if self._number is None:
+            self._join(self._store, entry())
+        if self._store.check([f"dropped/{self._number}"]):
+            dropped = json.loads(self._store.get(f"dropped/{self._number}"))
+            self._stop()
+            if dropped["taken"]:
+                self._usurped = (
+                    f"the trainer at {self._address} has dropped this replica: {dropped['why']}; give every replica a "
+                    f"name of its own"
+                )
+                raise RefitError(self._usurped)
+            return None  # and joins again at the next look
+        if not self._store.check([f"invited/{self._number}"]):
+            return None
+        text = self._store.get(f"invited/{self._number}").decode()
+        call = json.loads(text)["call"]
+        if call <= self._call:
+            return None
+        self._call = call
+        return text
+
+    def check(self) -> None:
+        """Pass while the trainer lives.
+
+        Raises:
+            PeerError: It is dead, silent, has left, or is out of reach.
+        """
+        if self._peers is not None and time.monotonic() - self._looked >= PATIENCE_S:
+            self._looked = time.monotonic()
+            self._peers.check()
+
+    def leave(self) -> None:
+        """Take part no more, until the next look."""
+        self._stop()
+        store, self._store, self._peers, self._raw = self._store, None, None, None
+        if store is not None:
+            store.close()
+
+    def _stop(self) -> None:
+        heartbeat, self._heartbeat, self._number = self._heartbeat, None, None
+        if heartbeat is not None:
+            heartbeat.stop()
+
+    def _reach(self) -> bool:
+        """Whether a trainer is there; looks no more often than is polite."""
+        if time.monotonic() - self._looked < PATIENCE_S:
+            return False
+        self._looked = time.monotonic()
+        if self._store is None:
+            try:  # torch's own client would go on trying in silence
+                socket.create_connection(self._place, timeout=1.0).close()
+            except OSError:
+                return False
+            meeting = Rendezvous(
+                self._address, num_sources=1, num_sinks=1, sink_rank=0, hosts=False, timeout_s=self._liveness_s
+            )
+            meeting.host = "source 0"
+            self._raw = PrefixStore(self._name, meeting.connect())
+            line = Line(
+                self._liveness_s,
+                lambda why: PeerError(f"the trainer is out of reach at {self._address}: {why}", peer="source 0"),
+            )
+            self._store = BoundedStore(self._raw, line)
+        if not self._store.check(["party/source 0"]):  # another program's store, or another name
+            return False
+        (process,) = json.loads(self._store.get("party/source 0").decode().removeprefix("="))
+        self._call = 0
+        self._peers = Peers(self._store, {"source 0": process}, listen_to=["source 0"], liveness_s=self._liveness_s)
+        return True
+
+    def _join(self, store: BoundedStore, entry: Mapping[str, Any]) -> None:
+        """Sign the log, at its end, once there are signs of life."""
+        assert self._raw is not None
+        party = f"replica {uuid.uuid4().hex}"
+        self._heartbeat = Heartbeat(self._raw, (party,), liveness_s=self._liveness_s)
+        text = json.dumps({**entry, "party": party, "identity": self._identity, "process": this_process()})
+        for number in itertools.count():
+            if store.compare_set(f"log/{number}", "", text).decode() == text:
+                self._number = number
+                return
+
+
+def _death_of(member: _Member | None) -> PeerError | None:
+    """That a replica of this host is dead: a better reason than what failed for it. Its connections end just before."""
+    if member is None:
+        return None
+    for _ in range(10):
+        try:
+            member.peers.check()
+        except PeerError as death:
+            return death
+        time.sleep(_MOMENT_S)
+    return None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Raises ValueError where `address` is not "tcp://host:port"."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+        raise ValueError(f"address={address!r} is not tcp://host:port, as replicas of several hosts need it")
+    return parts.hostname, parts.port
+
+
+def _where(error: BaseException) -> str:
+    phase = getattr(error, "phase", None)
+    return f"phase {phase}" if phase else "its refit"
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    return f"{message['kind']}: {message['text']}"
