@@ -40,8 +40,8 @@ def start(world, names=NAMES, address=None, **options):
     return trainer, replicas
 
 
-def serving(world, name, address, **options):
-    replica = world.replica(name, trainer=address, **options)
+def serving(world, name, trainer, **options):
+    replica = world.replica(name, trainer=trainer, **options)
     replica.do("serve")
     return replica
 
@@ -49,8 +49,12 @@ def serving(world, name, address, **options):
 def held(replicas, until=None):
     """The version of the weights that each replica has, bit for bit, and says that it has."""
     states = {name: replica.do("state", until=until) for name, replica in replicas.items()}
-    assert all(state["held"] == (-1 if state["version"] is None else state["version"]) for state in states.values())
-    assert not any(state["poisoned"] for state in states.values())
+    torn = {
+        name: state
+        for name, state in states.items()
+        if state["poisoned"] or state["held"] != (-1 if state["version"] is None else state["version"])
+    }
+    assert torn == {}
     return {name: state["version"] for name, state in states.items()}
 
 
@@ -98,7 +102,6 @@ def test_a_replica_that_refuses_keeps_its_old_weights_and_takes_part_in_the_next
     assert report["versions"] == {"a": 2, "b": 2, "c": None}
     assert "OSError: a fault of the test" in report["failures"]["c"]
     assert held(replicas) == {"a": 2, "b": 2, "c": 1}
-    assert trainer.do("await_joined", names=NAMES, versions={"a": 2, "b": 2, "c": 1})["joined"]
     assert trainer.do("refit", version=3)["versions"] == held(replicas) == dict.fromkeys(NAMES, 3)
 
 
@@ -230,3 +233,69 @@ def test_a_replica_without_a_trainer_says_where_it_looked(world):
     said = replica.do("receive", timeout_s=None)
     assert said["error"] == "PeerError"
     assert "it makes Replicas(" in said["message"]
+
+
+def test_ranks_of_a_trainer_and_of_replicas_each_with_their_rows(world):
+    address = free_address()
+    trainers = [world.trainer(address=address, rank=rank, ranks=2) for rank in range(2)]
+    where = {name: free_address() for name in "ab"}
+    ranks = {
+        (name, rank): serving(world, name, address, rank=rank, ranks=num, address=where[name])
+        for name, num in (("a", 2), ("b", 4))
+        for rank in range(num)
+    }
+    trainers[0].do("await_joined", names=["a", "b"])
+
+    def refit(version):
+        for trainer in trainers:
+            trainer.begin("refit", version=version)
+        reports = [trainer.answer() for trainer in trainers]
+        assert not any("error" in report for report in reports), reports
+        assert reports[0]["versions"] == reports[1]["versions"]
+        assert reports[0]["failures"] == reports[1]["failures"]
+        return reports[0]
+
+    for version in (1, 2):
+        assert refit(version)["versions"] == {"a": version, "b": version}
+        assert set(held(ranks).values()) == {version}
+    ranks["b", 3].do("arm", point="stage", action="raise")
+    assert refit(3)["versions"] == {"a": 3, "b": None}
+    assert held(ranks) == {key: 3 if key[0] == "a" else 2 for key in ranks}
+    trainers[0].do("await_joined", names=["a", "b"], versions={"a": 3, "b": 2})
+    assert refit(4)["versions"] == {"a": 4, "b": 4}
+
+    # A rank of a replica dies, and is started anew; rank 0 lives.
+    ranks["b", 2].kill()
+    assert refit(5)["versions"] == {"a": 5, "b": None}
+    ranks["b", 2] = serving(world, "b", address, rank=2, ranks=4, address=where["b"])
+    trainers[0].do("await_joined", names=["a", "b"], versions={"a": 5, "b": 4})
+    assert refit(6)["versions"] == {"a": 6, "b": 6}
+    assert set(held(ranks).values()) == {6}
+
+    # A rank of the trainer dies: every replica keeps what it has, and the other rank says who is dead.
+    trainers[1].do("arm", point="shards", action="kill")
+    for trainer in trainers:
+        trainer.begin("refit", version=7)
+    said = trainers[0].answer()
+    assert said["error"] == "PeerError"
+    assert f"source 1 is dead: its process {trainers[1].pid} on this host is gone" in said["message"]
+    assert set(held(ranks).values()) == {6}
+    trainers[0].kill()
+    trainers = [world.trainer(address=address, rank=rank, ranks=2, at_least=2) for rank in range(2)]
+    assert refit(7)["versions"] == {"a": 7, "b": 7}
+    assert set(held(ranks).values()) == {7}
+
+
+def test_ranks_of_a_trainer_that_differ_in_what_they_ask_for_are_refused_and_nothing_moves(world):
+    address = free_address()
+    trainers = [world.trainer(address=address, rank=rank, ranks=2) for rank in range(2)]
+    replicas = {"a": serving(world, "a", address)}
+    trainers[0].do("await_joined", names=["a"])
+    trainers[0].begin("refit", version=1)
+    trainers[1].begin("refit", version=2)
+    said = [trainer.answer()["message"] for trainer in trainers]
+    assert all("source 1 is called with {'version': 2, 'rewind': False}, and source 0 with" in text for text in said)
+    assert held(replicas) == {"a": None}
+    for trainer in trainers:
+        trainer.begin("refit", version=2)
+    assert [trainer.answer()["versions"] for trainer in trainers] == 2 * [{"a": 2}]

@@ -52,6 +52,8 @@ __all__ = ["Replica", "Replicas", "ReplicasReport"]
 _DEFAULTS = RefitConfig()
 _NAME = "rl-refit replicas"
 _MOMENT_S = 0.01
+_REJOIN_S = 2.0
+"""How long a call waits for replicas that failed and live to join again, which they do at once if they can."""
 _WITHDRAWN = "{}"
 """Instead of an invitation that rank 0 has given up."""
 
@@ -208,6 +210,10 @@ class Replicas:
         self._control = Control(self._meeting)
         self._run_id = uuid.uuid4().hex[:8]
         self._members: dict[str, _Member] = {}
+        self._failed: dict[str, tuple[_Member, str]] = {}
+        """Those that failed, and have not joined again yet."""
+        self._invited: Sequence[dict[str, Any]] = ()
+        """Those that are being refitted."""
         self._log_read = 0
         self._sessions: dict[int, _Session] = {}
         self._calls = 0
@@ -302,21 +308,25 @@ class Replicas:
             try:
                 report, failed = self._run_together(prepare, called, watch)
             except BaseException as error:
-                if self._control.under_way:
-                    with contextlib.suppress(RefitError):
+                with contextlib.suppress(RefitError):  # the trainer's own store is gone, or source 0
+                    if self._control.under_way:
                         self._end(error_to_message(error, party=self._meeting.mine[0], where=watch.where()))
+                    for each in self._invited:
+                        self._close_session(each["number"])
+                        if self._meeting.leads:
+                            self._drop(each["name"], each["number"], f"{type(error).__name__}: {error}", failed=True)
                 raise
             done = sum(version == report.version for version in report.versions.values())
             if done < self._at_least:
                 summary = f"{done} replicas have version {report.version}, and at_least={self._at_least} must"
-                why = error_from_message(next(iter(failed.values()))) if failed else PeerError(summary)
+                why = next(iter(failed.values())) if failed else PeerError(summary)
                 why.add_note(f"{summary}; {report.explain()}")
                 raise why
             return report
 
     def _run_together(
         self, prepare: Callable[[Watch], dict[str, Any]], called: dict[str, Any], watch: Watch
-    ) -> tuple[ReplicasReport, dict[str, dict[str, Any]]]:
+    ) -> tuple[ReplicasReport, dict[str, BaseException]]:
         control, began = self._control, time.monotonic()
         control.meet(watch)
         message, refusal = None, None
@@ -364,7 +374,6 @@ class Replicas:
                 f"version {version} is not newer than what replicas have: {have}; nothing was touched; a version is "
                 f"the number of optimizer steps that the weights have seen, never a count of calls; {what}"
             )
-        self._source.digests.clear()
         return self._invite(self._members.values(), version, died, rewind=rollback)
 
     def _catch_up(self, watch: Watch) -> dict[str, Any]:
@@ -399,12 +408,14 @@ class Replicas:
             },
         }
 
-    def _refit(self, said: dict[str, Any], began: float) -> tuple[ReplicasReport, dict[str, dict[str, Any]]]:
+    def _refit(self, said: dict[str, Any], began: float) -> tuple[ReplicasReport, dict[str, BaseException]]:
         """This rank's part of a call, and what all ranks together say of it; and the errors, by name."""
         control, version, invited = self._control, said["version"], said["invited"]
         self._close_sessions({each["number"] for each in invited} | {number for number, _ in said["others"].values()})
         watch = self._watch()
-        if said["unchanged"]:
+        if not said["unchanged"]:
+            self._source.digests.clear()
+        else:
             changed = control.gather("changed", {self._meeting.mine[0]: self._source.changed(watch)}, watch)
             names = sorted({name for each in (changed or {}).values() for name in each})
             if names := control.announce("changed", names, watch):
@@ -414,6 +425,7 @@ class Replicas:
                     f"other tensors): it has seen unfinished training, so newcomers get the next version",
                     tensor=names[0],
                 )
+        self._invited = invited
         if self._meeting.leads:
             self._call_out(said)
         self._calls += 1
@@ -431,18 +443,22 @@ class Replicas:
             merged = {**each, **merged}  # what source 0 says comes first
         merged = control.announce("ended", {str(number): error for number, error in merged.items()}, watch)
         self._end(COMMIT)
-        failed = {each["name"]: merged[f"{each['number']}"] for each in invited if f"{each['number']}" in merged}
-        committed = [each for each in invited if each["name"] not in failed]
+        self._invited = ()
+        failed: dict[str, BaseException] = {}
+        failures, committed = dict[str, str](said["died"]), list[dict[str, Any]]()
         for each in invited:
-            if each["name"] in failed:
-                self._close_session(each["number"])
-                if self._meeting.leads:
-                    self._drop(each["name"], each["number"], _text(failed[each["name"]]))
-            elif self._meeting.leads and each["name"] in self._members:
-                self._members[each["name"]].version = version
-        if committed:
-            self.version = version
-        failures = {**said["died"], **{name: _text(error) for name, error in failed.items()}}
+            name, number = each["name"], each["number"]
+            if (message := merged.get(f"{number}")) is None:
+                committed.append(each)
+                self.version = version
+                if name in self._members:
+                    self._members[name].version = version
+                continue
+            failures[name] = f"{message['kind']}: {message['text']}"
+            failed[name] = outcome.errors.get(number) or error_from_message(message)
+            self._close_session(number)
+            if self._meeting.leads:
+                self._drop(name, number, failures[name], failed=True)
         versions = {name: known for name, (_, known) in said["others"].items()}
         versions |= {each["name"]: version for each in committed} | dict.fromkeys(failures)
         return (
@@ -460,8 +476,8 @@ class Replicas:
 
     def _await_members(self, watch: Watch) -> dict[str, str]:
         """At source 0: wait until `at_least` replicas are there; why those that are not any more are gone."""
-        died = self._look_for_members()
-        while len(self._members) < self._at_least:
+        died, until = self._look_for_members(), time.monotonic() + _REJOIN_S
+        while len(self._members) < self._at_least or (self._failed and time.monotonic() < until):
             try:
                 watch.check()
             except DeadlineError as late:
@@ -475,7 +491,8 @@ class Replicas:
                 ) from None
             time.sleep(LONGEST_NAP_S)
             died |= self._look_for_members()
-        return {name: why for name, why in died.items() if name not in self._members}
+        out = {name: f"it has not joined again since it failed: {why}" for name, (_, why) in self._failed.items()}
+        return {name: why for name, why in {**died, **out}.items() if name not in self._members}
 
     def _look_for_members(self) -> dict[str, str]:
         """At source 0: read who has joined, and see who left or died; why, for those that died."""
@@ -486,15 +503,26 @@ class Replicas:
             self._log_read += 1
         died: dict[str, str] = {}
         for name, member in tuple(self._members.items()):
-            if store.get(f"alive/{member.party}") == LEFT.encode():
-                self._drop(name, member.number, "it left")
-                continue
-            try:
-                member.peers.check()
-            except PeerError as error:
-                died[name] = f"PeerError: {error}"
-                self._drop(name, member.number, str(error))
+            if (gone := self._gone(member)) is not None:
+                self._drop(name, member.number, gone)
+                if gone != LEFT:
+                    died[name] = gone
+        self._failed = {
+            name: (member, why)
+            for name, (member, why) in self._failed.items()
+            if name not in self._members and self._gone(member) is None
+        }
         return died
+
+    def _gone(self, member: _Member) -> str | None:
+        """Why a replica is not there any more; None if it is."""
+        if self._store().get(f"alive/{member.party}").decode() == LEFT:
+            return LEFT
+        try:
+            member.peers.check()
+        except PeerError as error:
+            return f"PeerError: {error}"
+        return None
 
     def _add_member(self, store: BoundedStore, number: int, entry: dict[str, Any]) -> None:
         before = self._members.get(entry["name"])
@@ -512,10 +540,12 @@ class Replicas:
         )
         self._members[entry["name"]] = _Member(number=number, peers=peers, **entry)
 
-    def _drop(self, name: str, number: int, why: str, *, taken: bool = False) -> None:
+    def _drop(self, name: str, number: int, why: str, *, taken: bool = False, failed: bool = False) -> None:
         member = self._members.get(name)
         if member is not None and member.number == number:
             del self._members[name]
+            if failed:
+                self._failed[name] = member, why
         self._store().set(f"dropped/{number}", json.dumps({"why": why, "taken": taken}))
 
     def _call_out(self, said: dict[str, Any]) -> None:
@@ -802,14 +832,17 @@ class Replica:
             raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
 
     def _give_up(self, error: BaseException) -> None:
-        """Leave the trainer and the refits, and tell the other ranks; the next call begins anew."""
+        """Leave this refit, tell the other ranks, and join the trainer again, if that lives, with what is held now."""
         self._close_refit()
         store, lost = self._store, isinstance(error, PeerError) and self._trainer is None
         with contextlib.suppress(RefitError):
             if self._trainer is not None:
-                self._trainer.leave()
                 if store is not None:
                     store.set("invitation", _WITHDRAWN)
+                if self._closed:
+                    self._trainer.leave()
+                else:
+                    self._trainer.join_again(self._entry())
         if store is not None and (self._closed or lost):
             store.close()
             self._store = None
@@ -865,14 +898,13 @@ class _Trainer:
             self._join(self._store, entry())
         if self._store.check([f"dropped/{self._number}"]):
             dropped = json.loads(self._store.get(f"dropped/{self._number}"))
-            self._stop()
             if dropped["taken"]:
                 self._usurped = (
                     f"the trainer at {self._address} has dropped this replica: {dropped['why']}; give every replica a "
                     f"name of its own"
                 )
                 raise RefitError(self._usurped)
-            return None  # and joins again at the next look
+            self.join_again(entry())
         if not self._store.check([f"invited/{self._number}"]):
             return None
         text = self._store.get(f"invited/{self._number}").decode()
@@ -892,17 +924,28 @@ class _Trainer:
             self._looked = time.monotonic()
             self._peers.check()
 
+    def join_again(self, entry: Mapping[str, Any]) -> None:
+        """Under a new number, with a new session; or leave, if the trainer is gone, or has dropped this replica."""
+        before, self._looked = self._heartbeat, 0.0
+        try:
+            self.check()
+            if self._store is None or self._usurped is not None:
+                self.leave()
+            elif self._number is not None:
+                self._join(self._store, entry)
+                if before is not None:
+                    before.stop()
+        except RefitError:
+            self.leave()
+
     def leave(self) -> None:
         """Take part no more, until the next look."""
-        self._stop()
-        store, self._store, self._peers, self._raw = self._store, None, None, None
-        if store is not None:
-            store.close()
-
-    def _stop(self) -> None:
-        heartbeat, self._heartbeat, self._number = self._heartbeat, None, None
+        heartbeat, store = self._heartbeat, self._store
+        self._heartbeat = self._number = self._store = self._peers = self._raw = None
         if heartbeat is not None:
             heartbeat.stop()
+        if store is not None:
+            store.close()
 
     def _reach(self) -> bool:
         """Whether a trainer is there; looks no more often than is polite."""
@@ -911,7 +954,9 @@ class _Trainer:
         self._looked = time.monotonic()
         if self._store is None:
             try:  # torch's own client would go on trying in silence
-                socket.create_connection(self._place, timeout=1.0).close()
+                with socket.create_connection(self._place, timeout=1.0) as probe:
+                    if probe.getsockname() == probe.getpeername():  # a port that nobody has may connect to itself
+                        return False
             except OSError:
                 return False
             meeting = Rendezvous(
@@ -967,7 +1012,3 @@ def _host_and_port(address: str) -> tuple[str, int]:
 def _where(error: BaseException) -> str:
     phase = getattr(error, "phase", None)
     return f"phase {phase}" if phase else "its refit"
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    return f"{message['kind']}: {message['text']}"

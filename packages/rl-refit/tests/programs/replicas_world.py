@@ -328,6 +328,9 @@ class Party:
     def kill(self, number=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
+            while number == signal.SIGKILL:  # until it is gone, and what it listened to is free
+                os.kill(self.pid, 0)
+                time.sleep(0.005)
 
     def end(self):
         if self.ended:
