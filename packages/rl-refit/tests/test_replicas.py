@@ -1,14 +1,13 @@
 """Replicas of an engine that come, go, die and return, each refitted by a transaction of its own; real processes."""
 
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
-from replicas_world import World
+from replicas_world import World, free_address
 
 NAMES = ["a", "b", "c"]
 
@@ -24,11 +23,6 @@ def program(tmp_path_factory):
 def world(program):
     yield program
     program.clear()
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def start(world, names=NAMES, address=None, **options):

@@ -825,9 +825,9 @@ class Replica:
         return self._refit.receive(timeout_s=self._config.deadline_s)
 
     def _look_also(self) -> None:
-        """While this rank is in a refit: see that the trainer lives, and that rank 0 has not given up."""
+        """While this rank is in a refit: see that neither the trainer nor rank 0 has given it up."""
         if self._trainer is not None:
-            self._trainer.check()
+            self._trainer.check(in_refit=True)
         elif self._store is not None and self._store.get("invitation").decode() != self._taken:
             raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
 
@@ -914,15 +914,19 @@ class _Trainer:
         self._call = call
         return text
 
-    def check(self) -> None:
-        """Pass while the trainer lives.
+    def check(self, *, in_refit: bool = False) -> None:
+        """Pass while the trainer lives and, `in_refit`, goes on with it.
 
         Raises:
-            PeerError: It is dead, silent, has left, or is out of reach.
+            PeerError: It is dead, silent, has left, is out of reach, or has gone on without this replica.
         """
-        if self._peers is not None and time.monotonic() - self._looked >= PATIENCE_S:
-            self._looked = time.monotonic()
-            self._peers.check()
+        if self._peers is None or time.monotonic() - self._looked < PATIENCE_S:
+            return
+        self._looked = time.monotonic()
+        self._peers.check()
+        if in_refit and self._store is not None and self._store.check([f"dropped/{self._number}"]):
+            why = json.loads(self._store.get(f"dropped/{self._number}"))["why"]
+            raise PeerError(f"the trainer has gone on without this replica: {why}", peer="source 0")
 
     def join_again(self, entry: Mapping[str, Any]) -> None:
         """Under a new number, with a new session; or leave, if the trainer is gone, or has dropped this replica."""

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -60,6 +61,9 @@ class Rows(nn.Module):
             for kept in self.kept:
                 kept.copy_(torch.randn(HIDDEN, *kept.shape[1:], generator=generator)[self.first : self.last])
 
+    def name_of(self, own):
+        return self.names[int(own.removeprefix("kept."))]
+
     def bind(self, module):
         for name, kept in zip(self.names, module.kept, strict=True):
             start = (self.first, *(0 for _ in kept.shape[1:]))
@@ -88,6 +92,9 @@ class Strikes:
 
         setattr(self.thing, point, struck)
 
+    def disarm(self):
+        self.due.clear()
+
 
 class Trainer:
     def __init__(self, *, address, rank=0, ranks=1, **options):
@@ -113,22 +120,26 @@ class Trainer:
         self.strikes.arm(point, action, nth)
         return {}
 
+    def disarm(self):
+        self.strikes.disarm()
+        return {}
+
     def await_joined(self, names, versions=None):
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + PATIENCE_S / 4
         while sorted(joined := self.replicas.joined()) != sorted(names) or (versions or joined) != joined:
             if time.monotonic() > until:
-                return {"error": f"joined: {joined}"}
+                return {"error": f"joined: {joined}, failed: {self.replicas._failed}"}
             time.sleep(0.01)
         return {"joined": joined}
 
     def _report(self, call):
         try:
             report = call()
-        except RefitError as error:
+        except (RefitError, OSError) as error:
             return {
                 "error": type(error).__name__,
                 "message": str(error),
-                "peer": error.peer,
+                "peer": getattr(error, "peer", None),
                 "notes": list(getattr(error, "__notes__", ())),
             }
         return {
@@ -151,7 +162,8 @@ class ReplicaParty:
     def __init__(self, *, name, trainer, mode="staged", rank=0, ranks=1, **options):
         self.rank, self.ranks = rank, ranks
         self.module = Rows(-1, rank, ranks)
-        self.sink = ModuleSink(self.module, bindings=self.module.bind, mode=mode)
+        names = {"bindings": self.module.bind} if ranks > 1 else {"rename": self.module.name_of}
+        self.sink = ModuleSink(self.module, mode=mode, **names)
         self.strikes = Strikes(self.sink)
         self.replica = Replica(
             self.sink, name=name, trainer=trainer, rank=rank, num_ranks=ranks, bucket_bytes=1024, **options
@@ -188,6 +200,10 @@ class ReplicaParty:
         self.strikes.arm(point, action, nth)
         return {}
 
+    def disarm(self):
+        self.strikes.disarm()
+        return {}
+
     def state(self, until=None):
         """What it has; waits until it has the version `until`."""
         limit = time.monotonic() + PATIENCE_S
@@ -196,7 +212,7 @@ class ReplicaParty:
         with contextlib.suppress(PoisonedError), self.sink.serving():
             pass
         held = None
-        for version in range(-1, 40):
+        for version in range(-1, (self.sink.version or 0) + 4):
             if all(map(torch.equal, self.module.kept, Rows(version, self.rank, self.ranks).kept)):
                 held = version
         return {"version": self.sink.version, "poisoned": self.sink.poisoned, "held": held, "log": self.log}
@@ -251,6 +267,11 @@ def fork_parties(directory):
             sys.stderr.flush()
             os._exit(status)
         print(json.dumps({"pid": pid}), flush=True)
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 # -- The test's side ---------------------------------------------------------------------------------------------------
@@ -325,10 +346,18 @@ class Party:
         self.begin(what, **command)
         return self.answer()
 
-    def kill(self, number=signal.SIGKILL):
+    @property
+    def is_gone(self):
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    def kill(self, number=signal.SIGKILL, *, wait=True):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
-            while number == signal.SIGKILL:  # until it is gone, and what it listened to is free
+            while wait and number == signal.SIGKILL:  # until it is gone, and what it listened to is free
                 os.kill(self.pid, 0)
                 time.sleep(0.005)
 
