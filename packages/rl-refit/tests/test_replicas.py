@@ -114,7 +114,7 @@ def test_a_replica_that_is_stopped_is_given_up_after_its_silence_and_returns_whe
 def test_a_newcomer_catches_up_with_the_committed_version_and_nothing_else_moves(world):
     trainer, replicas = start(world, NAMES[:2])
     trainer.do("refit", version=5)
-    replicas["late"] = serving(world, "late", trainer.address)
+    replicas["late"] = serving(world, "late", trainer.address, from_peers=False)
     trainer.do("await_joined", names=[*replicas])
     report = trainer.do("catch_up")
     assert report["refits"] == {"late": 5}
@@ -129,7 +129,7 @@ def test_a_source_that_has_trained_on_is_no_source_of_the_committed_version(worl
     assert "nothing to catch up with" in trainer.do("catch_up")["message"]
     trainer.do("refit", version=5)
     trainer.do("train", version=6)
-    replicas["late"] = serving(world, "late", trainer.address)
+    replicas["late"] = serving(world, "late", trainer.address, from_peers=False)
     trainer.do("await_joined", names=[*replicas])
     said = trainer.do("catch_up")
     assert "the source has changed since version 5 was committed (0." in said["message"]
@@ -153,7 +153,7 @@ def test_a_replica_that_was_killed_is_replaced_under_its_name_at_once(world):
     trainer, replicas = start(world)
     trainer.do("refit", version=1)
     replicas["b"].kill()
-    replicas["b"] = serving(world, "b", trainer.address)
+    replicas["b"] = serving(world, "b", trainer.address, from_peers=False)
     trainer.do("await_joined", names=NAMES, versions={"a": 1, "b": None, "c": 1})
     report = trainer.do("refit", version=2)
     assert report["versions"] == held(replicas) == dict.fromkeys(NAMES, 2)
@@ -163,7 +163,7 @@ def test_a_replica_that_was_killed_is_replaced_under_its_name_at_once(world):
 def test_of_two_living_replicas_of_one_name_the_first_is_told(world):
     trainer, replicas = start(world, ["a"])
     trainer.do("refit", version=1)
-    second = serving(world, "a", trainer.address)
+    second = serving(world, "a", trainer.address, from_peers=False)
     trainer.do("await_joined", names=["a"], versions={"a": None})
     assert trainer.do("refit", version=2)["versions"] == held({"a": second}) == {"a": 2}
     said = replicas["a"].do("state")["log"][-1]
@@ -194,7 +194,7 @@ def test_a_resumed_trainer_with_an_older_version_is_told_what_to_do_and_nothing_
 def test_replicas_outlive_their_trainer_and_join_the_next_at_its_address(world):
     trainer, replicas = start(world)
     trainer.do("refit", version=1)
-    trainer.do("arm", point="shards", action="kill", nth=2)
+    trainer.do("arm", point="shards", action="kill")
     assert "dead" in trainer.do("refit", version=2)
     assert held(replicas) == dict.fromkeys(NAMES, 1)
     resumed = world.trainer(address=trainer.address)
@@ -293,3 +293,46 @@ def test_ranks_of_a_trainer_that_differ_in_what_they_ask_for_are_refused_and_not
     for trainer in trainers:
         trainer.begin("refit", version=2)
     assert [trainer.answer()["versions"] for trainer in trainers] == 2 * [{"a": 2}]
+
+
+def test_a_newcomer_takes_the_committed_version_from_a_living_peer_while_the_trainer_trains_on(world):
+    trainer, replicas = start(world, NAMES[:2])
+    trainer.do("refit", version=5)
+    trainer.do("train", version=6)
+    replicas["late"] = serving(world, "late", trainer.address)
+    assert held(replicas, until=5) == dict.fromkeys(replicas, 5)
+    assert trainer.do("await_joined", names=[*replicas], versions=dict.fromkeys(replicas, 5))["joined"]
+    assert trainer.do("catch_up")["refits"] == {}
+    report = trainer.do("refit", version=6)
+    assert report["versions"] == held(replicas) == dict.fromkeys(replicas, 6)
+    assert all(state["log"][-1] == {"version": 6} for state in (each.do("state") for each in replicas.values()))
+
+
+def test_a_peer_that_dies_while_it_gives_costs_a_newcomer_nothing_but_another_peer(world):
+    trainer, replicas = start(world, NAMES[:2])
+    trainer.do("refit", version=5)
+    replicas["a"].do("arm", point="weights", action="kill")
+    newcomers = {}
+    while not replicas["a"].is_gone:  # it is asked by chance
+        assert len(newcomers) < 20
+        name = f"late {len(newcomers)}"
+        newcomers[name] = serving(world, name, trainer.address)
+        assert held({name: newcomers[name]}, until=5) == {name: 5}
+    assert trainer.do("refit", version=6)["versions"] == {"a": None, "b": 6} | dict.fromkeys(newcomers, 6)
+
+
+def test_a_peer_of_two_ranks_gives_to_a_newcomer_of_four(world):
+    trainer, ranks = start(world, [])
+
+    def join(name, num_ranks):
+        address = free_address()
+        for rank in range(num_ranks):
+            ranks[name, rank] = serving(world, name, trainer.address, rank=rank, ranks=num_ranks, address=address)
+
+    join("a", 2)
+    trainer.do("await_joined", names=["a"])
+    trainer.do("refit", version=3)
+    join("b", 4)
+    assert set(held(ranks, until=3).values()) == {3}
+    assert trainer.do("refit", version=4)["versions"] == {"a": 4, "b": 4}
+    assert set(held(ranks).values()) == {4}

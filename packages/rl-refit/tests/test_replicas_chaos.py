@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
-from replicas_world import World, free_address
+from replicas_world import PATIENCE_S, World, free_address
 
 MODES = {"a": "staged", "b": "swap", "c": "in_place", "d": "staged"}
 POINTS = ["prepare", "stage", "digest", "ready", "commit"]
@@ -36,9 +36,12 @@ class Fleet:
             self.replicas[name].kill(signal.SIGCONT)
             self.replicas[name].do("disarm")
         self.trainer.do("disarm")
-        versions = {name: None if state["poisoned"] else state["version"] for name, state in self.states().items()}
-        said = self.trainer.do("await_joined", names=[*MODES], versions=versions)
-        assert "joined" in said, (said, versions, self.states())
+        until = time.monotonic() + PATIENCE_S
+        while self.versions() != (said := self.trainer.do("await_joined", names=[*MODES])).get("joined"):
+            assert time.monotonic() < until, (said, self.states())
+
+    def versions(self):
+        return {name: None if state["poisoned"] else state["version"] for name, state in self.states().items()}
 
     def states(self):
         return {name: replica.do("state") for name, replica in self.replicas.items()}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import random
 import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, final
 from urllib.parse import urlsplit
 
@@ -33,6 +34,8 @@ TRAINER_NAME = "rl-refit replicas"
 """Of the replicas of a trainer, where its address serves no others."""
 
 _DEFAULTS = RefitConfig()
+_OPEN, _GIVEN, _WITHDRAWN_REQUEST = "open", "given", "withdrawn"
+"""What became of a newcomer's request to a peer: one of the two decides, by compare-and-set in the newcomer's store."""
 _WITHDRAWN = "{}"
 """Instead of an invitation that rank 0 has given up."""
 
@@ -56,6 +59,22 @@ def host_and_port(address: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """To a peer, for its weights."""
+
+    session: str
+    invitation: str
+    """How this replica takes part, when the peer gives."""
+    until: float
+    """Of the monotonic clock: then another is asked."""
+
+    @property
+    def key(self) -> str:
+        """Of the answer, in the store of the replica that asks."""
+        return f"answer/{self.session}"
+
+
 class _NoneBeganError(DeadlineError):
     """Nobody invited this replica in time."""
 
@@ -76,6 +95,9 @@ class Replica:
         rank: This process's, of the replica.
         num_ranks: Of the replica; the workers of an `EngineSink` are counted by themselves.
         transport: Makes the way of the bytes; see `Replicas`.
+        from_peers: Whether a replica that lacks the committed version takes it from a living one that has it, without
+            the trainer, which may be training; where that one can give it, as a `ModuleSink` can. A replica gives while
+            it is in `receive`, and serves on. The trainer's refits come first.
         liveness_s: See `Replicas`. Also how long `receive()` looks for a trainer that is not there.
         trainer_name: `name` of the `Replicas`.
         bucket_bytes: See `RefitConfig`, as for the arguments that follow.
@@ -96,6 +118,7 @@ class Replica:
         rank: int = 0,
         num_ranks: int = 1,
         transport: Callable[[], Transport] = slot_stream,
+        from_peers: bool = True,
         liveness_s: float = 30.0,
         trainer_name: str = TRAINER_NAME,
         bucket_bytes: int = _DEFAULTS.bucket_bytes,
@@ -121,6 +144,16 @@ class Replica:
         self._refit: Refit | None = None
         self._session = ""
         self._closed = False
+        self._from_peers = from_peers
+        self._request: _Request | None = None
+        """To a peer, which has not answered yet."""
+        self._looked = 0.0
+        """When it was last looked whether a peer could be asked."""
+        self._requested: set[tuple[int, str]] = set()
+        """Versions and peers that were asked before."""
+        self._requests_read = 0
+        self._pending: str | None = None
+        """An invitation of the trainer that came while a peer gave."""
         self._trainer = _Trainer(trainer, trainer_name, liveness_s) if rank == 0 else None
 
     def receive(self, *, timeout_s: float | None = None) -> RefitReport:
@@ -140,8 +173,9 @@ class Replica:
         if self._closed:
             raise RefitError("this Replica is closed; make a new one")
         try:
-            invitation = self._await_invitation(timeout_s)
-            return self._take_part(json.loads(invitation))
+            while "gives" in (invitation := json.loads(self._await_invitation(timeout_s))):
+                self._give(invitation)
+            return self._take_part(invitation)
         except _NoneBeganError as late:  # this replica stays where it has joined
             raise DeadlineError(str(late), phase="prepare", peer="source 0", seconds=late.seconds) from None
         except BaseException as error:
@@ -192,23 +226,36 @@ class Replica:
         self._store = BoundedStore(PrefixStore("replica", self._raw), line)
 
     def _look(self) -> str | None:
-        """An invitation that this rank has not taken yet, as JSON; rank 0 hands the trainer's to the others."""
+        """What this rank is to take part in and has not yet, as JSON; rank 0 finds it, and hands it to the others."""
         assert self._store is not None
-        if self._trainer is not None:
-            invitation = self._trainer.look(self._entry)
-            if invitation is not None:
-                self._store.set("invitation", invitation)
-        else:
+        if self._trainer is None:
             said = self._store.get("invitation").decode() if self._store.check(["invitation"]) else _WITHDRAWN
             invitation = None if said in (_WITHDRAWN, self._taken) else said
+        else:
+            invitation = self._pending or self._trainer.look(self._entry)
+            given = self._answer_of_peer(withdraw=invitation is not None)
+            self._pending = invitation if given is not None else None
+            invitation = given or invitation or self._request_to_give()
+            if invitation is not None:
+                self._store.set("invitation", invitation)
         if invitation is not None:
             self._taken = invitation
         return invitation
 
     def _entry(self) -> dict[str, Any]:
         """What the trainer is told of this replica."""
-        version = None if getattr(self._sink, "poisoned", False) else getattr(self._sink, "version", None)
-        return {"name": self.name, "address": self._address, "num_ranks": self._num_ranks, "version": version}
+        version: int | None = getattr(self._sink, "version", None)
+        try:
+            self._sink.check()
+        except RefitError:
+            version = None
+        return {
+            "name": self.name,
+            "address": self._address,
+            "num_ranks": self._num_ranks,
+            "version": version,
+            "gives": hasattr(self._sink, "weights"),
+        }
 
     def _take_part(self, invitation: Mapping[str, Any]) -> RefitReport:
         if self._refit is None or self._session != invitation["session"]:
@@ -227,10 +274,16 @@ class Replica:
             self._refit = Refit(
                 sink=self._sink, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config)
             )
-            self._refit._look_also = self._look_also  # noqa: SLF001  (made here)
+            if "peer" not in invitation or self._trainer is None:
+                self._refit._look_also = self._look_also  # noqa: SLF001  (made here)
         if invitation["rewind"]:
             self._sink.rewind(invitation["version"])
-        return self._refit.receive(timeout_s=self._config.deadline_s)
+        report = self._refit.receive(timeout_s=self._config.deadline_s)
+        if "peer" in invitation:
+            self._close_refit()
+            if self._trainer is not None and self._pending is None:
+                self._trainer.tell(report.version)
+        return report
 
     def _look_also(self) -> None:
         """While this rank is in a refit: see that neither the trainer nor rank 0 has given it up."""
@@ -239,9 +292,100 @@ class Replica:
         elif self._store is not None and self._store.get("invitation").decode() != self._taken:
             raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
 
+    # -- From a living peer -------------------------------------------------------------------------------------------
+
+    def _answer_of_peer(self, *, withdraw: bool) -> str | None:
+        """At rank 0 of a newcomer: how to take part in what a peer gives, once it does; asks one, unless that is done.
+
+        Args:
+            withdraw: Whether the trainer has called, so that a peer that has not answered yet is not needed any more.
+        """
+        assert self._store is not None
+        assert self._trainer is not None
+        request = self._request
+        if request is None:
+            if not withdraw and self._from_peers:
+                self._ask_peer()
+            return None
+        answer = self._store.get(request.key).decode()
+        if answer == _OPEN and (withdraw or time.monotonic() > request.until):
+            answer = self._store.compare_set(request.key, _OPEN, _WITHDRAWN_REQUEST).decode()
+        if answer == _OPEN:
+            return None
+        self._request = None
+        return request.invitation if answer == _GIVEN else None
+
+    def _ask_peer(self) -> None:
+        """Ask a replica that has the committed version for it, each once."""
+        assert self._store is not None
+        assert self._trainer is not None
+        if time.monotonic() - self._looked < PATIENCE_S:
+            return
+        self._looked = time.monotonic()
+        holders = self._trainer.holders()
+        version = getattr(self._sink, "version", None)
+        if version is not None and version >= holders["version"]:
+            return
+        places = [each for each in holders["replicas"] if each["address"] != self._address]
+        places = [each for each in places if (holders["version"], each["address"]) not in self._requested]
+        if not places:
+            return
+        place = random.choice(places)
+        self._requested.add((holders["version"], place["address"]))
+        session = f"peer {uuid.uuid4().hex}"
+        invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place["name"]}
+        request = _Request(session, json.dumps(invitation), time.monotonic() + self._liveness_s)
+        self._store.set(request.key, _OPEN)
+        text = json.dumps({"session": session, "address": self._address, "num_sinks": self._num_ranks})
+        with contextlib.suppress(RefitError):  # it is gone: the next look asks another
+            peer = _reach(place["address"], "replica", liveness_s=self._liveness_s, who=f"replica {place['name']}")
+            if peer is not None:
+                _append(peer[1], "requests", text)
+                peer[1].close()
+                self._request = request
+
+    def _request_to_give(self) -> str | None:
+        """At rank 0 of a replica that has the weights: a newcomer's request, if it still stands."""
+        assert self._store is not None
+        while self._store.check([f"requests/{self._requests_read}"]):
+            request = json.loads(self._store.get(f"requests/{self._requests_read}"))
+            self._requests_read += 1
+            entry = self._entry()
+            if entry["version"] is None or not entry["gives"]:
+                continue
+            with contextlib.suppress(RefitError):  # it is gone
+                newcomer = _reach(request["address"], "replica", liveness_s=self._liveness_s, who="the newcomer")
+                if newcomer is not None:
+                    key = f"answer/{request['session']}"
+                    answer = newcomer[1].compare_set(key, _OPEN, _GIVEN).decode()
+                    newcomer[1].close()
+                    if answer == _GIVEN:
+                        return json.dumps({**request, "gives": entry["version"]})
+        return None
+
+    def _give(self, request: Mapping[str, Any]) -> None:
+        """Be the source of a newcomer's refit; what goes wrong is raised there."""
+        sink: Any = self._sink
+        rendezvous = Rendezvous(
+            request["address"],
+            num_sources=self._num_ranks,
+            num_sinks=request["num_sinks"],
+            source_rank=self._rank,
+            hosts=False,
+            timeout_s=self._liveness_s,
+            liveness_s=self._liveness_s,
+            name=request["session"],
+        )
+        refit = Refit(sink.weights(), transport=self._transport(), rendezvous=rendezvous, **asdict(self._config))
+        with contextlib.suppress(RefitError):
+            refit(version=request["gives"])
+        with contextlib.suppress(RefitError):
+            refit.close()
+
     def _give_up(self, error: BaseException) -> None:
         """Leave this refit, tell the other ranks, and join the trainer again, if that lives, with what is held now."""
         self._close_refit()
+        self._pending = self._request = None
         store, lost = self._store, isinstance(error, PeerError) and self._trainer is None
         with contextlib.suppress(RefitError):
             if self._trainer is not None:
@@ -268,7 +412,7 @@ class _Trainer:
 
     def __init__(self, address: str, name: str, liveness_s: float) -> None:
         self._address, self._name, self._liveness_s = address, name, liveness_s
-        self._place = host_and_port(address)
+        host_and_port(address)
         self._identity = uuid.uuid4().hex
         self._raw: Store | None = None
         self._store: BoundedStore | None = None
@@ -336,6 +480,18 @@ class _Trainer:
             why = json.loads(self._store.get(f"dropped/{self._number}"))["why"]
             raise PeerError(f"the trainer has gone on without this replica: {why}", peer="source 0")
 
+    def holders(self) -> dict[str, Any]:
+        """The version last committed, and which replicas can give it: those that the trainer names."""
+        if self._store is None or not self._store.check(["holders"]):
+            return {"version": -1, "replicas": []}
+        holders: dict[str, Any] = json.loads(self._store.get("holders"))
+        return holders
+
+    def tell(self, version: int) -> None:
+        """Say which version a peer has given."""
+        if self._store is not None:
+            self._store.set(f"version/{self._number}", json.dumps(version))
+
     def join_again(self, entry: Mapping[str, Any]) -> None:
         """Under a new number, with a new session; or leave, if the trainer is gone, or has dropped this replica."""
         before, self._looked = self._heartbeat, 0.0
@@ -365,22 +521,10 @@ class _Trainer:
             return False
         self._looked = time.monotonic()
         if self._store is None:
-            try:  # torch's own client would go on trying in silence
-                with socket.create_connection(self._place, timeout=1.0) as probe:
-                    if probe.getsockname() == probe.getpeername():  # a port that nobody has may connect to itself
-                        return False
-            except OSError:
+            reached = _reach(self._address, self._name, liveness_s=self._liveness_s, who="source 0")
+            if reached is None:
                 return False
-            meeting = Rendezvous(
-                self._address, num_sources=1, num_sinks=1, sink_rank=0, hosts=False, timeout_s=self._liveness_s
-            )
-            meeting.host = "source 0"
-            self._raw = PrefixStore(self._name, meeting.connect())
-            line = Line(
-                self._liveness_s,
-                lambda why: PeerError(f"the trainer is out of reach at {self._address}: {why}", peer="source 0"),
-            )
-            self._store = BoundedStore(self._raw, line)
+            self._raw, self._store = reached
         if not self._store.check(["party/source 0"]):  # another program's store, or another name
             return False
         (process,) = json.loads(self._store.get("party/source 0").decode().removeprefix("="))
@@ -393,8 +537,25 @@ class _Trainer:
         assert self._raw is not None
         party = f"replica {uuid.uuid4().hex}"
         self._heartbeat = Heartbeat(self._raw, (party,), liveness_s=self._liveness_s)
-        text = json.dumps({**entry, "party": party, "identity": self._identity, "process": this_process()})
-        for number in itertools.count():
-            if store.compare_set(f"log/{number}", "", text).decode() == text:
-                self._number = number
-                return
+        entry = {**entry, "party": party, "identity": self._identity, "process": this_process()}
+        self._number = _append(store, "log", json.dumps(entry))
+
+
+def _append(store: BoundedStore, log: str, text: str) -> int:
+    """Write `text`, unlike all others, at the end of a log that many write; its number."""
+    return next(n for n in itertools.count() if store.compare_set(f"{log}/{n}", "", text).decode() == text)
+
+
+def _reach(address: str, name: str, *, liveness_s: float, who: str) -> tuple[Store, BoundedStore] | None:
+    """The store that `who` hosts, under keys of its own; None where nobody listens."""
+    try:  # torch's own client would go on trying in silence
+        with socket.create_connection(host_and_port(address), timeout=1.0) as probe:
+            if probe.getsockname() == probe.getpeername():  # a port that nobody has may connect to itself
+                return None
+    except OSError:
+        return None
+    meeting = Rendezvous(address, num_sources=1, num_sinks=1, sink_rank=0, hosts=False, timeout_s=liveness_s)
+    meeting.host = who
+    raw = PrefixStore(name, meeting.connect())
+    line = Line(liveness_s, lambda why: PeerError(f"the store of {who} at {address} is out of reach: {why}", peer=who))
+    return raw, BoundedStore(raw, line)

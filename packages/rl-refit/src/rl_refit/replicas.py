@@ -9,6 +9,8 @@ address at which they are refitted, and the version that they have; and there th
     log/0, log/1, …        who has joined, in order; written by rank 0 of each replica
     invited/3              the latest refit for whoever joined as number 3
     dropped/3              why number 3 takes part in no more refits; it may join again, under its name
+    holders                the version last committed, and which replicas can give it to newcomers
+    version/3              what number 3 has been given by another replica since it joined
 
 Each refit of a replica is a `Refit` between the ranks of the trainer and those of the replica alone, in the store that
 the replica hosts, so that a replica that loses its trainer still learns what was decided. All replicas are refitted at
@@ -103,6 +105,8 @@ class _Member:
     address: str
     num_ranks: int
     version: int | None
+    gives: bool
+    """Whether it can give its weights to others."""
     process: dict[str, Any]
     identity: str
     """Of the `Replica`: the same whenever that joins again."""
@@ -402,7 +406,7 @@ class Replicas:
         watch = self._watch()
         if not said["unchanged"]:
             self._source.digests.clear()
-        else:
+        elif invited:
             changed = control.gather("changed", {self._meeting.mine[0]: self._source.changed(watch)}, watch)
             names = sorted({name for each in (changed or {}).values() for name in each})
             if names := control.announce("changed", names, watch):
@@ -440,12 +444,17 @@ class Replicas:
                 self.version = version
                 if name in self._members:
                     self._members[name].version = version
+                    self._store().delete_key(f"version/{number}")  # older, if there is one
                 continue
             failures[name] = f"{message['kind']}: {message['text']}"
             failed[name] = outcome.errors.get(number) or error_from_message(message)
             self._close_session(number)
             if self._meeting.leads:
                 self._drop(name, number, failures[name], failed=True)
+        if self._meeting.leads and committed:
+            holders = [each for each in self._members.values() if each.gives and each.version == version]
+            places = [{"address": each.address, "num_ranks": each.num_ranks, "name": each.name} for each in holders]
+            self._store().set("holders", json.dumps({"version": version, "replicas": places}))
         versions = {name: known for name, (_, known) in said["others"].items()}
         versions |= {each["name"]: version for each in committed} | dict.fromkeys(failures)
         return (
@@ -490,6 +499,9 @@ class Replicas:
             self._log_read += 1
         died: dict[str, str] = {}
         for name, member in tuple(self._members.items()):
+            if store.check([given := f"version/{member.number}"]):
+                member.version = json.loads(store.get(given))
+                store.delete_key(given)
             if (gone := self._gone(member)) is not None:
                 self._drop(name, member.number, gone)
                 if gone != LEFT:

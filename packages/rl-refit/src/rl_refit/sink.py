@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
-from rl_refit.contracts import Coverage
+from rl_refit.contracts import Coverage, WeightSource
 from rl_refit.digest import Digest, combine_digests, digest_tensors
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
@@ -219,6 +219,13 @@ class ModuleSink:
         """
         return self._reader.read().manifest
 
+    def weights(self) -> WeightSource:
+        """What the module holds, as the source of another sink: what it serves, and does not train.
+
+        To be read while no transaction is open.
+        """
+        return _Weights(self._reader)
+
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction. Allowed, and needed, when the sink is poisoned.
 
@@ -404,6 +411,28 @@ class ModuleSink:
                 ]
             self._bank[name] = bank
         return bank
+
+
+@final
+class _Weights:
+    """What a module holds, as a `WeightSource`."""
+
+    tensors_stay = True
+
+    def __init__(self, reader: ModuleReader) -> None:
+        self._reader = reader
+
+    @property
+    def device(self) -> torch.device:
+        return self._reader.device
+
+    def manifest(self) -> Manifest:
+        return self._reader.read().manifest
+
+    def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
+        held = self._reader.read().held
+        for name in names:
+            yield from held[name]
 
 
 def refuse_incomplete(missing: dict[str, int]) -> NoReturn:
