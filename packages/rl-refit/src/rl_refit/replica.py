@@ -6,6 +6,7 @@ What the two sides write where they meet is described in `rl_refit.replicas`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -25,7 +26,7 @@ from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.stores import PrefixStore, Store, clone
 from rl_refit.transaction.bounded_store import BoundedStore, Line
-from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
+from rl_refit.transaction.liveness import Heartbeat, Peers, is_there, this_process
 from rl_refit.transports.base import PATIENCE_S, Transport
 
 __all__ = ["TRAINER_NAME", "Replica", "host_and_port", "slot_stream"]
@@ -274,21 +275,24 @@ class Replica:
             self._refit = Refit(
                 sink=self._sink, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config)
             )
-            if "peer" not in invitation or self._trainer is None:
-                self._refit._look_also = self._look_also  # noqa: SLF001  (made here)
+            self._refit._look_also = functools.partial(self._look_also, invitation.get("peer"))  # noqa: SLF001
         if invitation["rewind"]:
             self._sink.rewind(invitation["version"])
-        report = self._refit.receive(timeout_s=self._config.deadline_s)
+        patience_s = self._liveness_s if "peer" in invitation else self._config.deadline_s
+        report = self._refit.receive(timeout_s=patience_s)
         if "peer" in invitation:
             self._close_refit()
             if self._trainer is not None and self._pending is None:
                 self._trainer.tell(report.version)
         return report
 
-    def _look_also(self) -> None:
-        """While this rank is in a refit: see that neither the trainer nor rank 0 has given it up."""
+    def _look_also(self, peer: Mapping[str, Any] | None) -> None:
+        """While this rank is in a refit: see that neither the trainer, or the peer that gives, nor rank 0 gave it up."""
+        if peer is not None and not is_there(peer["process"]):
+            raise PeerError(f"replica {peer['name']}, which gave its weights, is dead: its process is gone")
         if self._trainer is not None:
-            self._trainer.check(in_refit=True)
+            if peer is None:
+                self._trainer.check(in_refit=True)
         elif self._store is not None and self._store.get("invitation").decode() != self._taken:
             raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
 
@@ -333,7 +337,7 @@ class Replica:
         place = random.choice(places)
         self._requested.add((holders["version"], place["address"]))
         session = f"peer {uuid.uuid4().hex}"
-        invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place["name"]}
+        invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
         request = _Request(session, json.dumps(invitation), time.monotonic() + self._liveness_s)
         self._store.set(request.key, _OPEN)
         text = json.dumps({"session": session, "address": self._address, "num_sinks": self._num_ranks})

@@ -453,7 +453,8 @@ class Replicas:
                 self._drop(name, number, failures[name], failed=True)
         if self._meeting.leads and committed:
             holders = [each for each in self._members.values() if each.gives and each.version == version]
-            places = [{"address": each.address, "num_ranks": each.num_ranks, "name": each.name} for each in holders]
+            wanted = ("name", "address", "num_ranks", "process")
+            places = [{key: getattr(each, key) for key in wanted} for each in holders]
             self._store().set("holders", json.dumps({"version": version, "replicas": places}))
         versions = {name: known for name, (_, known) in said["others"].items()}
         versions |= {each["name"]: version for each in committed} | dict.fromkeys(failures)

@@ -11,6 +11,7 @@ Knows a store and process ids. Two signs:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from rl_refit.errors import PeerError
 from rl_refit.stores import Store
 from rl_refit.transaction.bounded_store import BoundedStore
 
-__all__ = ["LEFT", "Heartbeat", "Peers", "this_process"]
+__all__ = ["LEFT", "Heartbeat", "Peers", "is_there", "this_process"]
 
 LEFT = "left"
 """The count of a party that has gone by itself."""
@@ -30,11 +31,13 @@ LEFT = "left"
 def this_process() -> dict[str, Any]:
     """This process as others on the same host can find it: host, process id, and when it started."""
     import os
-    import socket
 
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    return {"host": host, "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": _this_host(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def is_there(process: Mapping[str, Any]) -> bool:
+    """Whether a process, as `this_process` described it, is there; True where that cannot be seen, on another host."""
+    return bool(process["host"] != _this_host() or _started(process["pid"]) == process["started"])
 
 
 @final
@@ -93,7 +96,6 @@ class Peers:
         self._store, self._processes, self._liveness_s = store, processes, liveness_s
         self._names = {party: party for party in processes} | dict(names or {})
         self._listen_to = listen_to
-        self._host = this_process()["host"]
         self._counts: dict[str, tuple[bytes, float]] = {}
         self._heard = 0.0
 
@@ -116,8 +118,7 @@ class Peers:
 
     def has_process(self, party: str) -> bool:
         """Whether its process is there; True where that cannot be seen, on another host."""
-        process = self._processes[party]
-        return bool(process["host"] != self._host or _started(process["pid"]) == process["started"])
+        return is_there(self._processes[party])
 
     def _listen(self, now: float) -> None:
         for party in self._listen_to:
@@ -135,6 +136,14 @@ class Peers:
                     f"(liveness_s={self._liveness_s}): it is dead, stopped or cut off",
                     peer=name,
                 )
+
+
+@functools.cache
+def _this_host() -> str:
+    import socket
+
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _started(pid: int) -> str | None:
