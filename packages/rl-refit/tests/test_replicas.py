@@ -336,3 +336,22 @@ def test_a_peer_of_two_ranks_gives_to_a_newcomer_of_four(world):
     assert set(held(ranks, until=3).values()) == {3}
     assert trainer.do("refit", version=4)["versions"] == {"a": 4, "b": 4}
     assert set(held(ranks).values()) == {4}
+
+
+def test_refits_failures_and_returns_leave_no_descriptor_and_no_thread_behind(world):
+    trainer, replicas = start(world, ["a", "b"])
+    parties = [trainer, *replicas.values()]
+
+    def rounds(first, last):
+        for version in range(first, last):
+            if version % 2:
+                replicas["b"].do("arm", point="stage", action="raise")
+            report = trainer.do("refit", version=version)
+            assert report["versions"] == {"a": version, "b": None if version % 2 else version}
+        return [party.do("measure") for party in parties]
+
+    before = rounds(1, 9)
+    after = rounds(9, 33)
+    for one, other in zip(before, after, strict=True):
+        assert other["threads"] <= one["threads"] + 1
+        assert other["descriptors"] <= one["descriptors"] + 4

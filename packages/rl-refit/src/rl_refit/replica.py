@@ -287,7 +287,7 @@ class Replica:
         return report
 
     def _look_also(self, peer: Mapping[str, Any] | None) -> None:
-        """While this rank is in a refit: see that neither the trainer, or the peer that gives, nor rank 0 gave it up."""
+        """While this rank is in a refit: see that nobody has given it up: the trainer, a peer that gives, rank 0."""
         if peer is not None and not is_there(peer["process"]):
             raise PeerError(f"replica {peer['name']}, which gave its weights, is dead: its process is gone")
         if self._trainer is not None:
