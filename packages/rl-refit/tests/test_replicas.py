@@ -190,6 +190,27 @@ def test_a_resumed_trainer_with_an_older_version_is_told_what_to_do_and_nothing_
     assert "call catch_up() to bring it to the replicas that lack it" in said["message"]
     assert resumed.do("refit", version=9)["versions"] == held(replicas) == dict.fromkeys(NAMES, 9)
 
+    # One that fails when all go back has weights of a past that does not count any more, and is told apart by them.
+    replicas["c"].do("arm", point="stage", action="raise")
+    assert resumed.do("refit", version=7, rollback=True)["versions"] == {"a": 7, "b": 7, "c": None}
+    assert "c has 9" in resumed.do("refit", version=8)["message"]
+    resumed.do("train", version=7)
+    assert resumed.do("catch_up")["refits"] == {"c": 7}
+    report = resumed.do("refit", version=8)
+    assert report.get("versions") == held(replicas) == dict.fromkeys(NAMES, 8), report
+
+
+def test_a_version_that_nobody_committed_is_not_what_newcomers_catch_up_with(world):
+    trainer, replicas = start(world, ["a"])
+    trainer.do("refit", version=1)
+    replicas["a"].do("arm", point="ready", action="raise")
+    assert "OSError: a fault of the test" in trainer.do("refit", version=2)["message"]
+    said = trainer.do("catch_up")["message"]
+    assert "the source was to be version 2 since version 1 was committed" in said
+    assert "call again with version=2" in said
+    assert held(replicas) == {"a": 1}
+    assert trainer.do("refit", version=2)["versions"] == held(replicas) == {"a": 2}
+
 
 def test_replicas_outlive_their_trainer_and_join_the_next_at_its_address(world):
     trainer, replicas = start(world)

@@ -340,7 +340,8 @@ class Replica:
         invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
         request = _Request(session, json.dumps(invitation), time.monotonic() + self._liveness_s)
         self._store.set(request.key, _OPEN)
-        text = json.dumps({"session": session, "address": self._address, "num_sinks": self._num_ranks})
+        asked = {"gives": holders["version"], "address": self._address, "num_sinks": self._num_ranks}
+        text = json.dumps({"session": session, **asked})
         with contextlib.suppress(RefitError):  # it is gone: the next look asks another
             peer = _reach(place["address"], "replica", liveness_s=self._liveness_s, who=f"replica {place['name']}")
             if peer is not None:
@@ -355,7 +356,7 @@ class Replica:
             request = json.loads(self._store.get(f"requests/{self._requests_read}"))
             self._requests_read += 1
             entry = self._entry()
-            if entry["version"] is None or not entry["gives"]:
+            if entry["version"] != request["gives"] or not entry["gives"]:  # others have it still
                 continue
             with contextlib.suppress(RefitError):  # it is gone
                 newcomer = _reach(request["address"], "replica", liveness_s=self._liveness_s, who="the newcomer")
@@ -364,7 +365,7 @@ class Replica:
                     answer = newcomer[1].compare_set(key, _OPEN, _GIVEN).decode()
                     newcomer[1].close()
                     if answer == _GIVEN:
-                        return json.dumps({**request, "gives": entry["version"]})
+                        return json.dumps(request)
         return None
 
     def _give(self, request: Mapping[str, Any]) -> None:
