@@ -25,11 +25,11 @@ def world(program):
     program.clear()
 
 
-def start(world, names=NAMES, address=None, **options):
+def start(world, names=NAMES, *, from_peers=True, **options):
     """A trainer, and replicas that have joined it and receive."""
-    address = address or free_address()
+    address = free_address()
     trainer = world.trainer(address=address, **options)
-    replicas = {name: serving(world, name, address) for name in names}
+    replicas = {name: serving(world, name, address, from_peers=from_peers) for name in names}
     assert trainer.do("await_joined", names=names) == {"joined": dict.fromkeys(names)}
     return trainer, replicas
 
@@ -108,6 +108,21 @@ def test_a_replica_that_is_stopped_is_given_up_after_its_silence_and_returns_whe
     assert "dead, stopped or cut off" in report["failures"]["b"]
     replicas["b"].kill(signal.SIGCONT)
     assert trainer.do("await_joined", names=NAMES, versions={"a": 2, "b": 1, "c": 2})["joined"]
+    assert trainer.do("refit", version=3)["versions"] == held(replicas) == dict.fromkeys(NAMES, 3)
+
+
+def test_a_call_that_is_interrupted_gives_up_those_that_have_not_committed_and_the_next_reaches_all(world):
+    trainer, replicas = start(world, from_peers=False)
+    trainer.do("refit", version=1)
+    replicas["b"].do("arm", point="stage", action="stop")
+    trainer.begin("refit", version=2)
+    assert held({name: replicas[name] for name in ("a", "c")}, until=2) == {"a": 2, "c": 2}
+    trainer.kill(signal.SIGINT)
+    replicas["b"].kill(signal.SIGCONT)
+    assert trainer.answer()["error"] == "KeyboardInterrupt"
+    assert held(replicas) == {"a": 2, "b": 1, "c": 2}
+    assert trainer.do("await_joined", names=NAMES, versions={"a": 2, "b": 1, "c": 2})["joined"]
+    assert trainer.do("catch_up")["refits"] == {"b": 2}
     assert trainer.do("refit", version=3)["versions"] == held(replicas) == dict.fromkeys(NAMES, 3)
 
 

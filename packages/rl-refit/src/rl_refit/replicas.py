@@ -626,6 +626,7 @@ class Replicas:
                         sessions[number].refit._interrupted = error  # noqa: SLF001
         if interruption is not None:
             self._close_sessions(set())
+            self.version = version if outcome.reports else self.version
             raise interruption
         return outcome
 

@@ -136,7 +136,7 @@ class Trainer:
     def _report(self, call):
         try:
             report = call()
-        except (RefitError, OSError) as error:
+        except (RefitError, OSError, KeyboardInterrupt) as error:
             return {
                 "error": type(error).__name__,
                 "message": str(error),
