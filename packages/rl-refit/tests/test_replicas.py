@@ -117,6 +117,7 @@ def test_a_call_that_is_interrupted_ends_and_the_next_reaches_all(world):
     replicas["b"].do("arm", point="stage", action="stop")
     trainer.begin("refit", version=2)
     assert held({name: replicas[name] for name in ("a", "c")}, until=2) == {"a": 2, "c": 2}
+    replicas["b"].await_stop()
     trainer.kill(signal.SIGINT)
     replicas["b"].kill(signal.SIGCONT)
     assert trainer.answer()["error"] == "KeyboardInterrupt"

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import threading
 import time
 import uuid
@@ -573,18 +572,22 @@ class Replicas:
     # -- The refits ---------------------------------------------------------------------------------------------------
 
     def _refit_at_once(self, invited: Sequence[dict[str, Any]], version: int) -> _Outcome:
-        """Refit each replica in a thread of its own; whoever is found dead meanwhile is given up."""
-        outcome, dead = _Outcome(), dict[int, PeerError]()
-        ended: queue.SimpleQueue[tuple[int, RefitReport | BaseException]] = queue.SimpleQueue()
+        """Refit each replica in a thread of its own; whoever is found dead meanwhile is given up.
+
+        Raises:
+            BaseException: Ctrl-C, or a rank of the trainer is gone: when no thread reads the source any more.
+        """
+        results, news = dict[int, RefitReport | BaseException](), threading.Event()
         sessions = {each["number"]: self._session(each) for each in invited}
 
         def work(number: int, session: _Session) -> None:
             try:
                 if self._source.device.type == "cuda":
                     torch.cuda.set_device(self._source.device)  # a new thread is on GPU 0
-                ended.put((number, session.refit(version)))
+                results[number] = session.refit(version)
             except BaseException as error:  # noqa: BLE001  (reported, or raised, by the thread that waits)
-                ended.put((number, error))
+                results[number] = error
+            news.set()
 
         for number, session in sessions.items():
             if session.has_refitted:
@@ -592,38 +595,34 @@ class Replicas:
                 # sent to all is digested once.
                 session.refit._refits = self._calls  # noqa: SLF001
             threading.Thread(target=work, args=(number, session), daemon=True, name="rl-refit replica").start()
+
         members = {each["number"]: self._members[each["name"]] for each in invited} if self._meeting.leads else {}
+        dead: dict[int, PeerError] = {}
         interruption: BaseException | None = None
-        while len(outcome.reports) + len(outcome.errors) < len(sessions):
+        while len(results) < len(sessions):
             try:
-                number, result = ended.get(timeout=PATIENCE_S)
-            except queue.Empty:
-                pass
-            except BaseException as error:  # noqa: BLE001  (Ctrl-C; raised below, when nothing reads the source)
-                interruption = interruption or error
-                for each in sessions.values():
-                    each.refit._interrupted = error  # noqa: SLF001
-                continue
-            else:
-                if isinstance(result, RefitReport):
-                    outcome.reports[number] = result
-                    sessions[number].has_refitted = True
-                else:
-                    outcome.errors[number] = dead.get(number) or _death_of(members.get(number)) or result
-                continue
-            try:
+                if news.wait(PATIENCE_S):
+                    news.clear()
+                    continue
                 self._control.look_around()
-            except RefitError as error:  # a rank of the trainer is gone, and with it every refit
-                interruption = interruption or error
-                for each in sessions.values():
-                    each.refit._interrupted = error  # noqa: SLF001
-            for number, member in members.items():
-                if number not in outcome.reports and number not in outcome.errors and number not in dead:
+                for number in members.keys() - results.keys() - dead.keys():
                     try:
-                        member.peers.check()
+                        members[number].peers.check()
                     except PeerError as error:
                         dead[number] = error
                         sessions[number].refit._interrupted = error  # noqa: SLF001
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                interruption = interruption or error
+                for each in sessions.values():
+                    each.refit._interrupted = interruption  # noqa: SLF001
+
+        outcome = _Outcome()
+        for number, result in results.items():
+            if isinstance(result, RefitReport):
+                outcome.reports[number] = result
+                sessions[number].has_refitted = True
+            else:
+                outcome.errors[number] = dead.get(number) or _death_of(members.get(number)) or result
         if interruption is not None:
             self._close_sessions(set())
             self.version = version if outcome.reports else self.version

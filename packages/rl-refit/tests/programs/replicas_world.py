@@ -366,6 +366,12 @@ class Party:
             return True
         return False
 
+    def await_stop(self):
+        until = time.monotonic() + PATIENCE_S
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < until, f"{self.name} was to be stopped, and is not"
+            time.sleep(0.005)
+
     def kill(self, number=signal.SIGKILL, *, wait=True):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
