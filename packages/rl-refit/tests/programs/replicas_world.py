@@ -347,7 +347,10 @@ class Party:
         found = []
         reading = threading.Thread(target=lambda: found.append(self.answers.readline()), daemon=True)
         reading.start()
-        reading.join(patience_s)
+        until = time.monotonic() + patience_s
+        while reading.is_alive() and time.monotonic() < until:
+            reading.join(1.0)
+            self.kill(signal.SIGCONT)  # one that stops itself late is not to be waited for
         if not found:
             os.kill(self.pid, signal.SIGUSR1)
             time.sleep(1)
