@@ -26,6 +26,20 @@ SIGNATURES = {
     "Refit": "(source, sink, transport, *, rendezvous, bucket_bytes, buckets, deadline_s, verify)",
     "Refit.__call__": "(self, version)",
     "Refit.receive": "(self, *, timeout_s)",
+    "Replica": (
+        "(sink, *, name, trainer, address, rank, num_ranks, transport, from_peers, liveness_s, trainer_name, "
+        "bucket_bytes, buckets, deadline_s)"
+    ),
+    "Replica.close": "(self)",
+    "Replica.receive": "(self, *, timeout_s)",
+    "Replicas": (
+        "(source, *, address, num_sources, source_rank, at_least, transport, liveness_s, name, bucket_bytes, buckets, "
+        "deadline_s, verify)"
+    ),
+    "Replicas.__call__": "(self, version, *, rollback)",
+    "Replicas.catch_up": "(self)",
+    "Replicas.close": "(self)",
+    "Replicas.joined": "(self)",
     "RefitPlan.bytes_received": "(self, rank)",
     "RefitPlan.explain": "(self, *, bucket_bytes)",
     "RefitPlan.lower_bound": "(self, rank)",
@@ -37,6 +51,7 @@ SIGNATURES = {
     "WeightSink.prepare": "(self, manifest)",
     "WeightSink.ready": "(self, version)",
     "WeightSink.repeat": "(self)",
+    "WeightSink.rewind": "(self, version)",
     "WeightSink.stage": "(self, region, tensor, *, stays)",
     "WeightSource.manifest": "(self)",
     "WeightSource.shards": "(self, names)",

@@ -197,6 +197,9 @@ class Delegate:
     def repeat(self):
         self.sink.repeat()
 
+    def rewind(self, version):
+        self.sink.rewind(version)
+
     def check(self):
         self.sink.check()
 

@@ -78,6 +78,12 @@ class WeightSink(Protocol):
     def repeat(self) -> None:
         """Take the version that was just committed once more: others did not come through with it."""
 
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it.
+
+        Changes neither the weights nor the version that they are said to have.
+        """
+
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction with a source that has `manifest`, over all its ranks, and say what this rank needs.
 

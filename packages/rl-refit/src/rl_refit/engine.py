@@ -158,6 +158,10 @@ class EngineSink(ABC):
         """Take the version that was just committed once more: others did not come through with it."""
         self._notes["repeat"] = True
 
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        self._notes["rewind"] = version
+
     def close(self) -> None:
         """Have the workers let go of what they hold for refits."""
         for driver in tuple(self._drivers):
@@ -653,6 +657,8 @@ class WorkerEnd:
             sink.poison(notes["poison"])
         if notes.get("repeat"):
             sink.repeat()
+        if "rewind" in notes:
+            sink.rewind(notes["rewind"])
         self._seats[driver].receive(timeout_s)
 
     def run(self, token: str, driver: str) -> object:
@@ -755,6 +761,10 @@ class InMainThread:
     def repeat(self) -> None:
         """See `WeightSink`."""
         self._sink.repeat()
+
+    def rewind(self, version: int) -> None:
+        """See `WeightSink`."""
+        self._sink.rewind(version)
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """See `WeightSink`."""

@@ -16,16 +16,14 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar, final
 
-from torch import Tensor
-
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
-from rl_refit.digest import Boxes, Digest, Sample, choose_sample, combine_digests, digest_tensors
+from rl_refit.digest import Boxes, Digest, Sample, choose_sample
 from rl_refit.engine import Driver, EngineSink
 from rl_refit.errors import DeadlineError, DigestError, PeerError, PoisonedError, RefitError
 from rl_refit.layout import Region
@@ -36,6 +34,7 @@ from rl_refit.schedule import Schedule, Stream, make_schedule
 from rl_refit.transaction.agreement import Agreement, agree, agree_in_process
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.messages import error_from_message, error_to_message
+from rl_refit.transaction.shared import digest_source
 from rl_refit.transaction.sides import Sides, check_engine, check_sides, device_of
 from rl_refit.transports.base import Channel, Inbox, InProcess, Outbox, Transport, Watch
 
@@ -110,6 +109,8 @@ class Refit:
         self._closed = False
         self._busy = threading.Lock()
         self._digests: dict[tuple[int, int], tuple[int, str | None]] = {}
+        self._look_also: Callable[[], None] = lambda: None
+        """Raises what whoever made this Refit has found out, such as a death; called wherever this one waits."""
 
     @property
     def plan(self) -> RefitPlan:
@@ -311,6 +312,7 @@ class Refit:
             raise RefitError(f"interrupted: {type(self._interrupted).__name__}") from self._interrupted
         if self._closed:
             raise RefitError(_CLOSED)
+        self._look_also()
         if self._control is not None:
             self._control.look_around()
 
@@ -581,7 +583,7 @@ class Party:
                 raise RefitError(
                     f"version {version} is not newer than the sink's {coverage.version}; "
                     f"a version is the number of optimizer steps that the weights have seen, never a count of calls; "
-                    f"a trainer that went back makes a new sink"
+                    f"where a trainer went back, each engine says so with sink.rewind({version})"
                 )
         watch.check()
         if self.control is not None:
@@ -602,7 +604,7 @@ class Party:
         for (source_rank, sink_rank), regions in routed.items():
             if self.sides.source is not None and source_rank == self.source_rank:
                 if regions not in same:
-                    same[regions] = self._digest_source(self.sides.source, regions, watch)
+                    same[regions] = digest_source(self.sides.source, regions, watch)
                 given[sink_rank] = same[regions]
                 if self.control is not None and sink_rank != self.sink_rank:
                     self.control.post(f"digest/{source_rank}/{sink_rank}", dict(same[regions].tensors))
@@ -623,25 +625,6 @@ class Party:
                 verified[source_rank] = regions, sent
                 watch.check()
         return verified
-
-    def _digest_source(self, source: WeightSource, regions: tuple[Region, ...], watch: Watch) -> Digest:
-        by_name: dict[str, list[Region]] = {}
-        for region in regions:
-            by_name.setdefault(region.name, []).append(region)
-        asked: list[Region] = []
-
-        def views() -> Iterator[Tensor]:
-            for box, tensor in source.shards(by_name):
-                watch.check()
-                for region in by_name[box.name]:
-                    if box.intersect(region) == region:
-                        asked.append(region)
-                        yield tensor if box == region else tensor[region.index_within(box)]
-
-        digests: dict[Region, str | None] = {}
-        for number, value in enumerate(digest_tensors(views())):
-            digests[asked[number]] = value
-        return combine_digests(regions, digests)
 
     def _commit(
         self, version: int, verified: dict[int, tuple[tuple[Region, ...], Digest]], *, sample: Sample, watch: Watch

@@ -126,6 +126,10 @@ class SglangSink:
         """Take the version that was just committed once more."""
         self._version.repeat()
 
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        self._version.rewind(version)
+
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction.
 

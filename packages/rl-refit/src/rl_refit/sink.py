@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit.bindings import Bindings
-from rl_refit.contracts import Coverage
+from rl_refit.contracts import Coverage, WeightSource
 from rl_refit.digest import Digest, combine_digests, digest_tensors
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
@@ -206,6 +206,10 @@ class ModuleSink:
         """Take the version that was just committed once more: others did not come through with it."""
         self._version.repeat()
 
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        self._version.rewind(version)
+
     def manifest(self) -> Manifest:
         """What the module holds now.
 
@@ -214,6 +218,13 @@ class ModuleSink:
             CoverageError: Elements of bound storage that nothing feeds and nothing declares constant.
         """
         return self._reader.read().manifest
+
+    def weights(self) -> WeightSource:
+        """What the module holds, as the source of another sink: what it serves, and does not train.
+
+        To be read while no transaction is open.
+        """
+        return _Weights(self._reader)
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction. Allowed, and needed, when the sink is poisoned.
@@ -402,6 +413,28 @@ class ModuleSink:
         return bank
 
 
+@final
+class _Weights:
+    """What a module holds, as a `WeightSource`."""
+
+    tensors_stay = True
+
+    def __init__(self, reader: ModuleReader) -> None:
+        self._reader = reader
+
+    @property
+    def device(self) -> torch.device:
+        return self._reader.device
+
+    def manifest(self) -> Manifest:
+        return self._reader.read().manifest
+
+    def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
+        held = self._reader.read().held
+        for name in names:
+            yield from held[name]
+
+
 def refuse_incomplete(missing: dict[str, int]) -> NoReturn:
     """Raise which tensors were not staged exactly once, with the elements that each still lacks."""
     incomplete = [f"{name} ({elements:+,} elements)" for name, elements in missing.items() if elements]
@@ -481,3 +514,8 @@ class CommittedVersion:
     def repeat(self) -> None:
         """What was committed last counts, and may be committed once more."""
         self.floor = self._before
+
+    def rewind(self, version: int) -> None:
+        """What was committed last counts, and `version` may be committed next, even if it is older."""
+        if self.floor is not None and self.floor >= version:
+            self.floor = self._before = version - 1 if version else None

@@ -17,6 +17,7 @@ from rl_refit.plan import RefitPlan, plan_refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.topology import Topology
 from rl_refit.transaction.control import Control
+from rl_refit.transaction.shared import SharedSource
 from rl_refit.transaction.sides import Sides
 from rl_refit.transports.base import Watch
 
@@ -69,7 +70,11 @@ def agree(control: Control, sides: Sides, *, settings: dict[str, Any], watch: Wa
     if sides.sink is not None:
         sink = _own(_ask_sink(sides.sink, merged_source), rendezvous.sink_rank, rendezvous)
     merged_sink = _merge(control, "sink", sink, watch=watch)
-    plan = plan_refit(merged_source, merged_sink, _topology(rendezvous, control.processes))
+    topology = _topology(rendezvous, control.processes)
+    if isinstance(sides.source, SharedSource):
+        plan = sides.source.plan(merged_source, merged_sink, topology)
+    else:
+        plan = plan_refit(merged_source, merged_sink, topology)
     hashes = control.gather("plan", dict.fromkeys(rendezvous.mine, plan.hash()), watch)
     if hashes is not None and len(set(hashes.values())) > 1:
         raise RefitError(f"parties made different plans: {hashes}; they run different releases of rl-refit or torch")

@@ -66,7 +66,7 @@ class Control:
             return
         meeting = self.rendezvous
         if self._heartbeat is None:
-            self._introduce()
+            self.introduce()
         processes: dict[str, Any] = {}
         for party in meeting.parties:
             process = processes[party] = self._wait(f"party/{party}", watch, peer=party)
@@ -89,7 +89,7 @@ class Control:
         assert self.store is not None
         self._peers = Peers(self.store, others, listen_to=listen_to, liveness_s=meeting.liveness_s)
 
-    def _introduce(self) -> None:
+    def introduce(self) -> None:
         """Say who this is, once under one name."""
         meeting, store = self.rendezvous, PrefixStore(self.rendezvous.name, self.rendezvous.connect())
         self.store = self.store or BoundedStore(store, Line(meeting.liveness_s, self._lost))

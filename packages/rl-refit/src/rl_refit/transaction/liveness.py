@@ -11,6 +11,7 @@ Knows a store and process ids. Two signs:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,19 +22,22 @@ from rl_refit.errors import PeerError
 from rl_refit.stores import Store
 from rl_refit.transaction.bounded_store import BoundedStore
 
-__all__ = ["Heartbeat", "Peers", "this_process"]
+__all__ = ["LEFT", "Heartbeat", "Peers", "is_there", "this_process"]
 
-_LEFT = "left"
+LEFT = "left"
+"""The count of a party that has gone by itself."""
 
 
 def this_process() -> dict[str, Any]:
     """This process as others on the same host can find it: host, process id, and when it started."""
     import os
-    import socket
 
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    return {"host": host, "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": _this_host(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def is_there(process: Mapping[str, Any]) -> bool:
+    """Whether a process, as `this_process` described it, is there; True where that cannot be seen, on another host."""
+    return bool(process["host"] != _this_host() or _started(process["pid"]) == process["started"])
 
 
 @final
@@ -61,7 +65,7 @@ class Heartbeat:
             except RuntimeError:  # the store is gone: whoever waits for anything finds out, and says so
                 return
         with contextlib.suppress(RuntimeError):
-            self._beat(_LEFT)
+            self._beat(LEFT)
 
     def _beat(self, count: str) -> None:
         for party in self._parties:
@@ -77,6 +81,7 @@ class Peers:
         processes: What each said of its process, by party.
         listen_to: Those whose counts are followed.
         liveness_s: Seconds of silence that a party may keep.
+        names: How errors call some of the parties.
     """
 
     def __init__(
@@ -86,10 +91,11 @@ class Peers:
         *,
         listen_to: Collection[str],
         liveness_s: float,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self._store, self._processes, self._liveness_s = store, processes, liveness_s
+        self._names = {party: party for party in processes} | dict(names or {})
         self._listen_to = listen_to
-        self._host = this_process()["host"]
         self._counts: dict[str, tuple[bytes, float]] = {}
         self._heard = 0.0
 
@@ -101,7 +107,8 @@ class Peers:
         """
         for party, process in self._processes.items():
             if not self.has_process(party):
-                raise PeerError(f"{party} is dead: its process {process['pid']} on this host is gone", peer=party)
+                name = self._names[party]
+                raise PeerError(f"{name} is dead: its process {process['pid']} on this host is gone", peer=name)
         now = monotonic()
         if now - self._heard > self._liveness_s:
             self._counts.clear()  # this process has not listened for so long that it cannot say who was silent
@@ -111,25 +118,32 @@ class Peers:
 
     def has_process(self, party: str) -> bool:
         """Whether its process is there; True where that cannot be seen, on another host."""
-        process = self._processes[party]
-        return bool(process["host"] != self._host or _started(process["pid"]) == process["started"])
+        return is_there(self._processes[party])
 
     def _listen(self, now: float) -> None:
         for party in self._listen_to:
-            process = self._processes[party]
+            process, name = self._processes[party], self._names[party]
             count = self._store.get(f"alive/{party}")
-            if count == _LEFT.encode():
-                raise PeerError(f"{party} has left: it closed its Refit", peer=party)
+            if count == LEFT.encode():
+                raise PeerError(f"{name} has left: it closed its Refit", peer=name)
             before, since = self._counts.get(party, (b"", now))
             if count != before:
                 self._counts[party] = (count, now)
             elif now - since > self._liveness_s:
                 where = f"process {process['pid']} on {process['host'].split()[0]}"
                 raise PeerError(
-                    f"{party} ({where}) has shown no sign of life for {now - since:.1f} s "
+                    f"{name} ({where}) has shown no sign of life for {now - since:.1f} s "
                     f"(liveness_s={self._liveness_s}): it is dead, stopped or cut off",
-                    peer=party,
+                    peer=name,
                 )
+
+
+@functools.cache
+def _this_host() -> str:
+    import socket
+
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _started(pid: int) -> str | None:

@@ -101,6 +101,10 @@ class WorkerSink:
         """See `WeightSink`."""
         self._version.repeat()
 
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        self._version.rewind(version)
+
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction; the first time for a source, have the driver survey the engine.
 

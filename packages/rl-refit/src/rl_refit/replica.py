@@ -1,0 +1,578 @@
+"""`Replica`: an engine that joins whichever trainer is at an address, and takes part in refits under its name.
+
+What the two sides write where they meet is described in `rl_refit.replicas`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from rl_refit.config import RefitConfig
+from rl_refit.contracts import WeightSink
+from rl_refit.engine import EngineSink
+from rl_refit.errors import DeadlineError, PeerError, RefitError
+from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
+from rl_refit.rendezvous import Rendezvous
+from rl_refit.stores import PrefixStore, Store, clone
+from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.transaction.liveness import Heartbeat, Peers, is_there, this_process
+from rl_refit.transports.base import PATIENCE_S, Transport
+
+__all__ = ["TRAINER_NAME", "Replica", "host_and_port", "slot_stream"]
+
+TRAINER_NAME = "rl-refit replicas"
+"""Of the replicas of a trainer, where its address serves no others."""
+
+_DEFAULTS = RefitConfig()
+_OPEN, _GIVEN, _WITHDRAWN_REQUEST = "open", "given", "withdrawn"
+"""What became of a newcomer's request to a peer: one of the two decides, by compare-and-set in the newcomer's store."""
+_WITHDRAWN = "{}"
+"""Instead of an invitation that rank 0 has given up."""
+
+
+def slot_stream() -> Transport:
+    """A `SlotStream`, which is imported when it is needed."""
+    from rl_refit.transports.stream import SlotStream
+
+    return SlotStream()
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of "tcp://host:port".
+
+    Raises:
+        ValueError: It is of another kind.
+    """
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+        raise ValueError(f"address={address!r} is not tcp://host:port, where replicas and their trainer meet")
+    return parts.hostname, parts.port
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """To a peer, for its weights."""
+
+    session: str
+    invitation: str
+    """How this replica takes part, when the peer gives."""
+    until: float
+    """Of the monotonic clock: then another is asked."""
+
+    @property
+    def key(self) -> str:
+        """Of the answer, in the store of the replica that asks."""
+        return f"answer/{self.session}"
+
+
+class _NoneBeganError(DeadlineError):
+    """Nobody invited this replica in time."""
+
+
+@final
+class Replica:
+    """One replica of an engine, for as long as it lives: it joins whichever trainer is at an address.
+
+    Every rank of the engine makes one; the driver of an `EngineSink` makes one for all its workers.
+
+    Args:
+        sink: Where weights go: this process's rank. Its `version`, if it has one, is what the trainer is told.
+        name: Of the replica, kept for its life and by whatever replaces it. If another process takes the name, this one
+            is told.
+        trainer: The address of the `Replicas`.
+        address: "tcp://host:port" where the trainer and the ranks of this replica meet, at an address that they reach;
+            rank 0 hosts a store there. Port 0 is a free one, for a replica of one process.
+        rank: This process's, of the replica.
+        num_ranks: Of the replica; the workers of an `EngineSink` are counted by themselves.
+        transport: Makes the way of the bytes; see `Replicas`.
+        from_peers: Whether a replica that lacks the committed version takes it from a living one that has it, without
+            the trainer, which may be training; where that one can give it, as a `ModuleSink` can. A replica gives while
+            it is in `receive`, and serves on. The trainer's refits come first.
+        liveness_s: See `Replicas`. Also how long `receive()` looks for a trainer that is not there.
+        trainer_name: `name` of the `Replicas`.
+        bucket_bytes: See `RefitConfig`, as for the arguments that follow.
+        buckets: Slots of each ring.
+        deadline_s: Seconds a phase may take.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        sink: WeightSink | EngineSink,
+        *,
+        name: str,
+        trainer: str,
+        address: str = "tcp://127.0.0.1:0",
+        rank: int = 0,
+        num_ranks: int = 1,
+        transport: Callable[[], Transport] = slot_stream,
+        from_peers: bool = True,
+        liveness_s: float = 30.0,
+        trainer_name: str = TRAINER_NAME,
+        bucket_bytes: int = _DEFAULTS.bucket_bytes,
+        buckets: int = _DEFAULTS.buckets,
+        deadline_s: float = _DEFAULTS.deadline_s,
+    ) -> None:
+        self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s)
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank={rank} is no rank of num_ranks={num_ranks}")
+        if isinstance(sink, EngineSink) and num_ranks != 1:
+            raise ValueError("the workers of an EngineSink are counted by themselves: leave num_ranks out")
+        if host_and_port(address)[1] == 0 and num_ranks > 1:
+            raise ValueError(f"address={address!r}: all ranks of a replica give the same port, and not 0")
+        self.name = name
+        self._sink, self._transport, self._liveness_s = sink, transport, liveness_s
+        self._rank, self._address = rank, address
+        self._num_ranks = sink.num_ranks if isinstance(sink, EngineSink) else num_ranks
+        self._raw: Store | None = None
+        self._store: BoundedStore | None = None
+        """Of this replica, hosted by its rank 0."""
+        self._taken = ""
+        """The last invitation that this rank has taken."""
+        self._refit: Refit | None = None
+        self._session = ""
+        self._closed, self._busy = False, threading.Lock()
+        self._from_peers = from_peers
+        self._request: _Request | None = None
+        """To a peer, which has not answered yet."""
+        self._looked = 0.0
+        """When it was last looked whether a peer could be asked."""
+        self._requested: set[tuple[int, str]] = set()
+        """Versions and peers that were asked before."""
+        self._requests_read = 0
+        self._pending: str | None = None
+        """An invitation of the trainer that came while a peer gave."""
+        self._trainer = _Trainer(trainer, trainer_name, liveness_s) if rank == 0 else None
+
+    def receive(self, *, timeout_s: float | None = None) -> RefitReport:
+        """Wait for the trainer to refit this replica, and take part. Joins the trainer that is there.
+
+        Whatever is raised, the next call joins again: the same trainer, or the one that has taken its address.
+
+        Args:
+            timeout_s: Seconds to wait for the refit to begin; None waits for as long as the trainer lives. 0 takes part
+                if one has begun, for an engine that looks between two batches.
+
+        Raises:
+            DeadlineError: None began within `timeout_s`; the sink is as it was.
+            PeerError: The trainer is dead, silent, has left, or is not there; or rank 0 of this replica is.
+            RefitError: Another process has taken the name; or as for `Refit.receive`.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise RefitError("another thread is in receive() of this Replica; close() ends that")
+        try:
+            while "gives" in (invitation := json.loads(self._await_invitation(timeout_s))):
+                self._give(invitation)
+            return self._take_part(invitation)
+        except _NoneBeganError as late:  # this replica stays where it has joined
+            raise DeadlineError(str(late), phase="prepare", peer="source 0", seconds=late.seconds) from None
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Leave; the trainer goes on without this replica, which may come back under its name. Ends a `receive`."""
+        self._closed = True
+        if (refit := self._refit) is not None:
+            with contextlib.suppress(RefitError):
+                refit.close()
+        with self._busy:
+            self._give_up(None)
+
+    def _await_invitation(self, timeout_s: float | None) -> str:
+        self._require_open()
+        self._connect()
+        began, nap_s = time.monotonic(), 2e-4
+        while (invitation := self._look()) is None:
+            self._require_open()
+            waited = time.monotonic() - began
+            absence = "" if self._trainer is None or self._trainer.is_known else self._trainer.absence
+            if timeout_s is None and absence and waited >= self._liveness_s:
+                raise PeerError(f"{absence}; the sink is as it was", peer="source 0")
+            if timeout_s is not None and waited >= timeout_s:
+                why = f" ({absence})" if absence else ""
+                text = f"no refit began within timeout_s={timeout_s:g}{why}; the sink is as it was"
+                raise _NoneBeganError(text, seconds=waited)
+            time.sleep(nap_s)
+            nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+        return invitation
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RefitError("this Replica is closed; make a new one")
+
+    def _connect(self) -> None:
+        if self._store is not None:
+            return
+        meeting = Rendezvous(
+            self._address,
+            num_sources=1,
+            num_sinks=self._num_ranks,
+            sink_rank=self._rank,
+            timeout_s=self._liveness_s,
+        )
+        self._raw = meeting.connect()
+        host, port = host_and_port(self._address)
+        if port == 0:
+            store: Any = self._raw
+            self._address = f"tcp://{host}:{store.port}"
+        line = Line(
+            self._liveness_s,
+            lambda why: PeerError(f"rank 0 of replica {self.name} is out of reach at {self._address}: {why}"),
+        )
+        self._store = BoundedStore(PrefixStore("replica", self._raw), line)
+
+    def _look(self) -> str | None:
+        """What this rank is to take part in and has not yet, as JSON; rank 0 finds it, and hands it to the others."""
+        assert self._store is not None
+        if self._trainer is None:
+            said = self._store.get("invitation").decode() if self._store.check(["invitation"]) else _WITHDRAWN
+            invitation = None if said in (_WITHDRAWN, self._taken) else said
+        else:
+            invitation = self._pending or self._trainer.look(self._entry)
+            given = self._answer_of_peer(withdraw=invitation is not None)
+            self._pending = invitation if given is not None else None
+            invitation = given or invitation or self._request_to_give()
+            if invitation is not None:
+                self._store.set("invitation", invitation)
+        if invitation is not None:
+            self._taken = invitation
+        return invitation
+
+    def _entry(self) -> dict[str, Any]:
+        """What the trainer is told of this replica."""
+        version: int | None = getattr(self._sink, "version", None)
+        try:
+            self._sink.check()
+        except RefitError:
+            version = None
+        return {
+            "name": self.name,
+            "address": self._address,
+            "num_ranks": self._num_ranks,
+            "version": version,
+            "gives": hasattr(self._sink, "weights"),
+        }
+
+    def _take_part(self, invitation: Mapping[str, Any]) -> RefitReport:
+        if self._refit is None or self._session != invitation["session"]:
+            self._close_refit()
+            assert self._raw is not None
+            rendezvous = Rendezvous(
+                clone(self._raw),
+                num_sources=invitation["num_sources"],
+                num_sinks=self._num_ranks,
+                sink_rank=self._rank,
+                hosts=self._rank == 0,
+                liveness_s=self._liveness_s,
+                name=invitation["session"],
+            )
+            self._session = invitation["session"]
+            self._refit = Refit(
+                sink=self._sink, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config)
+            )
+            self._refit._look_also = functools.partial(self._look_also, invitation.get("peer"))  # noqa: SLF001
+        if invitation["rewind"]:
+            self._sink.rewind(invitation["version"])
+        patience_s = self._liveness_s if "peer" in invitation else self._config.deadline_s
+        report = self._refit.receive(timeout_s=patience_s)
+        if "peer" in invitation:
+            self._close_refit()
+            if self._trainer is not None and self._pending is None:
+                self._trainer.tell(report.version)
+        return report
+
+    def _look_also(self, peer: Mapping[str, Any] | None) -> None:
+        """While this rank is in a refit: see that nobody has given it up: the trainer, a peer that gives, rank 0."""
+        if peer is not None and not is_there(peer["process"]):
+            raise PeerError(f"replica {peer['name']}, which gave its weights, is dead: its process is gone")
+        if self._trainer is not None:
+            if peer is None:
+                self._trainer.check(in_refit=True)
+        elif self._store is not None and self._store.get("invitation").decode() != self._taken:
+            raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
+
+    # -- From a living peer -------------------------------------------------------------------------------------------
+
+    def _answer_of_peer(self, *, withdraw: bool) -> str | None:
+        """At rank 0 of a newcomer: how to take part in what a peer gives, once it does; asks one, unless that is done.
+
+        Args:
+            withdraw: Whether the trainer has called, so that a peer that has not answered yet is not needed any more.
+        """
+        assert self._store is not None
+        assert self._trainer is not None
+        request = self._request
+        if request is None:
+            if not withdraw and self._from_peers:
+                self._ask_peer()
+            return None
+        answer = self._store.get(request.key).decode()
+        if answer == _OPEN and (withdraw or time.monotonic() > request.until):
+            answer = self._store.compare_set(request.key, _OPEN, _WITHDRAWN_REQUEST).decode()
+        if answer == _OPEN:
+            return None
+        self._request = None
+        return request.invitation if answer == _GIVEN else None
+
+    def _ask_peer(self) -> None:
+        """Ask a replica that has the committed version for it, each once."""
+        assert self._store is not None
+        assert self._trainer is not None
+        if time.monotonic() - self._looked < PATIENCE_S:
+            return
+        self._looked = time.monotonic()
+        holders = self._trainer.holders()
+        version = getattr(self._sink, "version", None)
+        if version is not None and version >= holders["version"]:
+            return
+        places = [each for each in holders["replicas"] if each["address"] != self._address]
+        places = [each for each in places if (holders["version"], each["address"]) not in self._requested]
+        if not places:
+            return
+        place = random.choice(places)
+        self._requested.add((holders["version"], place["address"]))
+        session = f"peer {uuid.uuid4().hex}"
+        invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
+        request = _Request(session, json.dumps(invitation), time.monotonic() + self._liveness_s)
+        self._store.set(request.key, _OPEN)
+        asked = {"gives": holders["version"], "address": self._address, "num_sinks": self._num_ranks}
+        text = json.dumps({"session": session, **asked})
+        with contextlib.suppress(RefitError):  # it is gone: the next look asks another
+            peer = _reach(place["address"], "replica", liveness_s=self._liveness_s, who=f"replica {place['name']}")
+            if peer is not None:
+                _append(peer[1], "requests", text)
+                peer[1].close()
+                self._request = request
+
+    def _request_to_give(self) -> str | None:
+        """At rank 0 of a replica that has the weights: a newcomer's request, if it still stands."""
+        assert self._store is not None
+        while self._store.check([f"requests/{self._requests_read}"]):
+            request = json.loads(self._store.get(f"requests/{self._requests_read}"))
+            self._requests_read += 1
+            entry = self._entry()
+            if entry["version"] != request["gives"] or not entry["gives"]:  # others have it still
+                continue
+            with contextlib.suppress(RefitError):  # it is gone
+                newcomer = _reach(request["address"], "replica", liveness_s=self._liveness_s, who="the newcomer")
+                if newcomer is not None:
+                    key = f"answer/{request['session']}"
+                    answer = newcomer[1].compare_set(key, _OPEN, _GIVEN).decode()
+                    newcomer[1].close()
+                    if answer == _GIVEN:
+                        return json.dumps(request)
+        return None
+
+    def _give(self, request: Mapping[str, Any]) -> None:
+        """Be the source of a newcomer's refit; what goes wrong is raised there."""
+        sink: Any = self._sink
+        rendezvous = Rendezvous(
+            request["address"],
+            num_sources=self._num_ranks,
+            num_sinks=request["num_sinks"],
+            source_rank=self._rank,
+            hosts=False,
+            timeout_s=self._liveness_s,
+            liveness_s=self._liveness_s,
+            name=request["session"],
+        )
+        refit = Refit(sink.weights(), transport=self._transport(), rendezvous=rendezvous, **asdict(self._config))
+        with contextlib.suppress(RefitError):
+            refit(version=request["gives"])
+        with contextlib.suppress(RefitError):
+            refit.close()
+
+    def _give_up(self, error: BaseException | None) -> None:
+        """Leave this refit, tell the other ranks, and join the trainer again, if that lives, with what is held now."""
+        self._close_refit()
+        self._pending = self._request = None
+        store, lost = self._store, isinstance(error, PeerError) and self._trainer is None
+        with contextlib.suppress(RefitError):
+            if self._trainer is not None:
+                if store is not None:
+                    store.set("invitation", _WITHDRAWN)
+                if self._closed:
+                    self._trainer.leave()
+                else:
+                    self._trainer.join_again(self._entry())
+        if store is not None and (self._closed or lost):
+            store.close()
+            self._store = None
+
+    def _close_refit(self) -> None:
+        refit, self._refit = self._refit, None
+        if refit is not None:
+            with contextlib.suppress(RefitError):
+                refit.close()
+
+
+@final
+class _Trainer:
+    """The trainer as rank 0 of a replica sees it, through the store at its address."""
+
+    def __init__(self, address: str, name: str, liveness_s: float) -> None:
+        self._address, self._name, self._liveness_s = address, name, liveness_s
+        host_and_port(address)
+        self._identity = uuid.uuid4().hex
+        self._raw: Store | None = None
+        self._store: BoundedStore | None = None
+        self._peers: Peers | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._number: int | None = None
+        self._call = 0
+        self._looked = 0.0
+        self._usurped: str | None = None
+        self.absence = f"no trainer is at {address}: it makes Replicas(…, address={address!r})"
+        """Why there is none."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether one is there."""
+        return self._peers is not None
+
+    def look(self, entry: Callable[[], dict[str, Any]]) -> str | None:
+        """The trainer's latest invitation, if it is new. Joins, where there is a trainer and that is not done.
+
+        Args:
+            entry: What the trainer is told.
+
+        Raises:
+            PeerError: The trainer is dead, silent, has left, or is out of reach.
+            RefitError: Another process has taken the name.
+        """
+        if self._usurped is not None:
+            raise RefitError(self._usurped)
+        if self._peers is None and not self._reach():
+            return None
+        assert self._store is not None
+        self.check()
+        if self._number is None:
+            self._join(self._store, entry())
+        if self._store.check([f"dropped/{self._number}"]):
+            dropped = json.loads(self._store.get(f"dropped/{self._number}"))
+            if dropped["taken"]:
+                self._usurped = (
+                    f"the trainer at {self._address} has dropped this replica: {dropped['why']}; give every replica a "
+                    f"name of its own"
+                )
+                raise RefitError(self._usurped)
+            self.join_again(entry())
+        if not self._store.check([f"invited/{self._number}"]):
+            return None
+        text = self._store.get(f"invited/{self._number}").decode()
+        call = json.loads(text)["call"]
+        if call <= self._call:
+            return None
+        self._call = call
+        return text
+
+    def check(self, *, in_refit: bool = False) -> None:
+        """Pass while the trainer lives and, `in_refit`, goes on with it.
+
+        Raises:
+            PeerError: It is dead, silent, has left, is out of reach, or has gone on without this replica.
+        """
+        if self._peers is None or time.monotonic() - self._looked < PATIENCE_S:
+            return
+        self._looked = time.monotonic()
+        self._peers.check()
+        if in_refit and self._store is not None and self._store.check([f"dropped/{self._number}"]):
+            why = json.loads(self._store.get(f"dropped/{self._number}"))["why"]
+            raise PeerError(f"the trainer has gone on without this replica: {why}", peer="source 0")
+
+    def holders(self) -> dict[str, Any]:
+        """The version last committed, and which replicas can give it: those that the trainer names."""
+        if self._store is None or not self._store.check(["holders"]):
+            return {"version": -1, "replicas": []}
+        holders: dict[str, Any] = json.loads(self._store.get("holders"))
+        return holders
+
+    def tell(self, version: int) -> None:
+        """Say which version a peer has given."""
+        if self._store is not None:
+            self._store.set(f"version/{self._number}", json.dumps(version))
+
+    def join_again(self, entry: Mapping[str, Any]) -> None:
+        """Under a new number, with a new session; or leave, if the trainer is gone, or has dropped this replica."""
+        before, self._looked = self._heartbeat, 0.0
+        try:
+            self.check()
+            if self._store is None or self._usurped is not None:
+                self.leave()
+            elif self._number is not None:
+                self._join(self._store, entry)
+                if before is not None:
+                    before.stop()
+        except RefitError:
+            self.leave()
+
+    def leave(self) -> None:
+        """Take part no more, until the next look."""
+        heartbeat, store = self._heartbeat, self._store
+        self._heartbeat = self._number = self._store = self._peers = self._raw = None
+        if heartbeat is not None:
+            heartbeat.stop()
+        if store is not None:
+            store.close()
+
+    def _reach(self) -> bool:
+        """Whether a trainer is there; looks no more often than is polite."""
+        if time.monotonic() - self._looked < PATIENCE_S:
+            return False
+        self._looked = time.monotonic()
+        if self._store is None:
+            reached = _reach(self._address, self._name, liveness_s=self._liveness_s, who="source 0")
+            if reached is None:
+                return False
+            self._raw, self._store = reached
+        if not self._store.check(["party/source 0"]):  # another program's store, or another name
+            return False
+        (process,) = json.loads(self._store.get("party/source 0").decode().removeprefix("="))
+        self._call = 0
+        self._peers = Peers(self._store, {"source 0": process}, listen_to=["source 0"], liveness_s=self._liveness_s)
+        return True
+
+    def _join(self, store: BoundedStore, entry: Mapping[str, Any]) -> None:
+        """Sign the log, at its end, once there are signs of life."""
+        assert self._raw is not None
+        party = f"replica {uuid.uuid4().hex}"
+        self._heartbeat = Heartbeat(self._raw, (party,), liveness_s=self._liveness_s)
+        entry = {**entry, "party": party, "identity": self._identity, "process": this_process()}
+        self._number = _append(store, "log", json.dumps(entry))
+
+
+def _append(store: BoundedStore, log: str, text: str) -> int:
+    """Write `text`, unlike all others, at the end of a log that many write; its number."""
+    return next(n for n in itertools.count() if store.compare_set(f"{log}/{n}", "", text).decode() == text)
+
+
+def _reach(address: str, name: str, *, liveness_s: float, who: str) -> tuple[Store, BoundedStore] | None:
+    """The store that `who` hosts, under keys of its own; None where nobody listens."""
+    try:  # torch's own client would go on trying in silence
+        with socket.create_connection(host_and_port(address), timeout=1.0) as probe:
+            if probe.getsockname() == probe.getpeername():  # a port that nobody has may connect to itself
+                return None
+    except OSError:
+        return None
+    meeting = Rendezvous(address, num_sources=1, num_sinks=1, sink_rank=0, hosts=False, timeout_s=liveness_s)
+    meeting.host = who
+    raw = PrefixStore(name, meeting.connect())
+    line = Line(liveness_s, lambda why: PeerError(f"the store of {who} at {address} is out of reach: {why}", peer=who))
+    return raw, BoundedStore(raw, line)
