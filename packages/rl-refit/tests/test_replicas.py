@@ -25,11 +25,11 @@ def world(program):
     program.clear()
 
 
-def start(world, names=NAMES, address=None, **options):
+def start(world, names=NAMES, *, from_peers=True, **options):
     """A trainer, and replicas that have joined it and receive."""
-    address = address or free_address()
+    address = free_address()
     trainer = world.trainer(address=address, **options)
-    replicas = {name: serving(world, name, address) for name in names}
+    replicas = {name: serving(world, name, address, from_peers=from_peers) for name in names}
     assert trainer.do("await_joined", names=names) == {"joined": dict.fromkeys(names)}
     return trainer, replicas
 
@@ -111,6 +111,23 @@ def test_a_replica_that_is_stopped_is_given_up_after_its_silence_and_returns_whe
     assert trainer.do("refit", version=3)["versions"] == held(replicas) == dict.fromkeys(NAMES, 3)
 
 
+def test_a_call_that_is_interrupted_ends_and_the_next_reaches_all(world):
+    trainer, replicas = start(world, from_peers=False)
+    trainer.do("refit", version=1)
+    replicas["b"].do("arm", point="stage", action="stop")
+    trainer.begin("refit", version=2)
+    assert held({name: replicas[name] for name in ("a", "c")}, until=2) == {"a": 2, "c": 2}
+    replicas["b"].await_stop()
+    trainer.kill(signal.SIGINT)
+    replicas["b"].kill(signal.SIGCONT)
+    assert trainer.answer()["error"] == "KeyboardInterrupt"
+    there = held(replicas)
+    assert there in ({"a": 2, "b": 1, "c": 2}, {"a": 2, "b": 2, "c": 2})  # it may go on before it hears of it
+    assert trainer.do("await_joined", names=NAMES, versions=there)["joined"]
+    assert trainer.do("catch_up")["refits"] == ({"b": 2} if there["b"] == 1 else {})
+    assert trainer.do("refit", version=3)["versions"] == held(replicas) == dict.fromkeys(NAMES, 3)
+
+
 def test_a_newcomer_catches_up_with_the_committed_version_and_nothing_else_moves(world):
     trainer, replicas = start(world, NAMES[:2])
     trainer.do("refit", version=5)
@@ -189,6 +206,27 @@ def test_a_resumed_trainer_with_an_older_version_is_told_what_to_do_and_nothing_
     said = resumed.do("refit", version=8)
     assert "call catch_up() to bring it to the replicas that lack it" in said["message"]
     assert resumed.do("refit", version=9)["versions"] == held(replicas) == dict.fromkeys(NAMES, 9)
+
+    # One that fails when all go back has weights of a past that does not count any more, and is told apart by them.
+    replicas["c"].do("arm", point="stage", action="raise")
+    assert resumed.do("refit", version=7, rollback=True)["versions"] == {"a": 7, "b": 7, "c": None}
+    assert "c has 9" in resumed.do("refit", version=8)["message"]
+    resumed.do("train", version=7)
+    assert resumed.do("catch_up")["refits"] == {"c": 7}
+    report = resumed.do("refit", version=8)
+    assert report.get("versions") == held(replicas) == dict.fromkeys(NAMES, 8), report
+
+
+def test_a_version_that_nobody_committed_is_not_what_newcomers_catch_up_with(world):
+    trainer, replicas = start(world, ["a"])
+    trainer.do("refit", version=1)
+    replicas["a"].do("arm", point="ready", action="raise")
+    assert "OSError: a fault of the test" in trainer.do("refit", version=2)["message"]
+    said = trainer.do("catch_up")["message"]
+    assert "the source was to be version 2 since version 1 was committed" in said
+    assert "call again with version=2" in said
+    assert held(replicas) == {"a": 1}
+    assert trainer.do("refit", version=2)["versions"] == held(replicas) == {"a": 2}
 
 
 def test_replicas_outlive_their_trainer_and_join_the_next_at_its_address(world):

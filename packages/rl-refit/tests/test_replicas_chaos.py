@@ -15,6 +15,7 @@ from replicas_world import PATIENCE_S, World, free_address
 MODES = {"a": "staged", "b": "swap", "c": "in_place", "d": "staged"}
 POINTS = ["prepare", "stage", "digest", "ready", "commit"]
 CASES = 20
+LIVENESS_S = 4.0  # whoever is not stopped must show a sign of life within it, however busy the machine is
 
 
 class Fleet:
@@ -27,11 +28,11 @@ class Fleet:
     def mend(self):
         """Have all of them there."""
         if self.trainer is None or self.trainer.is_gone:
-            self.trainer = self.world.trainer(address=self.address, liveness_s=1.0)
+            self.trainer = self.world.trainer(address=self.address, liveness_s=LIVENESS_S)
             assert self.trainer.made == {}
         for name, mode in MODES.items():
             if name not in self.replicas or self.replicas[name].is_gone:
-                self.replicas[name] = self.world.replica(name, trainer=self.address, mode=mode, liveness_s=1.0)
+                self.replicas[name] = self.world.replica(name, trainer=self.address, mode=mode, liveness_s=LIVENESS_S)
                 self.replicas[name].do("serve")
             self.replicas[name].kill(signal.SIGCONT)
             self.replicas[name].do("disarm")
@@ -56,10 +57,10 @@ class Fleet:
         for name in struck:
             replica = self.replicas[name]
             if kind == "replicas":
-                point, action = chance.choice(POINTS), chance.choice(["kill", "kill", "kill", "raise", "stop"])
+                point, action = chance.choice(POINTS), chance.choices(["kill", "raise", "stop"], [5, 3, 1])[0]
                 replica.do("arm", point=point, action=action, nth=chance.randrange(8 if point == "stage" else 2))
                 continue
-            number = chance.choice([signal.SIGKILL, signal.SIGSTOP])
+            number = chance.choices([signal.SIGKILL, signal.SIGSTOP], [4, 1])[0]
             threading.Timer(chance.uniform(0, 0.1), replica.kill, [number], {"wait": False}).start()
         return struck
 

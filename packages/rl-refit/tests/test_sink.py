@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_refit import ModuleSink, ModuleSource, PoisonedError, RefitError, Region, WeightSink
+from rl_refit import ModuleSink, ModuleSource, PoisonedError, Refit, RefitError, Region, WeightSink
 from rl_refit import sink as sink_module
 
 
@@ -295,3 +295,32 @@ def test_an_engine_that_cannot_stop_keeps_its_weights():
 
 def test_a_module_sink_is_a_weight_sink():
     assert isinstance(ModuleSink(linear(1.0)), WeightSink)
+
+
+def test_a_sink_whose_trainer_went_back_takes_an_older_version_and_no_older_one():
+    policy, engine = nn.Linear(2, 2), nn.Linear(2, 2)
+    sink = ModuleSink(engine)
+    refit = Refit(ModuleSource(policy), sink)
+    for version in (3, 9):
+        refit(version=version)
+    with pytest.raises(RefitError, match=r"where a trainer went back, each engine says so with sink\.rewind\(5\)"):
+        refit(version=5)
+    sink.rewind(5)
+    assert sink.version == 9
+    with pytest.raises(RefitError, match="version 4 is not newer than the sink's 4"):
+        refit(version=4)
+    refit(version=5)
+    assert sink.version == 5
+    sink.rewind(8)  # it may come later than it must
+    refit(version=6)
+    sink.rewind(0)
+    refit(version=0)
+    assert sink.version == 0
+
+
+def test_what_a_sink_holds_is_a_source_of_another_sink():
+    policy, first, second = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    sink = ModuleSink(first)
+    Refit(ModuleSource(policy), sink)(version=1)
+    Refit(sink.weights(), ModuleSink(second))(version=1)
+    assert torch.equal(second.weight, policy.weight)

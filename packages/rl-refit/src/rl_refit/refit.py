@@ -583,7 +583,7 @@ class Party:
                 raise RefitError(
                     f"version {version} is not newer than the sink's {coverage.version}; "
                     f"a version is the number of optimizer steps that the weights have seen, never a count of calls; "
-                    f"a trainer that went back makes a new sink"
+                    f"where a trainer went back, each engine says so with sink.rewind({version})"
                 )
         watch.check()
         if self.control is not None:

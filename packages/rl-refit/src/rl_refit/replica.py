@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -144,7 +145,7 @@ class Replica:
         """The last invitation that this rank has taken."""
         self._refit: Refit | None = None
         self._session = ""
-        self._closed = False
+        self._closed, self._busy = False, threading.Lock()
         self._from_peers = from_peers
         self._request: _Request | None = None
         """To a peer, which has not answered yet."""
@@ -171,8 +172,8 @@ class Replica:
             PeerError: The trainer is dead, silent, has left, or is not there; or rank 0 of this replica is.
             RefitError: Another process has taken the name; or as for `Refit.receive`.
         """
-        if self._closed:
-            raise RefitError("this Replica is closed; make a new one")
+        if not self._busy.acquire(blocking=False):
+            raise RefitError("another thread is in receive() of this Replica; close() ends that")
         try:
             while "gives" in (invitation := json.loads(self._await_invitation(timeout_s))):
                 self._give(invitation)
@@ -182,17 +183,24 @@ class Replica:
         except BaseException as error:
             self._give_up(error)
             raise
+        finally:
+            self._busy.release()
 
     def close(self) -> None:
-        """Leave; the trainer goes on without this replica, which may come back under its name."""
-        if not self._closed:
-            self._closed = True
-            self._give_up(RefitError("it was closed"))
+        """Leave; the trainer goes on without this replica, which may come back under its name. Ends a `receive`."""
+        self._closed = True
+        if (refit := self._refit) is not None:
+            with contextlib.suppress(RefitError):
+                refit.close()
+        with self._busy:
+            self._give_up(None)
 
     def _await_invitation(self, timeout_s: float | None) -> str:
+        self._require_open()
         self._connect()
         began, nap_s = time.monotonic(), 2e-4
         while (invitation := self._look()) is None:
+            self._require_open()
             waited = time.monotonic() - began
             absence = "" if self._trainer is None or self._trainer.is_known else self._trainer.absence
             if timeout_s is None and absence and waited >= self._liveness_s:
@@ -204,6 +212,10 @@ class Replica:
             time.sleep(nap_s)
             nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
         return invitation
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RefitError("this Replica is closed; make a new one")
 
     def _connect(self) -> None:
         if self._store is not None:
@@ -340,7 +352,8 @@ class Replica:
         invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
         request = _Request(session, json.dumps(invitation), time.monotonic() + self._liveness_s)
         self._store.set(request.key, _OPEN)
-        text = json.dumps({"session": session, "address": self._address, "num_sinks": self._num_ranks})
+        asked = {"gives": holders["version"], "address": self._address, "num_sinks": self._num_ranks}
+        text = json.dumps({"session": session, **asked})
         with contextlib.suppress(RefitError):  # it is gone: the next look asks another
             peer = _reach(place["address"], "replica", liveness_s=self._liveness_s, who=f"replica {place['name']}")
             if peer is not None:
@@ -355,7 +368,7 @@ class Replica:
             request = json.loads(self._store.get(f"requests/{self._requests_read}"))
             self._requests_read += 1
             entry = self._entry()
-            if entry["version"] is None or not entry["gives"]:
+            if entry["version"] != request["gives"] or not entry["gives"]:  # others have it still
                 continue
             with contextlib.suppress(RefitError):  # it is gone
                 newcomer = _reach(request["address"], "replica", liveness_s=self._liveness_s, who="the newcomer")
@@ -364,7 +377,7 @@ class Replica:
                     answer = newcomer[1].compare_set(key, _OPEN, _GIVEN).decode()
                     newcomer[1].close()
                     if answer == _GIVEN:
-                        return json.dumps({**request, "gives": entry["version"]})
+                        return json.dumps(request)
         return None
 
     def _give(self, request: Mapping[str, Any]) -> None:
@@ -386,7 +399,7 @@ class Replica:
         with contextlib.suppress(RefitError):
             refit.close()
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException | None) -> None:
         """Leave this refit, tell the other ranks, and join the trainer again, if that lives, with what is held now."""
         self._close_refit()
         self._pending = self._request = None

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import threading
 import time
 import uuid
@@ -208,6 +207,10 @@ class Replicas:
         self._log_read = 0
         self._sessions: dict[int, _Session] = {}
         self._calls = 0
+        self._sent: int | None = None
+        """The version that the source had at the last call, of which it was digested."""
+        self._went_back = False
+        """Whether replicas may have a newer version than they should, which they missed to give up."""
         self._busy = threading.Lock()
         self._closed = False
         self.version: int | None = None
@@ -261,10 +264,7 @@ class Replicas:
     def close(self) -> None:
         """Leave; replicas keep what they have, and wait for the next trainer at this address."""
         self._closed = True
-        for session in self._sessions.values():
-            with contextlib.suppress(RefitError):
-                session.refit.close()
-        self._sessions.clear()
+        self._close_sessions(set())
         self._control.close()
 
     # -- One call -----------------------------------------------------------------------------------------------------
@@ -332,10 +332,8 @@ class Replicas:
             self._end(COMMIT)
             raise refusal or error_from_message(said["refused"])
         if any(said[key] != value for key, value in called.items()):
-            mine = " and ".join(self._meeting.mine)
-            raise RefitError(
-                f"{mine} is called with {called}, and source 0 with { ({key: said[key] for key in called}) }"
-            )
+            theirs = {key: said[key] for key in called}
+            raise RefitError(f"{self._meeting.mine[0]} is called with {called}, and source 0 with {theirs}")
         return self._refit(said, began)
 
     def _end(self, decision: object) -> None:
@@ -370,9 +368,14 @@ class Replicas:
     def _catch_up(self, watch: Watch) -> dict[str, Any]:
         if self.version is None:
             raise RefitError("no replica has committed anything yet: there is nothing to catch up with; refit first")
+        if self._sent != self.version:
+            raise RefitError(
+                f"the source was to be version {self._sent} since version {self.version} was committed, and no replica "
+                f"committed that: call again with version={self._sent}"
+            )
         died = self._look_for_members()
         lacking = [member for member in self._members.values() if member.version != self.version]
-        return self._invite(lacking, self.version, died, unchanged=True)
+        return self._invite(lacking, self.version, died, rewind=self._went_back, unchanged=True)
 
     def _invite(
         self,
@@ -406,6 +409,7 @@ class Replicas:
         watch = self._watch()
         if not said["unchanged"]:
             self._source.digests.clear()
+            self._sent, self._went_back = version, self._went_back or said["rewind"]
         elif invited:
             changed = control.gather("changed", {self._meeting.mine[0]: self._source.changed(watch)}, watch)
             names = sorted({name for each in (changed or {}).values() for name in each})
@@ -418,6 +422,8 @@ class Replicas:
                 )
         self._invited = invited
         if self._meeting.leads:
+            if said["rewind"]:  # or one that has gone back would take the newer version from one that has not yet
+                self._name_holders(version, [])
             self._call_out(said)
         self._calls += 1
         outcome = self._refit_at_once(invited, version)
@@ -453,9 +459,7 @@ class Replicas:
                 self._drop(name, number, failures[name], failed=True)
         if self._meeting.leads and committed:
             holders = [each for each in self._members.values() if each.gives and each.version == version]
-            wanted = ("name", "address", "num_ranks", "process")
-            places = [{key: getattr(each, key) for key in wanted} for each in holders]
-            self._store().set("holders", json.dumps({"version": version, "replicas": places}))
+            self._name_holders(version, holders)
         versions = {name: known for name, (_, known) in said["others"].items()}
         versions |= {each["name"]: version for each in committed} | dict.fromkeys(failures)
         return (
@@ -555,6 +559,12 @@ class Replicas:
         for each in said["invited"]:
             self._store().set(f"invited/{each['number']}", json.dumps({**common, "session": each["session"]}))
 
+    def _name_holders(self, version: int, holders: Sequence[_Member]) -> None:
+        """Tell newcomers who can give them which version."""
+        wanted = ("name", "address", "num_ranks", "process")
+        places = [{key: getattr(each, key) for key in wanted} for each in holders]
+        self._store().set("holders", json.dumps({"version": version, "replicas": places}))
+
     def _store(self) -> BoundedStore:
         assert self._control.store is not None
         return self._control.store
@@ -562,18 +572,22 @@ class Replicas:
     # -- The refits ---------------------------------------------------------------------------------------------------
 
     def _refit_at_once(self, invited: Sequence[dict[str, Any]], version: int) -> _Outcome:
-        """Refit each replica in a thread of its own; whoever is found dead meanwhile is given up."""
-        outcome, dead = _Outcome(), dict[int, PeerError]()
-        ended: queue.SimpleQueue[tuple[int, RefitReport | BaseException]] = queue.SimpleQueue()
+        """Refit each replica in a thread of its own; whoever is found dead meanwhile is given up.
+
+        Raises:
+            BaseException: Ctrl-C, or a rank of the trainer is gone: when no thread reads the source any more.
+        """
+        results, news = dict[int, RefitReport | BaseException](), threading.Event()
         sessions = {each["number"]: self._session(each) for each in invited}
 
         def work(number: int, session: _Session) -> None:
             try:
                 if self._source.device.type == "cuda":
                     torch.cuda.set_device(self._source.device)  # a new thread is on GPU 0
-                ended.put((number, session.refit(version)))
+                results[number] = session.refit(version)
             except BaseException as error:  # noqa: BLE001  (reported, or raised, by the thread that waits)
-                ended.put((number, error))
+                results[number] = error
+            news.set()
 
         for number, session in sessions.items():
             if session.has_refitted:
@@ -581,40 +595,37 @@ class Replicas:
                 # sent to all is digested once.
                 session.refit._refits = self._calls  # noqa: SLF001
             threading.Thread(target=work, args=(number, session), daemon=True, name="rl-refit replica").start()
+
         members = {each["number"]: self._members[each["name"]] for each in invited} if self._meeting.leads else {}
+        dead: dict[int, PeerError] = {}
         interruption: BaseException | None = None
-        while len(outcome.reports) + len(outcome.errors) < len(sessions):
+        while len(results) < len(sessions):
             try:
-                number, result = ended.get(timeout=PATIENCE_S)
-            except queue.Empty:
-                pass
-            except BaseException as error:  # noqa: BLE001  (Ctrl-C; raised below, when nothing reads the source)
-                interruption = interruption or error
-                for each in sessions.values():
-                    each.refit._interrupted = error  # noqa: SLF001
-                continue
-            else:
-                if isinstance(result, RefitReport):
-                    outcome.reports[number] = result
-                    sessions[number].has_refitted = True
-                else:
-                    outcome.errors[number] = dead.get(number) or _death_of(members.get(number)) or result
-                continue
-            try:
+                if news.wait(PATIENCE_S):
+                    news.clear()
+                    continue
                 self._control.look_around()
-            except RefitError as error:  # a rank of the trainer is gone, and with it every refit
-                interruption = interruption or error
-                for each in sessions.values():
-                    each.refit._interrupted = error  # noqa: SLF001
-            for number, member in members.items():
-                if number not in outcome.reports and number not in outcome.errors and number not in dead:
+                for number in members.keys() - results.keys() - dead.keys():
                     try:
-                        member.peers.check()
+                        members[number].peers.check()
                     except PeerError as error:
                         dead[number] = error
                         sessions[number].refit._interrupted = error  # noqa: SLF001
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                interruption = interruption or error
+                for each in sessions.values():
+                    each.refit._interrupted = interruption  # noqa: SLF001
+
+        outcome = _Outcome()
+        for number, result in results.items():
+            if isinstance(result, RefitReport):
+                outcome.reports[number] = result
+                sessions[number].has_refitted = True
+            else:
+                outcome.errors[number] = dead.get(number) or _death_of(members.get(number)) or result
         if interruption is not None:
             self._close_sessions(set())
+            self.version = version if outcome.reports else self.version
             raise interruption
         return outcome
 

@@ -136,7 +136,7 @@ class Trainer:
     def _report(self, call):
         try:
             report = call()
-        except (RefitError, OSError) as error:
+        except (RefitError, OSError, KeyboardInterrupt) as error:
             return {
                 "error": type(error).__name__,
                 "message": str(error),
@@ -347,7 +347,10 @@ class Party:
         found = []
         reading = threading.Thread(target=lambda: found.append(self.answers.readline()), daemon=True)
         reading.start()
-        reading.join(patience_s)
+        until = time.monotonic() + patience_s
+        while reading.is_alive() and time.monotonic() < until:
+            reading.join(1.0)
+            self.kill(signal.SIGCONT)  # one that stops itself late is not to be waited for
         if not found:
             os.kill(self.pid, signal.SIGUSR1)
             time.sleep(1)
@@ -365,6 +368,12 @@ class Party:
         except ProcessLookupError:
             return True
         return False
+
+    def await_stop(self):
+        until = time.monotonic() + PATIENCE_S
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < until, f"{self.name} was to be stopped, and is not"
+            time.sleep(0.005)
 
     def kill(self, number=signal.SIGKILL, *, wait=True):
         with contextlib.suppress(ProcessLookupError):
