@@ -265,6 +265,22 @@ def test_weights_that_made_none_of_the_tokens_of_an_aborted_answer_have_no_span(
 
 
 @pytest.mark.parametrize(
+    ("seams", "expected"),
+    [
+        ((), [(9, 0, 3)]),
+        ([(7, 2)], [(7, 0, 2), (9, 2, 3)]),
+        ([(6, 1), (7, 2), (8, 2)], [(6, 0, 1), (7, 1, 2), (9, 2, 3)]),  # nothing was made by 8
+        ([(6, 0), (7, 3)], [(7, 0, 3)]),
+    ],
+)
+def test_a_vllm_that_does_not_say_versions_has_those_that_were_noted_at_commits(seams, expected):
+    silent = completion()
+    del silent.weight_versions  # as before 0.32
+    rollout = rollout_of(silent, **PLACE, logp_of="raw", version=9, seams=seams)
+    assert [(span.version, span.start, span.end) for span in rollout.versions] == expected
+
+
+@pytest.mark.parametrize(
     ("found", "message"),
     [
         (None, "answer 2 to prompt 4 has 0 log-probabilities for 3 tokens"),
