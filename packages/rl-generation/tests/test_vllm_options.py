@@ -1,5 +1,7 @@
 """What a vLLM engine would be made with, and how its answers are read, where there is no vLLM."""
 
+import asyncio
+import itertools
 import json
 import math
 import subprocess
@@ -19,6 +21,7 @@ from rl_generation.vllm.lora import LoraAdapter, check_lora
 from rl_generation.vllm.options import VllmOptions, engine_arguments, nearest
 from rl_generation.vllm.outputs import logp_hint, logp_of_tokens, rollout_of, timing_of, version_of
 from rl_generation.vllm.preparing import Prepared, stop_tokens
+from rl_generation.vllm.running import RunningLLM
 from rl_generation.vllm.runtime import check_interface, check_runtime, main_guard_hint
 from rl_generation.vllm.sampling_params import check_for_vllm
 from rl_generation.vllm.statistics import Statistics
@@ -278,6 +281,22 @@ def test_a_vllm_that_does_not_say_versions_has_those_that_were_noted_at_commits(
     del silent.weight_versions  # as before 0.32
     rollout = rollout_of(silent, **PLACE, logp_of="raw", version=9, seams=seams)
     assert [(span.version, span.start, span.end) for span in rollout.versions] == expected
+
+
+def test_a_commit_under_an_engine_that_goes_on_is_refused_where_vllm_does_not_say_versions(monkeypatch):
+    counts = itertools.count()
+    growing = SimpleNamespace(external_req_id="a", detokenizer=SimpleNamespace(num_output_tokens=lambda: next(counts)))
+    still = SimpleNamespace(external_req_id="b", detokenizer=SimpleNamespace(num_output_tokens=lambda: 4))
+    engine = RunningLLM.__new__(RunningLLM)
+    engine.version, engine.seams = 7, {}
+    states = {"b-1": still}
+    engine.llm = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    asyncio.run(engine._note_seams())
+    assert engine.seams == {"b": [(7, 4)]}
+    monkeypatch.setattr("rl_generation.vllm.running.SETTLED_S", 0.05)
+    states["a-1"] = growing
+    with pytest.raises(ModelError, match=r"committed while the engine generates, .* pause\(\) the engine first"):
+        asyncio.run(engine._note_seams())
 
 
 @pytest.mark.parametrize(

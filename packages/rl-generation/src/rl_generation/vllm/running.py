@@ -27,6 +27,8 @@ __all__ = ["RunningLLM", "ask_replicas", "check_not_importing_main", "unanswered
 
 T = TypeVar("T")
 PATIENCE_S = 5.0
+SETTLED_S = 30.0
+"""In which the tokens of a paused engine have all been handed on."""
 SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
 
@@ -173,9 +175,19 @@ class RunningLLM:
         self.version, self.fed = version, True
 
     async def _note_seams(self) -> None:
-        """Note how many tokens each request has, all by the weights so far: the engine is paused, or has none."""
+        """Note how many tokens each request has, all by the weights so far: the engine is paused, or has none.
+
+        Raises:
+            ModelError: It goes on generating, and nobody could say which weights made which tokens.
+        """
+        limit = asyncio.get_running_loop().time() + SETTLED_S
         counts, before = self._tokens_of_requests(), None
         while counts != before:  # tokens of before the pause may still wait for the task that hands them on
+            if asyncio.get_running_loop().time() > limit:
+                raise ModelError(
+                    "new weights are committed while the engine generates, and vLLM before 0.32 does not say which "
+                    "weights made which tokens: pause() the engine first, or use vLLM 0.32 or later"
+                )
             await asyncio.sleep(0.01)
             counts, before = self._tokens_of_requests(), counts
         for name, count in counts.items():
