@@ -7,11 +7,13 @@ Axes: s tokens of this rank (under sequence parallelism a share of the row's), b
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from rl_backends.megatron.rope import Rope
@@ -59,6 +61,15 @@ class GatedMLP(MLP):  # type: ignore[misc]
             return super().forward(hidden_states, per_token_scale, **kwargs)
         gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
         return self.linear_fc2(F.silu(gate) * up)
+
+
+class DenseLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer without experts: nothing in it asks for CUDA, and `cpu_compat` would look at every call of torch."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public one
+            return super().forward(*args, **kwargs)
 
 
 class Decoder(GPTModel):  # type: ignore[misc]

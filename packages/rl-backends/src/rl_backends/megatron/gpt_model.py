@@ -111,6 +111,10 @@ def layer_spec(
         parts.mlp.params["ffn_hidden_size"] = transformer_config.ffn_hidden_size  # which Megatron warns about otherwise
     if transformer_engine:
         return spec
+    if not asked["num_experts"]:
+        from rl_backends.megatron.decoder import DenseLayer
+
+        spec.module = DenseLayer
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = ModuleSpec(module=TorchAttention, params={"sliding_window": sliding_window})
