@@ -36,6 +36,8 @@ def main() -> None:
     repository = Repository.read(Path.cwd())
     if arguments.set:
         write_url(repository, arguments.set.rstrip("/"))
+        print(f"{len(repository.packages)} packages name {arguments.set.rstrip('/')}: commit it")
+        return
     reasons = [*url_refusals(repository)]
     print(*(reasons or [f"{url_of(repository)} is where this clone comes from"]), sep="\n")
     sys.exit(2 if reasons else 0)
