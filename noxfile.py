@@ -310,7 +310,8 @@ def build(session: nox.Session) -> None:
     package = REPO.packages[session.posargs[0]]
     if session.posargs[1:] not in ([], [str(package.version)]):
         session.error(f"{package.name} is {package.version} in this tree, not {session.posargs[1]}: check out its tag")
-    install(session, REPO, [], requirements=group(TOOLS, "publish"))
+    install(session, REPO, [], requirements=[*group(TOOLS, "publish"), *group(TOOLS, "scripts")])
+    session.run("python", "scripts/repository_url.py")  # exit code 2: what is built would name another repository
     for old in (HERE / "dist").glob(f"{package.import_name}-*"):
         old.unlink()
     session.run("python", "-m", "build", "--outdir", "dist", str(package.root))

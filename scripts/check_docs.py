@@ -1,12 +1,14 @@
-"""Check what can be checked of the documents: links, anchors, and the tables of public names.
+"""Check what can be checked of the documents without running them: links, anchors, tables, marks of code blocks.
 
     python scripts/check_docs.py            every complaint, a line each
     python scripts/check_docs.py --write    first make the root README's table of tested versions again
+    python scripts/check_docs.py --blocks   list the code blocks that no test runs, with their places and reasons
 
 A link is any relative `[text](path#anchor)` outside code; anchors are made from headings as on GitHub. Links to the web
 are not followed. A README's table under the heading "Public names" (or "Names") must mention all of `__all__`, and what
 its first column lists must exist: a name, a module, or `module.name`. The root README's table of tested versions,
-between its two comments, is made from the cells of the matrix that ran; those that never did are listed under it.
+between its two comments, is made from the cells of the matrix that ran; those that never did are listed under it. Each
+code block is run by a test, or marked with the reason why it cannot run here: see `scripts/code_blocks.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from urllib.parse import unquote
 
 from packaging.version import Version
 
+from code_blocks import blocks_of, check_blocks, documents, left_out
 from repository import Repository, cell_id
 from repository_rules import text_files
 
@@ -51,12 +54,18 @@ def main() -> None:
         *(complaint for page in pages for complaint in check_links(page)),
         *(complaint for package in repository.packages.values() for complaint in check_public_names(package)),
         *check_matrix(repository),
+        *(complaint for page in documents(repository) for complaint in check_blocks(repository, page)),
     ]
     for complaint in complaints:
         print(complaint.replace(f"{repository.root}/", ""))
     if complaints:
         sys.exit(f"{len(complaints)} errors in documents")
     print(f"{len(pages)} pages: every link leads somewhere, every public name is in its table")
+    blocks = [block for page in documents(repository) for block in blocks_of(page) if block.is_code]
+    unrun = [block for block in blocks if block.mark.not_run]
+    print(f"{len(blocks)} code blocks: tests run {len(blocks) - len(unrun)}, and {len(unrun)} say why none can")
+    if "--blocks" in sys.argv[1:]:
+        print("\n".join(left_out(unrun)).replace(f"{repository.root}/", ""))
 
 
 def check_links(page: Path) -> Iterator[str]:

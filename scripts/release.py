@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from repository import Repository, floor
+from repository_url import url_refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +67,7 @@ def refusals(repository: Repository, package: Package, *, version: Version, part
     """Yield the reasons why this release would mislead its users."""
     if repository.git("status", "--porcelain").strip():
         yield "the working tree has changes: commit or stash them, so that the tag holds what was tested"
+    yield from url_refusals(repository)
     if not package.fragments():
         yield f"packages/{package.name}/changelog.d is empty: there is nothing to tell its users"
     if part == "patch" and version != package.version and (breaking := package.fragments("changed", "removed")):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from repository import Repository
+from repository_url import differing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +57,7 @@ def main() -> None:
         *(complaint for path in text_files(repository) for complaint in check_text(path, path.read_text())),
         *check_fragments(repository),
         *check_licences(repository),
+        *differing(repository),
     ]
     for complaint in complaints:
         print(complaint.replace(f"{repository.root}/", ""))

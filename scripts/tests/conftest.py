@@ -9,6 +9,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from repository import Repository
+from repository_url import write_url
+
 PYPROJECT = """\
 [project]
 name = "{name}"
@@ -27,6 +30,15 @@ python = "3.11"
 torch = "2.13"
 """
 DEPENDENCIES = {"ground": ["torch>=2.9"], "wall": ["ground>=0.1.0,<0.2"], "roof": ["rich", "wall>=0.1.0,<0.2"]}
+
+
+URL = "https://example.org/somebody/toys"
+
+
+@pytest.fixture(autouse=True)
+def no_workflow(monkeypatch):
+    """The tests mean the same in a workflow, which says where it runs."""
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
 
 
 @pytest.fixture
@@ -53,9 +65,11 @@ def root(tmp_path, git):
         (package / "changelog.d" / "+first.added.md").write_text("Stand.\n")
         (package / "CHANGELOG.md").write_text(f"# Changelog of {name}\n")
     (tmp_path / "pyproject.toml").write_text((HERE.parent.parent / "pyproject.toml").read_text())
+    write_url(Repository.read(tmp_path), URL)
     git("init", "--quiet", "--initial-branch=main")
     git("config", "user.name", "Somebody")
     git("config", "user.email", "somebody@example.org")
+    git("remote", "add", "origin", f"{URL}.git")
     git("add", ".")
     git("commit", "--quiet", "--message", "Build a toy repository")
     return tmp_path

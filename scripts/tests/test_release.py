@@ -49,11 +49,16 @@ def test_a_dry_run_refuses_or_names_the_version_and_changes_nothing(root, git, r
     assert (git("rev-parse", "HEAD"), git("tag")) == (before, "")
 
 
+def leave_origin(root) -> None:
+    subprocess.run(["git", "remote", "remove", "origin"], cwd=root, check=True)
+
+
 @pytest.mark.parametrize(
     ("package", "part", "prepare", "reason"),
     [
         ("ground", "minor", lambda root: (root / "new.txt").write_text("x"), "the working tree has changes"),
         ("wall", "minor", None, "ground 0.1.0 is not released: release ground first"),
+        ("ground", "minor", leave_origin, "no remote `origin` nor GITHUB_REPOSITORY"),
     ],
 )
 def test_an_unfit_release_is_refused_and_changes_nothing(root, git, release, package, part, prepare, reason):
