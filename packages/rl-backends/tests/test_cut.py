@@ -130,6 +130,16 @@ def test_a_rank_with_units_to_spare_cuts_them_finer_instead_of_repeating(world):
     assert all(microbatch.counted for rank in ranks for microbatch in rank)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_where_a_schedule_needs_more_microbatches_units_are_cut_finer_and_then_repeated(world, layout):
+    limits = MicrobatchLimits(rows=8, layout=layout, fewest=3)
+    [rank] = cut_all(batch(world, [4, 9, 2, 5]), limits=limits, num_ranks=1)
+    assert [microbatch.counted for microbatch in rank] == [True] * 3
+    assert sorted(row for microbatch in rank for row in microbatch.rows.tolist()) == [0, 1, 2, 3]
+    for rank in cut_all(batch(world, [4, 9]), limits=limits, num_ranks=2):
+        assert [microbatch.counted for microbatch in rank] == [True, False, False]
+
+
 def test_the_cut_does_not_depend_on_what_rows_hold(world):
     examples = batch(world, [3, 9, 4, 9, 9, 2])
     other = dataclasses.replace(examples, tokens=examples.tokens + 1, weight=examples.weight * 2)

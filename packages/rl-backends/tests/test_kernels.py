@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -426,6 +428,24 @@ def test_packs_of_other_rows_compile_nothing_anew(world):
     backend.close()
     assert compiled[0] > 0
     assert compiled[1:] == [compiled[1]] * 3, "sizes may become symbols once, with the second pack"
+
+
+def test_packs_of_other_rows_compile_nothing_anew_on_two_ranks_of_one_row(start_program, tmp_path):
+    program, logs = (
+        Path(__file__).parent / "programs" / "compiled_packs.py",
+        [tmp_path / f"{each}.log" for each in "01"],
+    )
+    ranks = [start_program(program, {"rank": rank, "folder": str(tmp_path)}, log=logs[rank]) for rank in range(2)]
+    try:
+        codes = [rank.wait(300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    for rank in range(2):
+        compiled = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert compiled[0] > 0
+        assert compiled[1:] == [compiled[1]] * 3
 
 
 def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_is_refused(monkeypatch, capsys):

@@ -166,6 +166,8 @@ class DistributedModel(ABC):
     """What the length of padded rows is rounded up to."""
     length_multiple: int = 1
     """What the length of what the model reads at a time is rounded up to."""
+    fewest_microbatches: int = 1
+    """What a batch is cut into at least, on each rank."""
 
     @property
     @abstractmethod
@@ -313,6 +315,7 @@ class DistributedModel(ABC):
             rows=config.micro_batch_size,
             tokens=config.micro_batch_tokens,
             layout="packed" if config.sequence_packing else "padded",
+            fewest=self.fewest_microbatches,
         )
 
 

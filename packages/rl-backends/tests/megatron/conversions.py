@@ -3,7 +3,7 @@
 import torch
 
 KINDS = {
-    "Llama": {},
+    "Llama": {"num_hidden_layers": 4},
     "Qwen2": {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 2},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
@@ -61,7 +61,7 @@ def from_conversion(conversion):
         with torch.no_grad():
             for parameter in made.gpt.parameters():
                 parameter.fill_(torch.nan)  # nothing may stay as it was
-        load_weights(conversion, made.gpt)
+        load_weights(conversion, made.chunks)
 
     return fill
 

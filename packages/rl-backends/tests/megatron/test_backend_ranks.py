@@ -17,6 +17,7 @@ LAYOUTS = {
     "TP2": {"tensor_model_parallel_size": 2},
     "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "PP2": {"pipeline_model_parallel_size": 2},
+    "PP2, 2 chunks": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "CP2": {"context_parallel_size": 2},
     "EP2": {"expert_model_parallel_size": 2},
     "DP2, distributed optimizer": {"use_distributed_optimizer": True},
@@ -26,7 +27,7 @@ OUTPUTS = ("logp_and_entropy", "logp_of_token_ids")
 ADAMW = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
 
 
-QUICK = ("TP2+SP", "PP2", "EP2", "DP2, distributed optimizer")
+QUICK = ("TP2+SP", "PP2", "PP2, 2 chunks", "EP2", "DP2, distributed optimizer")
 
 
 @pytest.fixture(
@@ -60,12 +61,16 @@ def one_rank(world, layout, rank):
     return seen
 
 
+def make_model(world, layout):
+    family, other = ("Qwen3Moe", MIXTURE) if layout == "EP2" else ("Qwen3", {})
+    layers = 4 if "chunks" in layout else 2
+    return world.make_model(family, pad_token_id=None, tie_word_embeddings=True, num_hidden_layers=layers, **other)
+
+
 def make_backend(world, layout):
     from rl_backends.megatron.backend import MegatronBackend
 
-    family, other = ("Qwen3Moe", MIXTURE) if layout == "EP2" else ("Qwen3", {})
-    model = world.make_model(family, pad_token_id=None, tie_word_embeddings=True, **other)
-    backend = MegatronBackend(model, MegatronConfig(micro_batch_size=2, **LAYOUTS[layout]))
+    backend = MegatronBackend(make_model(world, layout), MegatronConfig(micro_batch_size=2, **LAYOUTS[layout]))
     backend.start_training(ADAMW, num_steps=10)
     return backend
 
@@ -151,8 +156,7 @@ def rows_for_one(backend, world):
 
 def test_every_rank_reads_the_same_and_it_is_what_one_process_reads(found, layout, world):
     examples = world.make_examples(rows=7)
-    family, other = ("Qwen3Moe", MIXTURE) if layout == "EP2" else ("Qwen3", {})
-    model = world.make_model(family, pad_token_id=None, tie_word_embeddings=True, **other).eval()
+    model = make_model(world, layout).eval()
     with torch.no_grad():
         expected = world.plain_logp(model, examples)
     for each in found:
@@ -186,8 +190,7 @@ def test_a_nan_of_one_row_stops_all_and_touches_no_weight(found):
 def test_the_steps_after_all_that_went_wrong_are_those_of_a_plain_loop(found, layout, world):
     examples = world.make_examples(rows=7)
     loss = functools.partial(world.token_loss, num_tokens=examples.trainable.sum())
-    family, other = ("Qwen3Moe", MIXTURE) if layout == "EP2" else ("Qwen3", {})
-    model = world.make_model(family, pad_token_id=None, tie_word_embeddings=True, **other)
+    model = make_model(world, layout)
     first, _ = world.plain_steps(model, examples, loss, steps=1, lr=1e-2, max_grad_norm=1.0)
     norm = torch.nn.utils.get_total_norm(list(first.values())).item()
     for each in found:
@@ -200,8 +203,7 @@ def test_the_steps_after_all_that_went_wrong_are_those_of_a_plain_loop(found, la
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_losses_of_entropies_and_given_words_have_the_gradient_of_one_process(found, layout, world, output):
     examples = world.asking(world.make_examples(rows=7))
-    family, other = ("Qwen3Moe", MIXTURE) if layout == "EP2" else ("Qwen3", {})
-    model = world.make_model(family, pad_token_id=None, tie_word_embeddings=True, **other)
+    model = make_model(world, layout)
     plain = DTensorBackend(model, DTensorConfig())
     loss = functools.partial(world.words_loss, num_tokens=examples.trainable.sum())
     sums = plain.forward_backward(examples, loss, output=output)

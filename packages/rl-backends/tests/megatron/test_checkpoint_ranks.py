@@ -20,6 +20,7 @@ LAYOUTS = {
     "alone": (1, {}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2 in chunks": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2": (2, {"use_distributed_optimizer": True}),
     "ep2": (2, {"expert_model_parallel_size": 2}),
     "ep2 shared": (2, {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}),
@@ -100,6 +101,8 @@ def written(on_ranks_once, world, tmp_path_factory):
     [
         ("Qwen3", "tp2 dp2", "pp2", {"precision": "bfloat16"}),
         ("Llama", "pp2", "pp2", {"precision": "bfloat16", "tie_word_embeddings": True}),
+        ("Llama", "pp2 in chunks", "pp2", {"precision": "bfloat16", "num_hidden_layers": 4}),
+        ("Llama", "pp2", "pp2 in chunks", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
         ("Qwen3Moe", "ep2", "ep2 shared", {}),
         ("Qwen3Moe", "ep2", "alone", {}),
         *(

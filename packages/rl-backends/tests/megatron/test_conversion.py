@@ -35,11 +35,12 @@ def test_the_directory_is_nemo_rls_and_says_why(monkeypatch):
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 in chunks": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
     "tp2 ep2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
     "dp2": {},
 }
-OF_FAMILY = {"Llama": ("tp2", "dp2"), "Qwen2": ("tp2", "pp2"), "Qwen3Moe": ("ep2", "tp2 ep2")}
+OF_FAMILY = {"Llama": ("tp2", "dp2", "pp2 in chunks"), "Qwen2": ("tp2", "pp2"), "Qwen3Moe": ("ep2", "tp2 ep2")}
 
 
 @pytest.mark.parametrize(

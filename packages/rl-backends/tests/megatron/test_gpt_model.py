@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings(  # megatron-core 0.16.1 says so to its 
     "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning"
 )
 BAR = 1e-5
+VP = "virtual_pipeline_model_parallel_size"
 LENGTH = 640
 WINDOWS = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2}
 MODELS = {
@@ -78,7 +79,7 @@ def filled(gpt, model, groups):
     """The weights of `model`, whose configuration may be another's than that which `gpt` was made of."""
     weights = dict(model.named_parameters())
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    held = held_tensors(gpt, read_architecture(model.config), shapes, groups=groups)
+    held = held_tensors([gpt], read_architecture(model.config), shapes, groups=groups)
     for each in held:
         for box in each.parts:
             box.of_local(each.local).copy_(box.of_whole(weights[each.name]))
@@ -320,6 +321,10 @@ def test_a_kernel_of_transformer_engine_is_refused_by_name_without_it(name):
         ({"num_layers_in_first_pipeline_stage": 3}, [[0, 1, 2], [3, 4, 5, 6, 7]]),
         ({"num_layers_in_last_pipeline_stage": 3}, [[0, 1, 2, 3, 4], [5, 6, 7]]),
         ({"pipeline_model_parallel_layout": "Et*2|t*6L"}, [[0, 1], [2, 3, 4, 5, 6, 7]]),
+        ({VP: 2}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ({VP: 4}, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ({VP: 2, "num_layers_in_first_pipeline_stage": 2}, [[0, 4], [1, 2, 3, 5, 6, 7]]),
+        ({VP: 2, "pipeline_model_parallel_layout": "Et|t*3|t*2|t*2L"}, [[0, 4, 5], [1, 2, 3, 6, 7]]),
     ],
 )
 def test_layers_of_stages_are_those_that_are_asked_for(fields, layers):
@@ -334,12 +339,16 @@ def test_layers_of_stages_are_those_that_are_asked_for(fields, layers):
         ({"pipeline_model_parallel_layout": "Et*2|t*5L"}, "it has 2 stages and 7 layers"),
         ({"pipeline_model_parallel_layout": "E|t*8L"}, "gives stage 0 no layer"),
         ({"pipeline_model_parallel_layout": "tE|t*7L"}, "E first, L last"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "needs a multiple of the stages as the number of microbatches"),
+        ({VP: 3}, "a stage 4 layers, which is no multiple of virtual_pipeline_model_parallel_size=3"),
+        ({VP: 2, "num_layers_in_first_pipeline_stage": 3}, "a stage 3 layers, which is no multiple"),
+        ({VP: 2, "pipeline_model_parallel_layout": "Et*2|t*6L"}, "must have 4 stages with | between them"),
+        ({VP: 1}, "must be at least 2 chunks a stage, or None for one"),
+        ({VP: 2, "pipeline_model_parallel_size": 1}, "needs pipeline_model_parallel_size > 1"),
     ],
 )
 def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(fields, why):
     with pytest.raises(ValueError, match=why):
-        layers_of_stages(8, MegatronConfig(pipeline_model_parallel_size=2, **fields))
+        layers_of_stages(8, MegatronConfig(**{"pipeline_model_parallel_size": 2, **fields}))
 
 
 @pytest.mark.gpu

@@ -55,7 +55,8 @@ def test_all_of_it_is_gone_and_comes_back_bit_for_bit(world, tmp_path, on_ranks,
         backend, examples, loss = trained(world, **KINDS[kind])
         before = contents(backend)
         report = backend.offload(directory=tmp_path)
-        buffers = [*backend._distributed.ddp.buffers, *backend._distributed.ddp.expert_parallel_buffers]
+        ddp = backend._distributed.ddp[0]
+        buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
         assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers)
         assert all(held.parameter.untyped_storage().nbytes() == 0 for held in backend._distributed.held)
         for part in PARTS:

@@ -79,7 +79,7 @@ def wrap(model, config):
         grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
     )
     with cpu_compat():
-        return DistributedDataParallel(theirs, gradients, model), theirs
+        return [DistributedDataParallel(theirs, gradients, model)], theirs
 
 
 def make(model, config, optimizer, *, num_steps=3):
@@ -95,7 +95,7 @@ def random_like(parameters, *, seed, scale=1.0):
 
 
 def give_gradients(ddp, **how):
-    parameters = list(ddp.parameters())
+    parameters = list(ddp[0].parameters())
     for parameter, gradient in zip(parameters, random_like(parameters, **how), strict=True):
         parameter.main_grad.add_(gradient)
 
@@ -180,7 +180,7 @@ def test_gradients_of_several_calls_add_up_and_none_is_left_after_the_step():
     ddp, optimizers = make(Layered(), MegatronConfig(), OptimizerConfig(**ADAMW))
     give_gradients(ddp, seed=0)
     found = step(ddp, optimizers, seed=1)
-    parameters = list(ddp.parameters())
+    parameters = list(ddp[0].parameters())
     first, second = random_like(parameters, seed=0), random_like(parameters, seed=1)
     total = math.sqrt(sum((a + b).square().sum().item() for a, b in zip(first, second, strict=True)))
     assert found.norm == pytest.approx(total, rel=1e-6)
@@ -195,7 +195,7 @@ def test_gradients_that_were_never_laid_out_are_cleared_without_a_warning(distri
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizers.zero_grad()
-    assert not any(each.main_grad.any() for each in ddp.parameters())
+    assert not any(each.main_grad.any() for each in ddp[0].parameters())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

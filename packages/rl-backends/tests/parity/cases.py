@@ -58,10 +58,6 @@ REFUSED_CONFIGURATIONS = [  # by themselves, whatever the model and the ranks
         "context_parallel_size > 1 cannot be combined with share_prefixes",
     ),
     (
-        MESHES["CP2"][1] | LAYOUTS["packed"] | {"compile": True},
-        "compile=True cannot be combined with context_parallel_size > 1 and sequence_packing",
-    ),
-    (
         {"kernels": KernelsConfig(attention="flex"), "context_parallel_size": 2},
         "kernels.attention='flex' cannot be used: it runs on cuda, not on a CPU; context parallelism",
     ),
@@ -151,6 +147,9 @@ def apart():
         cell("Llama", "FSDP2", "padded", note="compiled", compile=True, problem=Problem("Llama", "one row")),
         cell("Llama", "FSDP2", "packed", note="compiled", compile=True, slow=True),
         cell("Llama", "CP2", "padded", note="compiled", compile=True, slow=True),
+        cell("Llama", "CP2", "packed", note="compiled", compile=True),
+        cell("Mistral, window of 6", "FSDP2×CP2", "packed", note="compiled", compile=True, slow=True),
+        cell("Qwen3", "CP2×TP2+SP", "packed", note="compiled", compile=True, slow=True),
         cell("Qwen3", "CP2", "packed", note="all activations recomputed", activation_checkpointing="full"),
         cell("Llama", "TP2", "padded", note="compiled", compile=True, problem=Problem("Llama", "one row")),
         cell("Qwen3", "TP2+SP", "padded", note="compiled", compile=True, problem=Problem("Qwen3", "one row")),

@@ -411,6 +411,8 @@ class MicrobatchLimits:
     """Most tokens as the model reads them, padding included; None bounds by rows alone."""
     layout: Layout = "padded"
     """Whether rows are padded to the longest of their microbatch, or laid one after the other."""
+    fewest: int = 1
+    """Fewest microbatches of a rank: a schedule of virtual pipeline stages needs as many as there are stages."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -485,12 +487,12 @@ def cut_lengths(
     # As few microbatches as the bounds allow, then as many on every rank as on the one that needs most.
     group, bounds = packed_groups if packed else padded_groups, Bounds(limits.rows // unit, limits.tokens)
     ranks = [group(share, tokens, bounds) for share in shares]
-    number = max(map(len, ranks))
+    number = max(limits.fewest, *map(len, ranks))
     ranks = [
         own if len(own) == number else group(share, tokens, bounds, number=number)
         for share, own in zip(shares, ranks, strict=True)
     ]
-    number = max(map(len, ranks))
+    number = max(limits.fewest, *map(len, ranks))
 
     # A rank with fewer repeats the shortest unit, uncounted.
     shortest = min(range(len(units)), key=lambda index: (tokens[index], index))

@@ -264,7 +264,9 @@ def _told(document: dict[str, Any], axes: Sequence[Axis], stages: Sequence[Stage
     yield "\nstages" if len(stages) > 1 else "\neach rank"
     for stage in stages:
         first, last = stage.layers[0], stage.layers[-1]
-        parts = [f"layer {first}" if first == last else f"layers {first} to {last}"]
+        in_turn = stage.layers == tuple(range(first, last + 1))  # else they are of several chunks
+        several = f"layers {first} to {last}" if in_turn else f"layers {_listed(stage.layers)}"
+        parts = [f"layer {first}" if first == last else several]
         parts += ["the embedding"] * stage.embedding + ["the last norm and the head"] * stage.head
         yield f"  ranks {_listed(stage.ranks)}: {', '.join(parts)}; {stage.numbers:,} numbers each"
     words = document["vocabulary"]

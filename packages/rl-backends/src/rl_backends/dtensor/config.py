@@ -171,8 +171,3 @@ class DTensorConfig:
                 "context_parallel_size > 1 cannot be combined with share_prefixes, which reads rows out of a pack that "
                 "one rank holds; switch one of them off"
             )
-        if self.context_parallel_size > 1 and self.sequence_packing and self.compile:
-            yield (
-                "compile=True cannot be combined with context_parallel_size > 1 and sequence_packing: every pack would "
-                "be compiled anew; switch one of them off"
-            )

@@ -31,6 +31,7 @@ from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading import materialize
 from rl_backends.metrics.flops import decoder_of
+from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader
@@ -317,6 +318,10 @@ def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DT
     if config.activation_checkpointing is not None:
         apply_activation_checkpointing(model, config.activation_checkpointing)
     if config.compile:
+        if config.context_parallel_size > 1 and config.sequence_packing:
+            # Where rows lie is other numbers in each pack, for each of which attention would be compiled anew.
+            for _, attention in attention_modules(model):
+                attention._compiled_call_impl = torch.compiler.disable(attention._call_impl)  # noqa: SLF001 - as nn.Module.compile sets it
         for layer in stacked_layers(model).values():
             layer.compile()
     axes, copies = sharding_axes(config), config.data_parallel_replicate_size

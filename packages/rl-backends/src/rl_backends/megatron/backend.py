@@ -143,13 +143,13 @@ class MegatronBackend(Backend):
 
     @property
     def model(self) -> nn.Module:
-        """Megatron's model of this pipeline stage, under Megatron's names."""
-        return self._distributed.gpt  # type: ignore[no-any-return]
+        """Megatron's model of this pipeline stage, under Megatron's names; a list of its chunks with virtual stages."""
+        return self._distributed.gpt
 
     def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> MegatronOptimizers:
         model = self._distributed
         on_every_rank(partial(require_trainable, model.gpt))
-        return make_optimizers(model.ddp, model.gpt.config, self.config, optimizer, num_steps=num_steps)
+        return make_optimizers(model.ddp, model.chunks[0].config, self.config, optimizer, num_steps=num_steps)
 
     def _accumulate(
         self,
@@ -214,7 +214,7 @@ class MegatronBackend(Backend):
         """The buffers that gradients add up in, and float32 masters of weights in bfloat16."""
         ddp = self._distributed.ddp
         if part == "gradients":
-            buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+            buffers = [buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             return [(f"gradient buffer {number}", buffer.grad_data) for number, buffer in enumerate(buffers)]
         if part == "optimizer" and self._optimizers is not None:
             masters = enumerate(masters_of(self._optimizers))
@@ -334,13 +334,14 @@ def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizer
     """Several lines; the optimizer's are there once training has begun."""
     config, architecture = model.config, model.architecture
     numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
-    layers = [layer.layer_number - 1 for layer in model.gpt.decoder.layers]
+    chunks = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in model.chunks]
+    layers = " and ".join(f"{layers[0]} to {layers[-1]}" for layers in chunks)
     head = ", and the head" if model.groups.last_stage else ""
     lines = [
         f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
         f"weights in {config.precision}, gradients and optimizer in float32",
         f"{architecture.model_type} of {architecture.num_layers} layers, {_implementation(model)}",
-        f"this rank holds {numbers:,} elements, layers {layers[0]} to {layers[-1]}{head}",
+        f"this rank holds {numbers:,} elements, layers {layers}{head}",
         f"weights from {origin}",
         *([] if model.adapters is None else [model.adapters.explain()]),
         f"microbatches of at most {config.micro_batch_size} rows"
@@ -353,7 +354,7 @@ def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizer
 
 def _implementation(model: MegatronModel) -> str:
     """Which attention and which MLP compute, from the modules that are there."""
-    config, layer = model.config, model.gpt.decoder.layers[0]
+    config, layer = model.config, model.chunks[0].decoder.layers[0]
     attention, mlp = type(layer.self_attention.core_attention).__name__, layer.mlp
     kind = type(mlp.experts).__name__ if hasattr(mlp, "experts") else type(mlp).__name__
     kernels = {
@@ -371,8 +372,9 @@ def _implementation(model: MegatronModel) -> str:
 
 def _ranks(sizes: Mapping[str, int]) -> str:
     """How they are cut, by axes of more than one; experts lie across those, and are no further cut."""
-    axes = [f"{size} {axis}" for axis, size in sizes.items() if axis != "ep" and size > 1]
+    axes = [f"{size} {axis}" for axis, size in sizes.items() if axis not in {"ep", "vp"} and size > 1]
     if not axes:
         return "one rank"
     text = f"{' x '.join(axes)} ranks"
-    return text if sizes["ep"] == 1 else f"{text}, experts shared out over {sizes['ep']}"
+    text = text if sizes["ep"] == 1 else f"{text}, experts shared out over {sizes['ep']}"
+    return f"{text}, {sizes['vp']} chunks a pipeline stage" if "vp" in sizes else text

@@ -132,8 +132,8 @@ class MegatronConfig:
     """Stages that the layers are shared out to; microbatches go through them in turn (1F1B)."""
 
     virtual_pipeline_model_parallel_size: int | None = None
-    """Model chunks that each stage holds in turn (interleaved 1F1B). Refused: Megatron's schedule for it needs a
-    multiple of the stages as the number of microbatches, and rows of any length make any number."""
+    """Chunks of the model that each stage holds, which microbatches go through in turn (interleaved 1F1B): a stage
+    waits less for the others. A step then has at least as many microbatches as there are stages. None is one."""
 
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, which also holds the embedding; None shares the layers out evenly."""
@@ -143,7 +143,8 @@ class MegatronConfig:
 
     pipeline_model_parallel_layout: str | None = None
     """What each stage holds, in Megatron's letters: E the embedding, t a layer, L the head, | the end of a stage, and
-    a number after * to repeat: `Ett|t*3|t*2L`."""
+    a number after * to repeat: `Ett|t*3|t*2L`. With virtual stages it has a part for each of a stage's chunks: all
+    first ones, then all second ones."""
 
     context_parallel_size: int = 1
     """Ranks that share the tokens of each row."""
@@ -237,6 +238,8 @@ class MegatronConfig:
             "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage micro_batch_size micro_batch_tokens"
         )
         yield from out_of_bounds(self, {">= 1": sizes, "> 0": "peak_flops_per_s timeout_s"})
+        if (chunks := self.virtual_pipeline_model_parallel_size) is not None and chunks < 2:
+            yield f"virtual_pipeline_model_parallel_size={chunks} must be at least 2 chunks a stage, or None for one"
         tensor_parallel = self.tensor_model_parallel_size > 1
         if self.sequence_parallel and not tensor_parallel:
             yield (
@@ -254,18 +257,13 @@ class MegatronConfig:
             "pipeline_model_parallel_layout",
         )
         asked = [name for name in uneven if getattr(self, name) is not None]
-        if asked and self.pipeline_model_parallel_size == 1:
-            yield f"{asked[0]} needs pipeline_model_parallel_size > 1"
+        for name in (*asked, "virtual_pipeline_model_parallel_size"):
+            if getattr(self, name) is not None and self.pipeline_model_parallel_size == 1:
+                yield f"{name} needs pipeline_model_parallel_size > 1"
         if self.pipeline_model_parallel_layout is not None and len(asked) > 1:
             yield (
                 "pipeline_model_parallel_layout says how many layers each stage has: leave the other fields of "
                 "pipeline stages out"
-            )
-        if self.virtual_pipeline_model_parallel_size is not None:
-            yield (
-                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: Megatron's "
-                f"interleaved schedule needs a multiple of the stages as the number of microbatches, and rows of any "
-                f"length make any number; leave it out, or use uneven stages"
             )
         plain = self.transformer_impl == "local" or (self.transformer_impl is None and self.device == "cpu")
         of_engine = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "gradient_accumulation_fusion")

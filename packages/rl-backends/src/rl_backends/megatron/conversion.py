@@ -23,7 +23,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -157,7 +157,7 @@ def convert(
         model = _megatron_model(source, config, dtype=about["dtype"])
         try:
             with cpu_compat():
-                _save(model.gpt, unfinished / WEIGHTS)
+                _save(model.chunks, unfinished / WEIGHTS)
         except RankError:
             raise
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -184,7 +184,7 @@ def read_conversion(folder: str | Path, *, found: bool = True, check: bool = Tru
     return Conversion(folder=Path(folder), found=found, **body)
 
 
-def load_weights(conversion: Conversion, gpt: Any) -> None:
+def load_weights(conversion: Conversion, chunks: Sequence[Any]) -> None:
     """Fill a model of any layout in place, cast to its dtype; every rank must call it.
 
     Rows that pad a vocabulary become 0. That the vocabulary itself is the same cannot be seen here, because every
@@ -196,7 +196,7 @@ def load_weights(conversion: Conversion, gpt: Any) -> None:
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     on_every_rank(lambda: require_plain_metadata(conversion.weights / ".metadata"))
-    sharded = _sharded_weights(gpt)
+    sharded = _sharded_weights(chunks)
     apply_factories(sharded)  # here and not by `load`, which would join what they cut in memory of its own
     parts = dict(_flattened(sharded))
     targets = {name: part.data.detach() for name, part in parts.items()}
@@ -236,7 +236,7 @@ def export_conversion(
     model = MegatronModel(
         skeleton,
         MegatronConfig(precision=precision),
-        fill=lambda made: load_weights(conversion, made.gpt),
+        fill=lambda made: load_weights(conversion, made.chunks),
         trainable=False,
     )
     try:
@@ -310,7 +310,7 @@ def _megatron_model(source: ModelSource, config: MegatronConfig, *, dtype: str) 
     return MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
 
 
-def _save(gpt: Any, folder: Path) -> None:
+def _save(chunks: Sequence[Any], folder: Path) -> None:
     """Write the weights as `torch_dist`; a collective of all ranks, which write each replica once.
 
     megatron-core's own writer starts processes that may outlive the run. torch's writes the same files, names and
@@ -327,7 +327,9 @@ def _save(gpt: Any, folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    sharded, _ = save_preprocess(_sharded_weights(gpt))  # which also checks that every element is written exactly once
+    sharded, _ = save_preprocess(
+        _sharded_weights(chunks)
+    )  # which also checks that every element is written exactly once
     on_rank_0(lambda: TorchCommonSaveStrategy("torch", 1).save_common(dict(COMMON), folder))
     save(
         mcore_to_pyt_state_dict(_replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False),
@@ -412,13 +414,18 @@ class _MetadataUnpickler(pickle.Unpickler):
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def _sharded_weights(gpt: Any) -> dict[str, Any]:
+def _sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
     """This rank's parts as megatron-core describes them, without the states of kernels (`_extra_state`)."""
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     weights: dict[str, Any] = extract_matching_values(
-        gpt.sharded_state_dict(), lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory)
+        {
+            f"{number}.{name}": value
+            for number, chunk in enumerate(chunks)
+            for name, value in chunk.sharded_state_dict().items()
+        },
+        lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory),
     )[0]
     return weights
 

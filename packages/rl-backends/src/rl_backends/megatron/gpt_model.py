@@ -64,9 +64,10 @@ def block_spec(
     transformer_config: "TransformerConfig",
     *,
     pipeline_rank: int,
+    chunk: int | None,
     transformer_engine: bool,
 ) -> "TransformerBlockSubmodules":
-    """The layers of one pipeline stage, each with the window that it has in the whole model, and the last norm."""
+    """The layers of one pipeline stage, or of one chunk of it, each with its window, and the last norm."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -75,8 +76,8 @@ def block_spec(
         from megatron.core.extensions.transformer_engine import TENorm
 
         last_norm = TENorm
-    count = get_num_layers_to_build(transformer_config, pp_rank=pipeline_rank)
-    first = get_transformer_layer_offset(transformer_config, pp_rank=pipeline_rank)
+    count = get_num_layers_to_build(transformer_config, vp_stage=chunk, pp_rank=pipeline_rank)
+    first = get_transformer_layer_offset(transformer_config, vp_stage=chunk, pp_rank=pipeline_rank)
     windows = architecture.sliding_windows[first : first + count]
     return TransformerBlockSubmodules(
         layer_specs=[
@@ -128,8 +129,11 @@ def build_gpt_model(
     config: MegatronConfig,
     *,
     groups: "ParallelGroups",
+    chunk: int | None = None,
 ) -> "Decoder":
     """This rank's part of the model: its pipeline stage's layers, its tensor-parallel share of each.
+
+    With virtual stages it is one chunk of that, the layers of number `chunk`, from 0; else None.
 
     Matrices are 0 and norms 1, nothing is drawn at random: whoever loads replaces all but the padding of embeddings.
     """
@@ -147,12 +151,14 @@ def build_gpt_model(
             architecture.rope,
             config=layers,
             transformer_layer_spec=block_spec(
-                architecture, layers, pipeline_rank=groups.pp.rank(), transformer_engine=engine
+                architecture, layers, pipeline_rank=groups.pp.rank(), chunk=chunk, transformer_engine=engine
             ),
             vocab_size=padded_vocab_size(architecture, config),
             max_sequence_length=architecture.max_positions,
-            pre_process=groups.pp.rank() == 0,
-            post_process=groups.pp.rank() == groups.pp.size() - 1,
+            pre_process=groups.pp.rank() == 0 and not chunk,
+            post_process=groups.last_stage
+            and (chunk is None or chunk == layers.virtual_pipeline_model_parallel_size - 1),
+            vp_stage=chunk,
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
         )

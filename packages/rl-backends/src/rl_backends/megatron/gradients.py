@@ -19,7 +19,7 @@ from rl_backends.batching.microbatches import Microbatch
 from rl_backends.examples import BatchT
 from rl_backends.losses import LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.megatron.cpu_compat import cpu_compat, user_code
-from rl_backends.megatron.model import MegatronModel
+from rl_backends.megatron.model import MegatronModel, bucket_groups
 from rl_backends.megatron.optimizer import MegatronOptimizers, masters_of
 from rl_backends.megatron.passes import run_passes
 from rl_backends.optimizers import GradientStep
@@ -69,19 +69,20 @@ def accumulate(
 
 def discard(model: MegatronModel) -> None:
     """Forget the gradient."""
-    for group in [*model.ddp.bucket_groups, *model.ddp.expert_parallel_bucket_groups]:
+    for group in bucket_groups(model.ddp):
         if group.grad_reduce_handle is not None:  # of a reduction that overlapped with backward
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
         if group.is_first_batch:  # from which Megatron learns what to expect; it may have failed half-way
             group.per_param_grad_ready_counts = {}
-    model.ddp.zero_grad_buffer()
+    for chunk in model.ddp:
+        chunk.zero_grad_buffer()
     model.gpt.zero_grad()  # what a backward that failed half-way has not yet added to the buffer
 
 
 @torch.no_grad()
 def clip_and_step(
-    ddp: nn.Module, optimizers: MegatronOptimizers, *, version: int, names: Mapping[str, str] | None = None
+    ddp: Sequence[nn.Module], optimizers: MegatronOptimizers, *, version: int, names: Mapping[str, str] | None = None
 ) -> GradientStep:
     """Sum the gradients of all ranks, clip by the global norm, update the weights, clear the gradients.
 
@@ -97,15 +98,15 @@ def clip_and_step(
     from megatron.core.distributed import finalize_model_grads
 
     with cpu_compat():
-        finalize_model_grads([ddp], None)
+        finalize_model_grads(list(ddp), None)
         optimizers.inner.prepare_grads()
-        norm = _agree_on_norm(optimizers, next(ddp.parameters()).device)
+        norm = _agree_on_norm(optimizers, next(ddp[0].parameters()).device)
         if not math.isfinite(norm):
             return _leave_out(optimizers, norm=norm, version=version, names=names or {})
         clipped = _clip(optimizers, norm)
         optimizers.step()
-        if ddp.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
-            for group in [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]:  # type: ignore[misc]
+        if ddp[0].ddp_config.overlap_param_gather:  # type: ignore[union-attr]
+            for group in bucket_groups(ddp):
                 group.param_gather_dispatched = False  # whatever was gathered since the gradients were summed
         optimizers.zero_grad()
         return GradientStep(norm=norm, clipped=clipped, skipped=False)
@@ -174,7 +175,7 @@ def summed_gradients(
     from megatron.core.distributed import finalize_model_grads
 
     with cpu_compat():
-        finalize_model_grads([model.ddp], None)
+        finalize_model_grads(list(model.ddp), None)
         optimizers.inner.prepare_grads()
     for master in masters_of(optimizers):
         assert master.tensor.grad is not None

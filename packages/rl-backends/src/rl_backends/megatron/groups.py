@@ -105,7 +105,7 @@ class ParallelGroups:
 
 
 def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
-    """Ranks along every axis, of `num_ranks`. No Megatron is asked."""
+    """Ranks along every axis, of `num_ranks`; `vp` is of chunks that a stage holds. No Megatron is asked."""
     sizes = {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
@@ -124,13 +124,15 @@ def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
             f"expert_model_parallel_size={experts} must divide the {sharing} ranks of a pipeline stage; start other "
             f"ranks, or change it"
         )
-    return {
+    axes = {
         "tp": config.tensor_model_parallel_size,
         "cp": config.context_parallel_size,
         "ep": experts,
         "dp": data,
         "pp": config.pipeline_model_parallel_size,
     }
+    chunks = config.virtual_pipeline_model_parallel_size
+    return axes if chunks is None else {**axes, "vp": chunks}
 
 
 def _require_device(config: MegatronConfig) -> None:
@@ -189,6 +191,7 @@ def _initialize(sizes: dict[str, int], config: MegatronConfig) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes["tp"],
         pipeline_model_parallel_size=sizes["pp"],
+        virtual_pipeline_model_parallel_size=sizes.get("vp"),
         context_parallel_size=sizes["cp"],
         expert_model_parallel_size=sizes["ep"],
         expert_tensor_parallel_size=1,

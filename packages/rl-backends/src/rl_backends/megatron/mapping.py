@@ -10,7 +10,7 @@ linear layer after it, lead to the same tensors. Megatron shards and fuses them 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -88,15 +88,28 @@ def names_in_hugging_face(held: Iterable[HeldTensor]) -> dict[str, str]:
     return {megatron_name: " + ".join(several) for megatron_name, several in names.items()}
 
 
+def parameters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """Each chunk with each parameter, its name there, and its name on the stage.
+
+    Of several chunks that begins with the chunk's number.
+    """
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            yield chunk, name, f"{number}.{name}" if len(chunks) > 1 else name, parameter
+
+
 def held_tensors(
-    model: nn.Module, architecture: Architecture, shapes: Shapes, *, groups: ParallelGroups
+    chunks: Sequence[nn.Module], architecture: Architecture, shapes: Shapes, *, groups: ParallelGroups
 ) -> list[HeldTensor]:
-    """What this rank holds of every tensor of the Hugging Face model, in the order of Megatron's parameters."""
+    """What this rank holds of every tensor of the Hugging Face model, in the order of Megatron's parameters.
+
+    chunks: of the model on this stage; one without virtual stages.
+    """
     table = _Table(architecture, shapes, rank=groups.tp.rank(), num_ranks=groups.tp.size())
-    layers = [layer.layer_number - 1 for layer in model.decoder.layers]  # type: ignore[union-attr]
     held: list[HeldTensor] = []
-    for megatron_name, parameter in model.named_parameters():
-        parts = list(table.parts(megatron_name, layers))
+    for chunk, name_in_chunk, megatron_name, parameter in parameters_of(chunks):
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
+        parts = list(table.parts(name_in_chunk, layers))
         if not parts:
             raise ModelError(
                 f"Megatron's parameter {megatron_name} {list(parameter.shape)} has no counterpart in a "
@@ -115,7 +128,7 @@ def held_tensors(
                     parameter=parameter,
                     megatron_name=megatron_name,
                     parts=boxes,
-                    duplicate=megatron_name == "output_layer.weight" and architecture.tied,
+                    duplicate=name_in_chunk == "output_layer.weight" and architecture.tied,
                 )
             )
     return held

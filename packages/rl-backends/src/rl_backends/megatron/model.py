@@ -74,21 +74,28 @@ class MegatronModel(DistributedModel):
         # Sequence parallelism rounds what is read of a whole pack, and every padded row.
         rounded = lcm(chunks, context.size() * self.length_multiple)
         self.token_multiple = chunks if config.sequence_packing else rounded
+        virtual = config.virtual_pipeline_model_parallel_size
+        if virtual is not None:
+            self.fewest_microbatches = config.pipeline_model_parallel_size
         names = first_names(skeleton)
         self.shapes = {name: tuple(t.shape) for name, t in skeleton.state_dict().items() if names[name] == name}
         bare = bare_shapes(self.shapes)
         with cpu_compat():
-            self.gpt: Any = build_gpt_model(self.architecture, self.config, groups=self.groups)
-        _leave_out_padding(self.gpt, skeleton)
-        self.held: list[HeldTensor] = held_tensors(self.gpt, self.architecture, bare, groups=self.groups)
+            self.chunks: list[Any] = [
+                build_gpt_model(self.architecture, self.config, groups=self.groups, chunk=chunk)
+                for chunk in ([None] if virtual is None else range(virtual))
+            ]
+        self.gpt: nn.Module = self.chunks[0] if virtual is None else nn.ModuleList(self.chunks)
+        _leave_out_padding(self.chunks[0], skeleton)
+        self.held: list[HeldTensor] = held_tensors(self.chunks, self.architecture, bare, groups=self.groups)
         self.adapters: Adapters | None = None
         if config.lora_cfg is not None:
             tensor_ranks = config.tensor_model_parallel_size
             self.adapters, self.held = add_adapters(self.gpt, self.held, skeleton, tensor_ranks=tensor_ranks)
         on_every_rank(lambda: fill(self))
-        on_every_rank(partial(freeze, self.gpt, self.held, skeleton if trainable else None, config=self.config))
-        self.ddp: Any = _with_gradients(self.gpt, self.config) if trainable else None
-        self._head = OutputHead(self.gpt, self.groups, vocabulary_size=self.architecture.vocab_size)
+        on_every_rank(partial(freeze, self.chunks, self.held, skeleton if trainable else None, config=self.config))
+        self.ddp: list[Any] = _with_gradients(self.chunks, self.config) if trainable else []
+        self._head = OutputHead(self.chunks[-1], self.groups, vocabulary_size=self.architecture.vocab_size)
 
     @property
     def row_group(self) -> dist.ProcessGroup:
@@ -104,11 +111,12 @@ class MegatronModel(DistributedModel):
         self, hidden: Tensor, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
     ) -> tuple[Tensor, ...]:
         """On the last stage, what the reader reads, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-        if self.ddp is not None and self.config.overlap_param_gather:
+        if self.ddp and self.config.overlap_param_gather:
             # The reader takes the head's weight past the forward of its module, whose hook would wait for it.
-            weight = self.gpt.score.weight if self.architecture.num_labels else self.gpt.head_weight
-            if weight in self.ddp.param_to_bucket_group:
-                self.ddp.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+            last = self.chunks[-1]
+            weight = last.score.weight if self.architecture.num_labels else last.head_weight
+            if weight in self.ddp[-1].param_to_bucket_group:
+                self.ddp[-1].param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         return read_hidden(
             hidden,
             inputs,
@@ -137,7 +145,7 @@ class MegatronModel(DistributedModel):
                 failure = error
             return hidden.sum() * 0.0
 
-        run_passes(self.gpt, inputs, finish, forward_only=True)
+        run_passes(self.chunks, inputs, finish, forward_only=True)
         raise_together(failure)
 
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -149,10 +157,10 @@ class MegatronModel(DistributedModel):
 
         Every rank must call it. Without `overlap_param_gather` it does nothing.
         """
-        if self.ddp is None or not self.config.overlap_param_gather:
+        if not self.config.overlap_param_gather:
             return
         with cpu_compat():
-            for group in [*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups]:
+            for group in bucket_groups(self.ddp):
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
                     group.start_param_sync(force_sync=True)
 
@@ -178,8 +186,8 @@ def _leave_out_padding(gpt: Any, skeleton: Any) -> None:
     gpt.embedding.word_embeddings.register_forward_hook(detach_padding)
 
 
-def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
-    """Megatron's DDP, which adds gradients up in float32 and sums them over ranks when asked to, never by itself."""
+def _with_gradients(chunks: Sequence[Any], config: MegatronConfig) -> list[Any]:
+    """Each in Megatron's DDP, which adds gradients up in float32, and sums them over ranks when asked to."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     options = DistributedDataParallelConfig(
@@ -189,23 +197,34 @@ def _with_gradients(gpt: Any, config: MegatronConfig) -> Any:
         grad_reduce_in_fp32=True,
     )
     with cpu_compat():
-        wrapped = DistributedDataParallel(gpt.config, options, gpt)
-        wrapped.zero_grad_buffer()
-    if config.overlap_grad_reduce:
-        gpt.config.no_sync_func = wrapped.no_sync  # the schedules reduce with the last microbatch alone
+        wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in chunks]
+        for each in wrapped:
+            each.zero_grad_buffer()
+    if config.overlap_grad_reduce:  # the schedules reduce with the last microbatch alone
+        no_sync = [each.no_sync for each in wrapped]
+        for chunk in chunks:
+            chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def bucket_groups(ddp: Sequence[Any]) -> list[Any]:
+    """What Megatron sends of gradients and parameters at a time, of all chunks of a stage."""
+    return [group for each in ddp for group in (*each.bucket_groups, *each.expert_parallel_bucket_groups)]
 
 
 ROUTER = "mlp.router.weight"
 
 
-def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | None, *, config: MegatronConfig) -> None:
+def freeze(
+    chunks: Sequence[Any], held: Sequence[HeldTensor], skeleton: nn.Module | None, *, config: MegatronConfig
+) -> None:
     """Make parameters require a gradient as those of `skeleton` do; none of them where it is None.
 
     Routers do not where the configuration freezes them.
     """
     if skeleton is None:
-        gpt.requires_grad_(requires_grad=False)
+        for chunk in chunks:
+            chunk.requires_grad_(requires_grad=False)
         return
     first = first_names(skeleton)
     trains = {first[name]: each.requires_grad for name, each in skeleton.named_parameters(remove_duplicate=False)}
@@ -222,10 +241,10 @@ def freeze(gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module | Non
             )
         is_router = config.freeze_moe_router and megatron_name.endswith(ROUTER)
         several[0].parameter.requires_grad = flags.pop() and not is_router
-    embedding = parts.get("embedding.word_embeddings.weight")
-    if config.recompute_granularity == "full" and embedding and not embedding[0].parameter.requires_grad:
+    recomputed, first_chunk = config.recompute_granularity == "full", chunks[0]
+    if recomputed and first_chunk.pre_process and not first_chunk.embedding.word_embeddings.weight.requires_grad:
         # A layer is computed again only where its input requires a gradient, which that of a frozen embedding does not.
-        gpt.get_submodule("embedding").register_forward_hook(
+        first_chunk.embedding.register_forward_hook(
             lambda _module, _arguments, embedded: embedded.requires_grad_() if torch.is_grad_enabled() else embedded
         )
 

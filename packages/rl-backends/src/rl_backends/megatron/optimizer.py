@@ -20,7 +20,7 @@ from rl_backends.checkpoints.shards import TensorShard, flat_boxes
 from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
-from rl_backends.megatron.mapping import HeldTensor
+from rl_backends.megatron.mapping import HeldTensor, parameters_of
 from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
 from rl_backends.optimizers.optimizers import StepCount, check_schedule, explain_schedule, table
 
@@ -128,18 +128,18 @@ def _check_megatron_schedule(
 
 
 def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may say how
-    ddp: nn.Module,
+    ddp: Sequence[nn.Module],
     transformer_config: Any,
     config: MegatronConfig,
     optimizer: OptimizerConfig | None,
     *,
     num_steps: int,
 ) -> "MegatronOptimizers":
-    """Megatron's optimizer over the trainable parameters of `ddp`, for a stage of `num_steps` steps.
+    """Megatron's optimizer over the trainable parameters of all `ddp`, for a stage of `num_steps` steps.
 
     Make it after the weights were loaded: in bfloat16 it copies them into float32 here. Collective over all ranks.
 
-    ddp: Megatron's `DistributedDataParallel`, sharing its optimizer's state out if and only if `config` says so.
+    ddp: Megatron's `DistributedDataParallel` of each chunk, whose state is shared out as `config` says.
     transformer_config: of the model.
     optimizer: what training was started with; used where `config.optimizer` is None.
 
@@ -164,7 +164,7 @@ class MegatronOptimizers(StepCount):
 
     def __init__(
         self,
-        ddp: nn.Module,
+        ddp: Sequence[nn.Module],
         inner: Any,
         schedule: NeutralSchedule | MegatronSchedule,
         *,
@@ -177,7 +177,7 @@ class MegatronOptimizers(StepCount):
         """Megatron's `MegatronOptimizer`, for whatever keeps its state. Its learning rate is set anew by every step."""
         self.settings = settings
         """Of AdamW, and of the gradient step."""
-        self._ddp: Any = ddp
+        self._ddp: Sequence[Any] = ddp
         self._schedule = schedule
         self._notes = notes
         schedule.apply(0)
@@ -195,11 +195,8 @@ class MegatronOptimizers(StepCount):
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """This rank's trainable parameters by Megatron's names, in which each pipeline stage counts its own layers."""
-        named = {
-            name.removeprefix("module.").removeprefix("module."): parameter
-            for name, parameter in self._ddp.named_parameters()
-        }
-        return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        named = parameters_of([each.module for each in self._ddp])
+        return {name: parameter for *_, name, parameter in named if parameter.requires_grad}
 
     @property
     def learning_rate(self) -> float:
@@ -220,7 +217,8 @@ class MegatronOptimizers(StepCount):
             # The distributed optimizer asks views of float32 parameters whether they have one.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             self.inner.zero_grad()
-            self._ddp.zero_grad_buffer()
+            for chunk in self._ddp:
+                chunk.zero_grad_buffer()
 
     def explain(self) -> str:
         """The optimizer, its schedule, and what each group of parameters holds on this rank."""
@@ -305,7 +303,7 @@ def _fuse(inner: Any) -> None:
 
 
 def _make_inner(
-    ddp: nn.Module,
+    ddp: Sequence[nn.Module],
     transformer_config: Any,
     config: MegatronConfig,
     *,
@@ -328,11 +326,11 @@ def _make_inner(
     overrides = {} if decay_vectors else get_standard_config_overrides(theirs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
-        inner = get_megatron_optimizer(theirs, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
+        inner = get_megatron_optimizer(theirs, list(ddp), config_overrides=overrides, use_gloo_process_groups=False)
     if not inner.param_groups:
         raise ModelError(
-            f"none of the {len(list(ddp.parameters()))} parameters of {type(ddp).__name__} requires a gradient on any "
-            "rank, so there is nothing to optimize: unfreeze some"
+            f"none of the {len(list(parameters_of(ddp)))} parameters of {type(ddp[0]).__name__} requires a gradient on "
+            "any rank, so there is nothing to optimize: unfreeze some"
         )
     _fuse(inner)
     return inner

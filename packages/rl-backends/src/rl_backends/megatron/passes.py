@@ -2,7 +2,8 @@
 
     first stage  tokens -> hidden [s, b, H] -> ... -> last stage  hidden -> asked places -> reader -> [b, w, ...]
 
-Megatron's own schedules run the passes: one after the other, or 1F1B over several stages. Only the last stage reads.
+Megatron's own schedules run the passes: one after the other, or 1F1B over several stages, interleaved where each holds
+several chunks of the model. Only the last chunk of the last stage is read.
 
 Axes: b rows of a microbatch, w tokens of its longest, s tokens that the model reads at a time, H hidden.
 """
@@ -25,15 +26,16 @@ OnHidden = Callable[[int, Tensor], Tensor]
 
 
 def run_passes(
-    model: nn.Module, inputs: Sequence[ModelInputs], on_hidden: OnHidden, *, forward_only: bool = False
+    chunks: Sequence[nn.Module], inputs: Sequence[ModelInputs], on_hidden: OnHidden, *, forward_only: bool = False
 ) -> None:
     """Forward, and backward unless `forward_only`, of every microbatch; gradients add up in `main_grad`.
 
-    model: on this stage, as wrapped for training or bare.
+    chunks: of the model on this stage, as wrapped for training or bare; one, or several for the interleaved schedule.
     inputs: of each microbatch, equally many on every rank; all stages must be given the same.
     on_hidden: called on the last stage alone, in the order of the microbatches.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
 
     def forward_step(remaining: Iterator[tuple[int, ModelInputs]], stage: nn.Module) -> tuple[Tensor, Any]:
         number, given = next(remaining)
@@ -46,14 +48,20 @@ def run_passes(
         return hidden, finish
 
     with cpu_compat():
+        of_several_chunks = {}
+        if len(chunks) > 1:
+            from rl_backends.megatron.interleaving import interleaving
+
+            of_several_chunks = interleaving(get_model_config(chunks[0]), inputs, chunks=len(chunks))
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(list(enumerate(inputs))),
-            model=[model],
+            data_iterator=[iter(list(enumerate(inputs))) for _ in chunks],
+            model=list(chunks),
             num_microbatches=len(inputs),
             seq_length=inputs[0].tokens.shape[1],  # shapes are sent with what they are of, between stages
             micro_batch_size=inputs[0].tokens.shape[0],
             forward_only=forward_only,
+            **of_several_chunks,
         )
 
 

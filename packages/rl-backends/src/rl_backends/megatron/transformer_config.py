@@ -6,7 +6,7 @@ Face model's. Dropout is 0.
 
 import re
 import warnings
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,10 +84,13 @@ def require_layout(architecture: Architecture, config: MegatronConfig) -> None:
 
 
 def layers_of_stages(num_layers: int, config: MegatronConfig) -> list[list[int]]:
-    """The numbers of the layers that each pipeline stage holds, from 0, as Megatron shares them out."""
-    stages = config.pipeline_model_parallel_size
+    """The numbers of the layers that each pipeline stage holds, from 0, as Megatron shares them out.
+
+    With virtual stages it is the first chunk of each stage, then the second of each, and so on.
+    """
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     if config.pipeline_model_parallel_layout is not None:
-        counts = _counts_of_layout(config.pipeline_model_parallel_layout, num_layers, stages=stages)
+        counts = _counts_of_layout(config.pipeline_model_parallel_layout, num_layers, parts_wanted=stages * chunks)
     else:
         first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
         given = sum(each is not None for each in (first, last))
@@ -102,18 +105,26 @@ def layers_of_stages(num_layers: int, config: MegatronConfig) -> list[list[int]]
         share = left // between if between else 0
         counts = [share if first is None else first, *[share] * (stages - 2), share if last is None else last]
         counts = counts[-stages:]
+        if uncut := [count for count in counts if count % chunks]:
+            raise ValueError(
+                f"num_hidden_layers={num_layers} of the model gives a stage {uncut[0]} layers, which is no multiple of "
+                f"virtual_pipeline_model_parallel_size={chunks}; lower it to a divisor, or set "
+                f"pipeline_model_parallel_layout"
+            )
+        counts = [count // chunks for count in counts] * chunks
     ends = list(accumulate(counts))
-    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    parts = [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    return [list(chain(*parts[stage::stages])) for stage in range(stages)]
 
 
-def _counts_of_layout(layout: str, num_layers: int, *, stages: int) -> list[int]:
-    """How many layers each stage has in Megatron's letters."""
+def _counts_of_layout(layout: str, num_layers: int, *, parts_wanted: int) -> list[int]:
+    """How many layers each stage, or each chunk of one, has in Megatron's letters."""
     spelled = re.sub(r"(\w)\*(\d+)", lambda found: found[1] * int(found[2]), layout.replace(",", ""))
     parts = spelled.split("|")
-    if not re.fullmatch(r"Et*(\|t*)*L", spelled) or len(parts) != stages or spelled.count("t") != num_layers:
+    if not re.fullmatch(r"Et*(\|t*)*L", spelled) or len(parts) != parts_wanted or spelled.count("t") != num_layers:
         raise ValueError(
-            f"pipeline_model_parallel_layout={layout!r} must have {stages} stages with | between them, E first, L "
-            f"last, and {num_layers} layers t in all; it has {len(parts)} stages and {spelled.count('t')} layers"
+            f"pipeline_model_parallel_layout={layout!r} must have {parts_wanted} stages with | between them, E first, "
+            f"L last, and {num_layers} layers t in all; it has {len(parts)} stages and {spelled.count('t')} layers"
         )
     if empty := [number for number, part in enumerate(parts) if "t" not in part]:
         raise ValueError(f"pipeline_model_parallel_layout={layout!r} gives stage {empty[0]} no layer; each needs one")
@@ -165,11 +176,13 @@ def _sizes(architecture: Architecture) -> dict[str, Any]:
 
 def _layout(config: MegatronConfig) -> dict[str, Any]:
     on_cpu, stages = config.device == "cpu", config.pipeline_model_parallel_size
+    virtual = config.virtual_pipeline_model_parallel_size
     dtype = DTYPES[config.precision]
     return {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "sequence_parallel": config.sequence_parallel,
         "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": virtual,
         "context_parallel_size": config.context_parallel_size,
         "expert_model_parallel_size": config.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,
@@ -186,7 +199,8 @@ def _layout(config: MegatronConfig) -> dict[str, Any]:
         "use_cpu_initialization": on_cpu,
         "calculate_per_token_loss": True,  # gradients are sums, and nobody divides them
         "variable_seq_lengths": stages > 1,  # each microbatch is as long as its longest row
-        "batch_p2p_comm": not on_cpu,  # it waits for a GPU after each message
+        # It waits for a GPU after each message; and over two stages it mixes up what virtual ones send.
+        "batch_p2p_comm": not on_cpu and virtual is None,
         "deallocate_pipeline_outputs": stages > 1,
         "moe_token_dispatcher_type": "alltoall",  # asked of dense models too, where lengths vary
     }

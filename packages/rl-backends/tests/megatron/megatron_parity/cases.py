@@ -14,7 +14,7 @@ BFLOAT16_BAR = 5e-2
 MODELS = ("Llama", "Llama, rope of Llama 3", "Mistral", "Qwen2", "Qwen3", "Qwen3-MoE")
 TIES = ("untied", "tied")
 TP, PP, EP = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
-CP = "context_parallel_size"
+CP, VP = "context_parallel_size", "virtual_pipeline_model_parallel_size"
 SP = {"sequence_parallel": True}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 MESHES = {  # ranks, configuration, the share of the parameters that a rank may hold at most
@@ -41,6 +41,10 @@ OTHER_MESHES = {  # for cells of their own
     "EP2 within TP2+SP": (2, {EP: 2, TP: 2, **SP}, 0.6),
     "EP2, distributed optimizer": (2, {EP: 2, **DISTRIBUTED}, 0.65),
     "PP4": (4, {PP: 4}, 0.35),
+    "PP2×2 chunks": (2, {PP: 2, VP: 2}, 0.55),
+    "PP2×3 chunks": (2, {PP: 2, VP: 3}, 0.55),
+    "TP2+SP×PP2×2 chunks": (4, {TP: 2, PP: 2, VP: 2, **SP}, 0.3),
+    "DP2×PP2×2 chunks, distributed optimizer": (4, {PP: 2, VP: 2, **DISTRIBUTED}, 0.55),
 }
 LAYOUTS = {
     "padded": {"micro_batch_size": 2},
@@ -103,6 +107,7 @@ def apart():
         Problem("Qwen3", "one row"),
         Problem("Qwen3", temperature=0.7),
     )
+    few = Problem("Llama, 4 layers", "one row")
     return [
         cell("Qwen3", "DP2", "padded", note="pairs that stay together", problem=pairs),
         cell("Qwen3", "PP2", "packed", note="pairs that stay together", problem=pairs),
@@ -169,6 +174,39 @@ def apart():
         cell(
             "Llama, 4 layers", "PP2", "padded", note="Et|t*3L", most_held=0.75, pipeline_model_parallel_layout="Et|t*3L"
         ),
+        cell("Llama, 4 layers", "PP2×2 chunks", "padded"),
+        cell("Llama, 4 layers", "PP2×2 chunks", "packed", note="one row a pass", micro_batch_size=1, tied=True),
+        cell("Llama, 4 layers", "PP2×2 chunks", "padded", note="one microbatch", problem=few),
+        cell("Llama, 4 layers", "PP2×2 chunks", "padded", note="three calls a step", calls=3, tied=True),
+        cell("Llama, 4 layers", "PP2×2 chunks", "padded", note="layers recomputed", **FULL),
+        cell("Llama, 4 layers", "PP2×2 chunks", "padded", note="bfloat16", precision="bfloat16", bar=BFLOAT16_BAR),
+        cell(
+            "Llama, 6 layers",
+            "PP2×2 chunks",
+            "padded",
+            note="2 layers first",
+            most_held=0.7,
+            num_layers_in_first_pipeline_stage=2,
+        ),
+        cell(
+            "Llama, 6 layers",
+            "PP2×2 chunks",
+            "packed",
+            note="Ett|t|t|ttL",
+            most_held=0.6,
+            pipeline_model_parallel_layout="Ett|t|t|ttL",
+        ),
+        cell("Llama, 6 layers", "PP2×3 chunks", "packed", note="one row a pass", micro_batch_size=1),
+        cell("Llama, 4 layers", "TP2+SP×PP2×2 chunks", "packed", tied=True),
+        cell(
+            "Llama, 4 layers",
+            "DP2×PP2×2 chunks, distributed optimizer",
+            "padded",
+            note="overlapped gather",
+            **OVERLAP,
+            **GATHER,
+        ),
+        cell("Llama, 4 layers", "DP2×PP2×2 chunks, distributed optimizer", "packed", tied=True),
         cell("Qwen3", "1", "padded", note="fused SwiGLU and residual", **FUSED),
         cell("Qwen3", "TP2+SP", "packed", note="fused SwiGLU and residual", **FUSED),
         cell("Qwen3", "DP2", "padded", note="overlapped reduction", **OVERLAP),

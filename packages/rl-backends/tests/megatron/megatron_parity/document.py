@@ -73,7 +73,8 @@ def _apart(outcomes, notes):
     yield "|---|---|---|---|---|"
     for cell in cases.apart():
         tied = "tied" if cell.problem.tied else "untied"
-        yield f"| {cell.model} | {tied} | {cell.mesh} | {cell.layout} | {_figures(cell, outcomes, notes)} |"
+        layout = cell.layout.replace("|", r"\|")
+        yield f"| {cell.model} | {tied} | {cell.mesh} | {layout} | {_figures(cell, outcomes, notes)} |"
 
 
 def _figures(cell, outcomes, notes):

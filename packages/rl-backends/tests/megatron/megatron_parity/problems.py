@@ -59,6 +59,7 @@ FAMILIES = {  # config class, model class, what differs
     ),
     "Llama, 1 head": ("LlamaConfig", "LlamaForCausalLM", {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "Llama, 4 layers": ("LlamaConfig", "LlamaForCausalLM", {"num_hidden_layers": 4}),
+    "Llama, 6 layers": ("LlamaConfig", "LlamaForCausalLM", {"num_hidden_layers": 6}),
     "Gemma-3": problems.FAMILIES["Gemma-3"],
 }
 
