@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -129,9 +130,13 @@ def test_a_loop_whose_loss_is_no_number_neither_steps_nor_transfers(world):
     how = world()
     with torch.no_grad():
         how["policy"].logits[:] = math.nan  # the engine has its own copy
-    with pytest.raises(ValueError, match="the loss of this step is nan"):
+    with pytest.raises(ValueError, match="the loss of this step is nan") as refused:
         next(grpo.train(**how))
     assert how["policy"].version == how["engine"].version == 0
+    named = (
+        r"In rollout \d+ of the batch, at token \d+ \(id \d+\), the policy's log-probability is nan, as of \d+ tokens"
+    )
+    assert re.search(named, str(refused.value))
 
 
 def test_nothing_is_drawn_before_it_is_asked_for(make_engine, make_table):

@@ -177,8 +177,10 @@ def test_ppo_has_a_critic_with_its_own_learning_rate(script):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "runs sft_trainer"),
-        ("echo hello", "runs no verl.trainer.main_ppo"),
+        ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a", "names no model at model.partial_pretrain"),
+        ("torchrun -m verl.trainer.sft_trainer model.path=a/Some-VL-2B", "supports text only"),
+        ("python -m verl.trainer.main_generation model.path=a/b", "samples without training"),
+        ("echo hello", "runs none of them; main_ppo and sft_trainer"),
         ("python -m verl.trainer.main_ppo data.train_files=a", "names no model"),
         (GRPO.replace("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct"), "supports text only"),
     ],
@@ -191,3 +193,81 @@ def test_what_no_recipe_corresponds_to_is_refused_by_name(script, text, said):
 def test_a_reward_of_the_script_is_the_recipes(script):
     own = GRPO.replace("trainer.test_freq=5", "custom_reward_function.path=mine.py custom_reward_function.name=judge")
     assert translate(script(own)).recipe["env"] == {"reward": "mine.py:judge"}
+
+
+SFT = """
+    gpus=$1
+    folder=$2
+    shift 2
+    torchrun --nnodes=1 --nproc_per_node=$gpus -m verl.trainer.fsdp_sft_trainer \\
+        data.train_files=$HOME/rows/train.parquet \\
+        data.val_files=$HOME/rows/test.parquet \\
+        data.prompt_key=extra \\
+        data.response_key=extra \\
+        data.prompt_dict_keys=['question'] \\
+        +data.response_dict_keys=['solution'] \\
+        data.train_batch_size=64 \\
+        data.micro_batch_size_per_gpu=8 \\
+        optim.lr=2e-4 \\
+        model.partial_pretrain=a/b \\
+        model.lora_rank=8 \\
+        model.target_modules=[q_proj,v_proj] \\
+        trainer.default_local_dir=$folder \\
+        trainer.total_training_steps=50 \\
+        ulysses_sequence_parallel_size=2 \\
+        use_remove_padding=true $@
+"""
+
+
+def test_a_script_of_the_sft_trainer_is_translated_and_loads_as_a_recipe(script):
+    translation = translate(script(SFT))
+    assert translation.problems == ()
+    recipe = load_recipe(translation.recipe, schema=Recipe).value
+    assert [*recipe.stages] == ["sft"]
+    assert (recipe.sft.batch_size, recipe.sft.max_num_steps, recipe.sft.max_num_epochs) == (64, 50, 4)
+    optimizer = recipe.sft.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps, optimizer.betas) == (
+        2e-4,
+        "cosine",
+        5,
+        (0.9, 0.95),
+    )
+    assert recipe.data.columns == {"prompt": "extra.question", "answer": "extra.solution"}
+    backend = recipe.policy.dtensor_cfg
+    assert (backend.micro_batch_size, backend.context_parallel_size, backend.sequence_packing) == (8, 2, True)
+    assert (backend.lora_cfg.rank, backend.lora_cfg.alpha, backend.lora_cfg.target_modules) == (
+        8,
+        16,
+        ("q_proj", "v_proj"),
+    )
+    assert not translation.of("untranslated")
+    told = {note.key: note.value for note in translation.of("fill_in")}
+    assert told["trainer.default_local_dir"] == "argument 2"
+
+
+def test_the_newer_sft_trainer_has_keys_and_defaults_of_its_own(script):
+    text = """
+        PROGRAM=${PROGRAM:-"-m verl.trainer.sft_trainer"}
+        torchrun --nproc-per-node=4 ${PROGRAM} model.path=a/b data.messages_key=turns optim.warmup_style=cosine \\
+            engine=megatron engine.tensor_model_parallel_size=2 data.train_batch_size=32 trainer.save_freq=7
+    """
+    translation = translate(script(text))
+    assert translation.problems == ()
+    recipe = load_recipe(translation.recipe, schema=Recipe).value
+    assert (recipe.sft.optimizer.lr, recipe.sft.optimizer.schedule, recipe.sft.batch_size) == (1e-3, "cosine", 32)
+    assert (recipe.data.columns, recipe.cluster.gpus_per_node) == ({"messages": "turns"}, 4)
+    assert recipe.policy.megatron_cfg.tensor_model_parallel_size == 2
+    assert recipe.checkpointing.save_period == 7
+
+
+def test_a_variable_that_nobody_sets_has_its_name_as_placeholder_and_gives_way_to_the_variable(script, monkeypatch):
+    for name in ("ROWS_OF_NOBODY", "NOT_SET_EITHER"):
+        monkeypatch.delenv(name, raising=False)
+    text = GRPO.replace("$train", "$ROWS_OF_NOBODY/train.parquet").replace("trainer.total_epochs=15", "trainer.a=b")
+    translation = translate(script(text + "        trainer.default_local_dir=$NOT_SET_EITHER"))
+    assert translation.problems == ()
+    told = {note.key: note.value for note in translation.of("fill_in")}
+    assert told["data.train_files"] == "ROWS_OF_NOBODY"
+    assert load_recipe(translation.recipe, schema=Recipe).value.data.source == "ROWS_OF_NOBODY/train.parquet"
+    monkeypatch.setenv("ROWS_OF_NOBODY", "/rows")
+    assert load_recipe(translation.recipe, schema=Recipe).value.data.source == "/rows/train.parquet"

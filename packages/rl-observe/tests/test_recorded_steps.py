@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -456,6 +458,37 @@ def test_a_killed_process_leaves_complete_steps_and_loses_at_most_the_one_in_fli
         assert [each.step for each in steps] == [*range(1, steps[-1].step + 1)]
         for path in run.recorded_steps.glob("*.zip"):
             path.unlink()
+
+
+FORKING_LOOP = """
+import os, sys, time
+from pathlib import Path
+from rl_observe import RunDirectory, StepRecorder
+from test_recorded_steps import make_rollouts
+recorder = StepRecorder(RunDirectory(Path(sys.argv[1])))
+recorder.record("grpo", 1, make_rollouts())
+recorder._waiting.join()
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_process_that_writes_ends_with_a_killed_loop_although_a_fork_of_that_holds_its_pipe(run):
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING_LOOP, str(run.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as loop:
+        forked = int(loop.stdout.readline())
+        try:
+            (writer,) = writers_of(loop.pid)
+            loop.kill()
+            writer.wait(60)
+            assert psutil.pid_exists(forked), "its end of the pipe was open all the time"
+        finally:
+            os.kill(forked, signal.SIGKILL)
+    assert [*run.steps] == [1]
 
 
 def test_a_resumed_run_discards_the_steps_that_it_takes_again(run):

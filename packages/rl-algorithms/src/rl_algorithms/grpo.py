@@ -163,4 +163,24 @@ def step(
     bound = functools.partial(loss, objective=objective, counts=counts)
     output: Any = {"output": "logp_and_entropy"} if objective.needs_entropy else {}
     sums = policy.forward_backward(select_tokens(examples, objective), bound, **output)
-    return {"grad_norm": finite_step(policy, sums), **figures(sums, num_tokens=counts.tokens)}
+    where = functools.partial(_worst_token, policy, examples)
+    return {"grad_norm": finite_step(policy, sums, where=where), **figures(sums, num_tokens=counts.tokens)}
+
+
+def _worst_token(policy: Policy, examples: Examples) -> str:
+    """Say which token has no finite log-probability, or the largest ratio, for the message of a loss that is no number.
+
+    It costs a forward pass, of a run that ends.
+    """
+    logp = policy.logp(examples)
+    missing = (examples.trainable & ~logp.isfinite()).nonzero()
+    if len(missing):
+        row, token = missing[0].tolist()
+        what = f"the policy's log-probability is {logp[row, token].item()}, as of {len(missing)} tokens"
+    else:
+        apart = ((logp - examples.logp_old).abs() * examples.trainable).nan_to_num()
+        row, token = divmod(int(apart.argmax()), apart.shape[1])
+        what = f"log-probabilities are furthest apart, {logp[row, token]:.6g} and {examples.logp_old[row, token]:.6g}"
+    rollout = int(getattr(examples, "rows", torch.arange(len(logp)))[row])
+    at = f"token {token} (id {int(examples.tokens[row, token])})"
+    return f"In rollout {rollout} of the batch, at {at}, {what}. "

@@ -9,7 +9,7 @@ so no figure depends on how a step was cut; a mean of means would.
 
 import math
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -138,8 +138,13 @@ def take_rows(examples: ExamplesT, rows: Tensor) -> ExamplesT:
     return taken
 
 
-def finite_step(model: Policy | ValueModel | ScoreModel, sums: Sums) -> float:
+def finite_step(model: Policy | ValueModel | ScoreModel, sums: Sums, *, where: Callable[[], str] = lambda: "") -> float:
     """Apply the gradient that is accumulated, and return its norm; never the gradient of a loss that is no number.
+
+    Args:
+        model: with the gradient.
+        sums: of the step.
+        where: is asked for a sentence about the token that the loss comes from, if the loss is not finite.
 
     Raises:
         ValueError: the loss is not finite. The gradient is still there: end the run, or clear it.
@@ -149,7 +154,8 @@ def finite_step(model: Policy | ValueModel | ScoreModel, sums: Sums) -> float:
         rest = ", ".join(f"{name}={float(total):.6g}" for name, total in sums.items() if name != "loss")
         raise ValueError(
             f"the loss of this step is {loss}, and its gradient was not applied; sums over the step: {rest or 'none'}. "
-            f"Look at the log-probabilities and rewards of its rows, and at the learning rate of the steps before"
+            f"{where()}Look at the log-probabilities and rewards of its rows, and at the learning rate of the steps "
+            f"before"
         )
     return model.optim_step()
 

@@ -1,9 +1,10 @@
-"""Translate verl's example scripts into recipes: the hydra overrides of a command that runs `verl.trainer.main_ppo`.
+"""Translate verl's example scripts into recipes: the hydra overrides of a command that runs one of verl's trainers.
 
     script -> variables and arrays of the shell -> key=value overrides -> rules, section by section -> our recipe
 
-Every override is translated, or noted with a reason. What a script leaves out has verl's default, where ours differs.
-verl itself is not imported, and nothing of the script is run.
+`main_ppo` becomes grpo or ppo, and `fsdp_sft_trainer` and `sft_trainer` become sft. Every override is translated, or
+noted with a reason. What a script leaves out has verl's default, where ours differs. verl itself is not imported, and
+nothing of the script is run.
 """
 
 import ast
@@ -17,12 +18,20 @@ from typing import Any
 import yaml
 
 from rl_launcher.errors import Refusal
-from rl_launcher.import_nemo_rl.read import Source
+from rl_launcher.import_nemo_rl.policy import FOR_EVALUATION
+from rl_launcher.import_nemo_rl.read import Note, Source
 from rl_launcher.import_nemo_rl.translate import MOST_STEPS, VISION, Translation, problems_of
 
-TRAINER = re.compile(r"(^|\.|/)main_ppo(\.py)?$")
-"""The program whose overrides are translated."""
-OTHER_TRAINERS = re.compile(r"(sft_trainer|main_generation|main_eval|fully_async_main|one_step_off|sft_trainer_ray)")
+TRAINER = re.compile(r"(^|[./ ])(main_ppo(_split)?|(fsdp_)?sft_trainer(_ray)?)(\.py)?$")
+"""The programs whose overrides are translated."""
+OTHER_TRAINERS = {
+    "main_generation": "samples without training, as `rl-launcher evaluate` does",
+    "main_eval": "scores responses without training, as `rl-launcher evaluate` does",
+    "fully_async_main": "trains asynchronously with overrides of its own",
+    "one_step_off": "trains asynchronously with overrides of its own",
+}
+GROUPS = {"engine", "optim"}
+"""Sections that `engine=megatron` chooses, beside keys of theirs such as `engine.tensor_model_parallel_size`."""
 OURS = {"math": "rl_algorithms.environments.math:math_match", "verl": "reward.py:score"}
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ESTIMATORS: dict[str, dict[str, Any]] = {
@@ -48,18 +57,24 @@ def translate(file: str | Path) -> Translation:
     """Translate one script.
 
     Raises:
-        VerlError: it cannot be read, or runs another trainer, or trains on images.
+        VerlError: it cannot be read, or runs none of these trainers, or trains on images.
     """
     path = Path(file)
-    source = Source(read(path))
-    recipe = _recipe(source, path)
+    data, left_open = _with_placeholders(read(path))
+    source = Source(data)
+    for key, names in left_open.items():
+        reason = "the script leaves it to whoever calls it, or to the environment"
+        asked = ", ".join(f"argument {name}" if name.isdecimal() else name for name in names)
+        source.notes.append(Note(kind="fill_in", key=key, value=asked, reason=reason))
+    program = source.take("program")
+    recipe = _sft_recipe(source, path, program) if "sft" in program else _recipe(source, path)
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     without_effect = {pattern: each["reason"] for each in table for pattern in each["keys"]}
     for key, value in [*source.left()]:
-        reason = next((why for pattern, why in without_effect.items() if re.match(rf"(?:{pattern})(\.|$)", key)), None)
+        dropped = next((why for pattern, why in without_effect.items() if re.match(rf"(?:{pattern})(\.|$)", key)), None)
         is_off = value in (None, False, 0, "", "null", [], {})
-        if reason is not None or is_off:
-            source.note("dropped", key, reason or "it is off in the script", value=value)
+        if dropped is not None or is_off:
+            source.note("dropped", key, dropped or "it is off in the script", value=value)
         else:
             source.note("untranslated", key, "no rule of the translation knows this key", value=value)
     return Translation(
@@ -90,8 +105,10 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 def read(path: Path) -> dict[str, Any]:
     """Return the overrides of a script as nested data; variables that the script does not set become `${env:NAME}`.
 
+    `program` is the trainer that it runs, and `processes` how many of it torchrun starts, where the script says it.
+
     Raises:
-        VerlError: it cannot be read, or no command in it runs `main_ppo`.
+        VerlError: it cannot be read, or no command in it runs a trainer that is translated.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -108,24 +125,29 @@ def read(path: Path) -> dict[str, Any]:
     words: list[str] = []
     for line in ARRAY.sub("", text).splitlines():
         found = ASSIGNMENT.match(line.strip())
-        if any(TRAINER.search(word) for word in line.split()):  # also behind `NAME=value`, of its environment
+        # The command may be behind `NAME=value`, of its environment, and the program in a variable.
+        named = line if found else _expanded(line, variables)
+        if any(TRAINER.search(word) for word in named.split()):
             words = _words(_with_arrays(line, arrays), variables)
-            words = words[next((at for at, word in enumerate(words) if TRAINER.search(word)), 0) :]
         elif found and not found[2].startswith("("):
-            assigned = _words(found[2], variables)
+            quoted = re.fullmatch(r'\$\{\w+:?-"[^"{}]*"\}', found[2])  # one value, whatever is in it
+            assigned = [_expanded(found[2], variables)] if quoted else _words(found[2], variables)
             variables[found[1]] = assigned[0] if assigned else ""
     if not words:
-        other = OTHER_TRAINERS.search(text)
-        what = f"runs {other[0]}" if other else "runs no verl.trainer.main_ppo"
-        raise VerlError(f"{path} {what}, and the overrides of main_ppo are what is translated")
-    data: dict[str, Any] = {}
-    for word in words:
+        other = next((f"runs {name}, which {does}" for name, does in OTHER_TRAINERS.items() if name in text), None)
+        raise VerlError(f"{path} {other or 'runs none of them'}; main_ppo and sft_trainer of verl are translated")
+    at = next((at for at, word in enumerate(words) if TRAINER.search(word)), 0)
+    data: dict[str, Any] = {"program": found[2] if (found := TRAINER.search(words[at])) else "main_ppo"}
+    if processes := next((word for word in words[:at] if re.match(r"--nproc[-_]per[-_]node=\d+$", word)), None):
+        data["processes"] = int(processes.partition("=")[2])
+    for word in words[at:]:
         key, equals, value = word.lstrip("+").partition("=")
         if word.startswith("--config-name"):
             data["config_name"] = word.partition("=")[2].removesuffix(".yaml")
         elif equals and re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
+            path_of_key = [f"{key}_group"] if key in GROUPS else key.split(".")
             # Hidden until now, so that a default that holds one is no nested expression.
-            _put(data, key.split("."), _value(value.replace("\0", "${").replace("\1", "}")))
+            _put(data, path_of_key, _value(value.replace("\0", "${").replace("\1", "}")))
     return data
 
 
@@ -206,6 +228,32 @@ def _put(data: dict[str, Any], path: list[str], value: Any) -> None:
     data[path[-1]] = value
 
 
+SET_ANYWHERE = {"HOME", "PWD", "USER"}
+IN_TEXT = re.compile(r"\$\{env:(\w+)\}")
+
+
+def _with_placeholders(data: Any, key: str = "") -> tuple[Any, dict[str, list[str]]]:
+    """The data with a placeholder for each variable that nobody sets, and their names by key.
+
+    The placeholder is the variable's name, which gives way to the variable where it is set.
+    """
+    if isinstance(data, dict):
+        walked = {name: _with_placeholders(each, f"{key}.{name}".lstrip(".")) for name, each in data.items()}
+        return {name: value for name, (value, _) in walked.items()}, {
+            where: names for _, found in walked.values() for where, names in found.items()
+        }
+    if isinstance(data, list):
+        each = [_with_placeholders(one, key) for one in data]
+        return [value for value, _ in each], {where: names for _, found in each for where, names in found.items()}
+    if not isinstance(data, str):
+        return data, {}
+    names = [name for name in IN_TEXT.findall(data) if name not in SET_ANYWHERE]
+    for name in names:
+        placeholder = f"argument{name}" if name.isdecimal() else f"${{env:{name}:{name}}}"
+        data = data.replace(f"${{env:{name}}}", placeholder)
+    return data, {key: names} if names else {}
+
+
 # -- The rules -----------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +297,26 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
         if source.peek("critic.model.path", name) != name:
             source.note("untranslated", "critic.model.path", "the critic starts with the policy's weights here")
     _reward_shaping(source, stage["objective"])
+    running = _running(source, path, steps=steps, gpus=8)
+    return {
+        **running,
+        "policy": {**_policy(source, name), "generation": _generation(source)},
+        "data": _data(source),
+        "env": _environment(source),
+        "evaluation": {**running["evaluation"], **_evaluation(source)},
+        stage_name: stage,
+    }
+
+
+def _running(source: Source, path: Path, *, steps: int, gpus: int) -> dict[str, Any]:
+    """Where a run goes, how often it saves and measures, and where it reports to.
+
+    Args:
+        source: the overrides.
+        path: the script, whose name a run without one has.
+        steps: optimizer steps of ours in one of theirs.
+        gpus: of a node, where the script does not say it.
+    """
     every, save = source.take("trainer.test_freq", -1), source.take("trainer.save_freq", -1)
     project = source.take("trainer.project_name", "verl")
     experiment = source.take("trainer.experiment_name", path.stem)
@@ -259,13 +327,10 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
         source.note("untranslated", "trainer.logger", reason, value=", ".join(unknown))
     recipe: dict[str, Any] = {
         "run_dir": str(source.take("trainer.default_local_dir") or f"runs/{experiment}"),
-        "policy": {**_policy(source, name), "generation": _generation(source)},
-        "data": _data(source),
-        "env": _environment(source),
-        "evaluation": {"every": max(every if isinstance(every, int) else 0, 0) * steps, **_evaluation(source)},
+        "evaluation": {"every": max(every if isinstance(every, int) else 0, 0) * steps},
         "cluster": {
             "runtime": "ray",
-            "gpus_per_node": _number(source, "trainer.n_gpus_per_node", 8),
+            "gpus_per_node": _number(source, "trainer.n_gpus_per_node", gpus),
             "num_nodes": _number(source, "trainer.nnodes", 1),
         },
         "checkpointing": {"save_period": max(save if isinstance(save, int) else 0, 0) * steps},
@@ -276,9 +341,91 @@ def _recipe(source: Source, path: Path) -> dict[str, Any]:
     if "mlflow" in loggers:
         names = {"experiment_name": str(project), "run_name": str(experiment)}
         recipe["logger"] |= {"mlflow_enabled": True, "mlflow": names}
-    if (seed := source.take("data.seed")) is not None:
+    if (seed := source.take("data.seed", source.take("trainer.seed"))) is not None:
         recipe["seed"] = seed
-    return {**recipe, stage_name: stage}
+    return recipe
+
+
+def _sft_recipe(source: Source, path: Path, program: str) -> dict[str, Any]:
+    """A recipe of the stage sft; `fsdp_sft_trainer` and `sft_trainer` have keys and defaults of their own."""
+    older = program.startswith("fsdp")
+    name = str(source.take("model.partial_pretrain") or source.take("model.path") or "")
+    if not name:
+        raise VerlError(f"{path} names no model at model.{'partial_pretrain' if older else 'path'}, so it is no recipe")
+    if VISION.search(name):
+        raise VerlError(f"{path} trains {name}, a model of images or sound, and a recipe supports text only")
+    stage: dict[str, Any] = {"batch_size": _number(source, "data.train_batch_size", 256)}
+    if total := source.take("trainer.total_training_steps"):
+        stage["max_num_steps"] = total
+    stage["max_num_epochs"] = source.take("trainer.total_epochs", 4)
+    for key, usual in {"betas": [0.9, 0.95], "lr_warmup_steps_ratio": 0.1}.items() if older else ():
+        source.data.setdefault("optim", {}).setdefault(key, usual)
+    stage["optimizer"] = _optimizer(
+        source,
+        "optim",
+        clip=source.take("optim.clip_grad", 1.0),
+        steps=stage.get("max_num_steps", MOST_STEPS),
+        lr=1e-5 if older else 1e-3,
+        style=source.take("optim.lr_scheduler", "cosine") if older else "constant",
+    )
+    running = _running(source, path, steps=1, gpus=source.take("processes", 8 if older else 1))
+    policy = _sft_policy(source, name, older=older)
+    reason = "theirs does not generate; ours does, if env has a reward to measure responses with"
+    source.note("fill_in", "policy.generation.max_new_tokens", reason, value=FOR_EVALUATION)
+    policy["generation"] = {"max_new_tokens": FOR_EVALUATION}
+    return {**running, "policy": policy, "data": _sft_data(source, older=older), "sft": stage}
+
+
+def _sft_policy(source: Source, name: str, *, older: bool) -> dict[str, Any]:
+    ours: dict[str, Any] = {"model_name": name, "padded_vocabulary": True}
+    if source.take("model.trust_remote_code"):
+        ours["trust_remote_code"] = True
+    rows = source.take("data.micro_batch_size_per_gpu", source.take("data.micro_batch_size", 4))
+    backend: dict[str, Any] = {"device": "cuda", "precision": "bfloat16", "micro_batch_size": rows}
+    tokens = source.take("data.max_token_len_per_gpu", 8192)
+    if source.take("data.use_dynamic_bsz", default=not older):
+        backend |= {"micro_batch_size": 1024, "micro_batch_tokens": tokens if isinstance(tokens, int) else 8192}
+    packed = source.take("use_remove_padding", source.take("model.use_remove_padding", default=not older))
+    recompute = source.take("model.enable_gradient_checkpointing", default=True)
+    source.note("dropped", "model.strategy", "the backend decides about it")
+    if source.take("engine_group") == "megatron" or source.peek("engine.tensor_model_parallel_size") is not None:
+        for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
+            if isinstance(size := source.take(f"engine.{key}_parallel_size"), int):
+                backend[f"{key}_parallel_size"] = size
+        if recompute:
+            backend["recompute_granularity"] = "full"
+        return {**ours, "dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True, **backend}}
+    if packed:
+        backend["sequence_packing"] = True
+    if recompute:
+        backend["activation_checkpointing"] = "full"
+    context = source.take("ulysses_sequence_parallel_size", source.take("engine.ulysses_sequence_parallel_size", 1))
+    if isinstance(context, int) and context > 1:
+        backend["context_parallel_size"] = context
+    rank, alpha = source.take("model.lora_rank", 0), source.take("model.lora_alpha", 16)
+    targets = source.take("model.target_modules")
+    if isinstance(rank, int) and rank > 0:
+        backend["lora_cfg"] = {"rank": rank, "alpha": alpha}
+        if isinstance(targets, list):
+            backend["lora_cfg"]["target_modules"] = targets
+    return {**ours, "dtensor_cfg": backend}
+
+
+def _sft_data(source: Source, *, older: bool) -> dict[str, Any]:
+    ours = _files(source, usual="~/data/gsm8k/train.parquet")
+    source.note("dropped", "data.max_length", "a row that is longer than the model's context is data.on_bad_row")
+    in_turns = source.take("data.multiturn.enable", default=not older)
+    messages = source.take("data.multiturn.messages_key", source.take("data.messages_key", "messages"))
+    columns = {"messages": str(messages)} if messages != "messages" else {}
+    prompt, response = source.take("data.prompt_key", "question"), source.take("data.response_key", "answer")
+    inner = [source.take(f"data.{name}_dict_keys") or [] for name in ("prompt", "response")]
+    if not in_turns:  # of a column that holds several, theirs joins those that are named
+        if any(len(names) > 1 for names in inner):
+            reason = "several columns are one text in theirs; name one"
+            source.note("fill_in", "data.columns", reason, value=", ".join(map(str, inner[0] + inner[1])))
+        paths = [".".join(map(str, [key, *names[:1]])) for key, names in zip((prompt, response), inner, strict=True)]
+        columns = dict(zip(("prompt", "answer"), paths, strict=True))
+    return {**ours, **({"columns": columns} if columns else {})}
 
 
 def _number(source: Source, key: str, default: int) -> int:
@@ -372,7 +519,9 @@ def _objective(source: Source, estimator: str, *, generations: int) -> dict[str,
     return objective
 
 
-def _optimizer(source: Source, section: str, *, clip: Any, steps: int, lr: float = 1e-6) -> dict[str, Any]:
+def _optimizer(
+    source: Source, section: str, *, clip: Any, steps: int, lr: float = 1e-6, style: str = "constant"
+) -> dict[str, Any]:
     ours: dict[str, Any] = {
         "lr": source.take(f"{section}.lr", lr),
         "weight_decay": source.take(f"{section}.weight_decay", 0.01),
@@ -392,7 +541,7 @@ def _optimizer(source: Source, section: str, *, clip: Any, steps: int, lr: float
             ours["warmup_steps"] = int(share * steps)
         else:
             source.untranslated(f"{section}.lr_warmup_steps_ratio", "a stage of epochs needs warmup_steps as a number")
-    usual = source.take(f"{section}.warmup_style", source.take(f"{section}.lr_decay_style", "constant"))
+    usual = source.take(f"{section}.warmup_style", source.take(f"{section}.lr_decay_style", style))
     style = source.take(f"{section}.lr_scheduler_type", usual)
     ratio = source.take(f"{section}.min_lr_ratio", 0.0)
     if style == "cosine":
@@ -511,21 +660,25 @@ def _sets(source: Source) -> dict[str, Any]:
 
 
 def _data(source: Source) -> dict[str, Any]:
+    ours = _files(source, usual="~/data/rlhf/gsm8k/train.parquet")
+    ours["columns"] = {"prompt": str(source.take("data.prompt_key", "prompt")), "answer": "reward_model.ground_truth"}
+    if source.take("data.shuffle", default=True) is False:
+        source.untranslated("data.shuffle", "rows are always shuffled, with the seed")
+    return ours
+
+
+def _files(source: Source, *, usual: str) -> dict[str, Any]:
+    """Return the files of rows that are learned from, and those that are held out."""
     train, held_out = source.take("data.train_files"), source.take("data.val_files")
     train = train if isinstance(train, list) else [train]
     held_out = held_out if isinstance(held_out, list) else [held_out] if held_out else []
-    ours: dict[str, Any] = {
-        "source": str(train[0] or "~/data/rlhf/gsm8k/train.parquet"),
-        "columns": {"prompt": str(source.take("data.prompt_key", "prompt")), "answer": "reward_model.ground_truth"},
-    }
+    ours: dict[str, Any] = {"source": str(train[0] or usual)}
     if len(train) > 1:
         ours["mix"] = {f"set{number}": str(file) for number, file in enumerate(train[1:], start=2)}
     if held_out:
         ours["held_out"] = str(held_out[0])
     if source.take("data.filter_overlong_prompts"):
         ours["on_bad_row"] = "skip"
-    if source.take("data.shuffle", default=True) is False:
-        source.untranslated("data.shuffle", "rows are always shuffled, with the seed")
     if options := source.take("data.apply_chat_template_kwargs"):
         ours["chat_template_kwargs"] = options
     return ours

@@ -54,6 +54,9 @@ _ARRAYS = [each.name for each in fields(StepRollouts) if each.name not in _NO_AR
 _SIZES = struct.Struct("<QQ")
 """Before each message: bytes of its JSON, and of its arrays."""
 
+ORPHAN_POLL_S = 1.0
+"""How often the process that writes looks whether its parent lives."""
+
 Array: TypeAlias = NDArray[Any]
 
 
@@ -244,7 +247,7 @@ class _Writer:
         assert process.stdout is not None
         writer = cls(process, process.stdin, process.stdout)
         start = {"folder": str(folder.absolute()), "config": asdict(config), "monitors": monitors}
-        writer._send(start | {"secrets": secrets.values}, {})
+        writer._send(start | {"secrets": secrets.values, "parent": os.getpid()}, {})
         return writer
 
     def ask(self, head: Mapping[str, object], arrays: Mapping[str, Array]) -> dict[str, Any]:
@@ -312,17 +315,24 @@ def write_steps() -> None:
         return
     folder, config = Path(start[0]["folder"]), RecordedStepsConfig(**start[0]["config"])
     secrets, monitors = Secrets(tuple(start[0]["secrets"])), start[0]["monitors"]
+    received, writing = [0], threading.Lock()
+    watched = (start[0]["parent"], received, writing)
+    threading.Thread(target=_end_as_orphan, args=watched, name="parent", daemon=True).start()
     pieces: dict[int, str] = {}
     starts: dict[str, float | None] = {}  # how far engine and trainer differed in the first step of each stage
 
     def tell(answer: Mapping[str, object]) -> None:
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+        try:
+            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.flush()
+        except BrokenPipeError:  # whoever asked was killed; a flush at the end would fail, too, and print
+            os._exit(0)
 
     def learn(texts: Mapping[str, str]) -> None:
         pieces.update(secrets.scrub({int(token): text for token, text in texts.items()}))
 
     while (message := _received(messages)) is not None:
+        received[0] += 1
         head, arrays = message
         try:
             learn(head.pop("pieces"))
@@ -333,7 +343,8 @@ def write_steps() -> None:
                     return
                 learn(message[0]["pieces"])
             recorded = _recorded(secrets.scrub(head), arrays, pieces)
-            recorded.write(folder)
+            with writing:
+                recorded.write(folder)
             if monitors and recorded.stage not in starts:
                 is_first = recorded.step <= len(recorded.updates)  # a process that goes on did not see it
                 starts[recorded.stage] = mismatch_of(recorded) if is_first else None
@@ -345,6 +356,22 @@ def write_steps() -> None:
             tell({"findings": [asdict(each) for each in findings]})
         except Exception as error:  # noqa: BLE001 - the run must not end because nobody can look at it
             tell({"error": describe(error) if isinstance(error, OSError) else str(error)})
+
+
+def _end_as_orphan(parent: int, received: list[int], writing: threading.Lock) -> None:
+    """End this process once its parent is gone and what it had sent is written.
+
+    The input ends with the parent, unless another process has the other end of the pipe: one that the parent had
+    forked does, and may live for long.
+    """
+    while os.getppid() == parent:
+        time.sleep(ORPHAN_POLL_S)
+    seen = -1
+    while received[0] != seen:
+        seen = received[0]
+        time.sleep(ORPHAN_POLL_S)
+    with writing:
+        os._exit(0)
 
 
 def _received(messages: IO[bytes]) -> tuple[dict[str, Any], dict[str, Array]] | None:

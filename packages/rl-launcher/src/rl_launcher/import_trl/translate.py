@@ -1,38 +1,49 @@
-"""Translate TRL's configurations into recipes: a YAML file for `trl grpo --config`, or the arguments of a command.
+"""Translate TRL's configurations into recipes.
 
-    file -> flat keys of TRL's dataclasses -> rules, section by section -> our recipe
+    file -> flat keys of TRL's dataclasses (`read.py`) -> rules, section by section -> our recipe
 
-A command is found in a shell script, in the docstring of one of TRL's example scripts, or in any text. Every key is
-translated, or noted with a reason. What is left out has TRL's default, where ours differs. TRL is not imported.
+Every key is translated, or noted with a reason. What is left out has TRL's default, where ours differs. Rewards, tools
+and environments of an example script are Python: they are to be filled in, and the rest is translated. TRL is not
+imported.
 """
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from rl_launcher.errors import Refusal
 from rl_launcher.import_nemo_rl.read import Source
 from rl_launcher.import_nemo_rl.translate import MOST_STEPS, VISION, Translation, problems_of
+from rl_launcher.import_trl.read import Given, TRLError, listed, read
 
 STAGES = {
     "grpo": "grpo",
     "rloo": "grpo",
     "gspo": "grpo",
+    "async_grpo": "grpo",
     "sft": "sft",
     "dpo": "dpo",
+    "online_dpo": "dpo",
+    "cpo": "dpo",
     "kto": "kto",
     "orpo": "orpo",
+    "ppo": "ppo",
+    "gkd": "distill",
+    "distillation": "distill",
     "reward": "reward_model",
     "reward_modeling": "reward_model",
 }
 """Our stage of each of their commands and scripts."""
-COMMAND = re.compile(r"(?:\btrl\s+|(?:examples|trl)/scripts/(?:\w+/)?)(\w+)(?:\.py)?\s+(--.*)")
-PROCESSES = re.compile(r"--num_processes[ =](\d+)")
-RATES = {"sft": 2e-5, "reward_model": 1e-4}
-"""Default learning rates that are not 1e-6."""
+RATES = {"sft": 2e-5, "reward_model": 1e-4, "gkd": 2e-5, "ppo": 3e-6, "online_dpo": 5e-7}
+"""Default learning rates that are not 1e-6, by command or stage."""
+PAIR_LOSSES = {
+    **dict.fromkeys(("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "discopop", "apo_zero", "apo_down")),
+    **dict.fromkeys(("aot", "aot_unpaired")),
+    "exo_pair": "exo",
+    "nca_pair": "nca",
+    "bco_pair": "bco",
+    "sppo_hard": "sppo",
+}
+"""TRL's names of losses of a pair: None for the same name, otherwise ours."""
 LOSSES = {
     "grpo": {"aggregation": "seq-mean-token-mean"},
     "bnpo": {"aggregation": "token-mean"},
@@ -49,26 +60,22 @@ TRACKERS = {
 """Where metrics may be reported, and our keys of the project and the run."""
 NO_EFFECT = {
     "the report, the log and the live view are always there": (
-        r"log.*|logging_.*|disable_tqdm|push_to_hub|hub_.*|num_completions_to_print"
+        r"trackio_.*|project|log.*|logging_.*|disable_tqdm|push_to_hub|hub_.*|num_completions_to_print"
     ),
     "the backend decides about it": (
-        r"attn_.*|gradient_checkpointing_kwargs|fsdp.*|deepspeed|ddp_.*|use_liger_.*|tf32|dataloader_.*|packing_.*"
+        r"attn_.*|gradient_checkpointing_kwargs|(teacher_)?model_init_kwargs|activation_offloading|fsdp.*|deepspeed|ddp_.*|use_liger_.*|tf32|dataloader_.*|packing_.*"
         r"|remove_unused_columns|per_device_eval_batch_size|accelerator_config|torch_compile.*|padding_free"
         r"|dataset_num_proc|pad_to_multiple_of|average_tokens_across_devices|precompute_.*|disable_dropout"
     ),
     "the engine decides about it": (
         r"use_vllm|vllm_(mode|server_.*|enable_sleep_mode|max_model_length|model_impl|sync_.*)|ds3_.*|cache_implementation"
-        r"|use_transformers_paged"
+        r"|use_transformers_paged|(use_)?transformers_continuous_batching.*|local_rollout_forward_batch_size"
     ),
     "a run always saves what it needs to resume": (
         r"save_strategy|save_total_limit|save_only_model|resume_.*|overwrite_.*|do_.*"
     ),
 }
 """Patterns of keys without effect here, by the reason."""
-
-
-class TRLError(Refusal):
-    """A file that cannot be read, or that no recipe of ours corresponds to."""
 
 
 def translate(file: str | Path, *, algorithm: str | None = None) -> Translation:
@@ -82,18 +89,31 @@ def translate(file: str | Path, *, algorithm: str | None = None) -> Translation:
         TRLError: it cannot be read, holds no command, is of another trainer, or trains on images.
     """
     path = Path(file)
-    given, found, processes = read(path)
-    algorithm = algorithm or found
+    if {"vl", "vlm"} & {*path.stem.split("_")}:
+        raise TRLError(f"{path} trains on images, as its name says, and a recipe supports text only")
+    given = read(path)
+    algorithm = algorithm or given.algorithm
     if algorithm is None:
         raise TRLError(f"{path} does not say which trainer it is for; name one of {', '.join(STAGES)} by --algorithm")
-    if "vlm" in algorithm.split("_"):
+    words = algorithm.split("_")
+    if "vlm" in words:
         raise TRLError(f"{path} is for {algorithm}, which trains on images, and a recipe supports text only")
-    if algorithm.startswith("sft_"):
-        algorithm = "sft"  # a script for one model, whose name it ends in
+    if algorithm not in STAGES and words[0] in STAGES:
+        algorithm = words[0]  # a script for one model or one task, which its name ends in
+    if algorithm == "gold":
+        raise TRLError(f"{path} distils between tokenizers, and a recipe's teacher has the policy's tokenizer")
+    if algorithm == "cpo" and given.keys.get("loss_type") != "simpo":
+        raise TRLError(
+            f"{path} is for cpo with loss_type={given.keys.get('loss_type', 'sigmoid')}: that loss has no reference, "
+            f"and a recipe has none of that kind but loss_type=simpo"
+        )
     if algorithm not in STAGES:
-        raise TRLError(f"{path} is for {algorithm}, and a recipe has no such stage; {', '.join(STAGES)} are translated")
-    source = Source(given)
-    recipe = _recipe(source, path, algorithm, processes=processes)
+        raise TRLError(f"{path} is for {algorithm}, and a recipe has no such stage; translated are {', '.join(STAGES)}")
+    source = Source(given.keys)
+    for key, text in given.unknown.items():
+        if key not in {"model_name_or_path", "dataset_name", "dataset_config", "dataset_train_split"}:
+            source.note("untranslated", key, "its value is code, which is not run", value=text)
+    recipe = _recipe(source, path, algorithm, given=given)
     for key, value in [*source.left()]:
         reason = next((why for why, pattern in NO_EFFECT.items() if re.fullmatch(pattern, key)), None)
         is_off = value in (None, False, 0, "", "none", "no", [], {})
@@ -111,94 +131,51 @@ def translate(file: str | Path, *, algorithm: str | None = None) -> Translation:
     )
 
 
-def read(path: Path) -> tuple[dict[str, Any], str | None, int]:
-    """Return the keys of a file, the command that they are for if the file says it, and its number of processes.
-
-    Raises:
-        TRLError: it cannot be read, or holds neither a configuration nor a command.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TRLError(f"{path} cannot be read: {error}") from error
-    if path.suffix in {".yaml", ".yml"}:
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise TRLError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(content, dict):
-            raise TRLError(f"{path} is no configuration: it holds no keys")
-        return (
-            {str(key): _value(str(value)) if isinstance(value, str) else value for key, value in content.items()},
-            None,
-            1,
-        )
-    joined = re.sub(r"\\\s*\n\s*", " ", text)
-    command = COMMAND.search(joined)
-    if command is None:
-        raise TRLError(f"{path} holds no command such as `trl grpo --model_name_or_path ...`")
-    line = joined[joined.rfind("\n", 0, command.start()) + 1 : command.start()]
-    processes = PROCESSES.search(line)
-    return _arguments(command[2]), command[1], int(processes[1]) if processes else 1
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key a b` and `--flag` as data."""
-    found: dict[str, Any] = {}
-    words = shlex.split(text, comments=True, posix=True) if text.count('"') % 2 == 0 else text.split()
-    key = ""
-    for word in words:
-        if word.startswith("--"):
-            key, equals, value = word[2:].replace("-", "_").partition("=")
-            key, negated = (key[3:], True) if key.startswith("no_") else (key, False)
-            found[key] = _value(value) if equals else not negated
-        elif key and re.match(r"[\w./:{\[~+-]", word):
-            value = _value(word)
-            found[key] = value if found[key] is True else [*_listed(found[key]), value]
-    return found
-
-
-def _value(text: str) -> Any:
-    if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text):
-        return float(text)
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 # -- The rules -----------------------------------------------------------------------------------------------------
 
 
-def _recipe(source: Source, path: Path, algorithm: str, *, processes: int) -> dict[str, Any]:
-    name, dataset = source.take("model_name_or_path"), source.peek("dataset_name")
+def _recipe(source: Source, path: Path, algorithm: str, *, given: Given) -> dict[str, Any]:
+    name, processes = source.take("model_name_or_path"), given.processes
+    if algorithm == "ppo":
+        name = source.take("sft_model_path", name)  # what the other names is the critic
     if not name:
         raise TRLError(f"{path} names no model by model_name_or_path, so it is no recipe")
     if VISION.search(str(name)) or "vlm" in path.stem:
         raise TRLError(f"{path} trains {name}, a model of images, and a recipe supports text only")
+    if "diffusion" in str(name).lower():
+        raise TRLError(f"{path} trains {name}, a diffusion model, and a recipe's policy predicts the next token")
     stage_name = STAGES[algorithm]
     rows, accumulated = source.take("per_device_train_batch_size", 8), source.take("gradient_accumulation_steps", 1)
     batch = rows * accumulated * processes
     source.note("fill_in", "cluster.gpus_per_node", "theirs is the number of processes of accelerate", value=processes)
     if stage_name == "grpo":
-        stage, steps = _grpo(source, algorithm, rows=rows, accumulated=accumulated, processes=processes), 1
-        steps = stage["steps_per_generation"]
+        stage = _grpo(source, algorithm, rows=rows, accumulated=accumulated, processes=processes)
+    elif stage_name == "ppo":
+        stage = _ppo(source, batch=batch)
+    elif stage_name == "distill":
+        stage = _distill(source, algorithm, batch=batch)
+    elif algorithm == "online_dpo":
+        stage = _online_dpo(source, batch=batch)
     else:
-        stage, steps = {**_offline(source, stage_name), "batch_size": batch}, 1
+        stage = {**_offline(source, algorithm), "batch_size": batch}
+    steps = stage.get("steps_per_generation", 1)
     most, epochs = source.take("max_steps", -1), source.take("num_train_epochs", 3.0)
-    if isinstance(most, int) and most > 0:
+    if "max_num_steps" in stage:
+        pass
+    elif isinstance(most, int) and most > 0:
         stage["max_num_steps"] = max(most // steps, 1) * steps
     else:
         stage["max_num_epochs"] = epochs
-    stage["optimizer"] = _optimizer(source, stage_name, steps=stage.get("max_num_steps", MOST_STEPS))
+    rate = RATES.get(algorithm, RATES.get(stage_name, 1e-6))
+    stage["optimizer"] = _optimizer(source, rate=rate, steps=stage.get("max_num_steps", MOST_STEPS))
+    if stage_name == "ppo":
+        stage["critic"] = {"optimizer": dict(stage["optimizer"])}
+    if (turns := source.take("max_tool_calling_iterations")) and stage_name == "grpo":
+        stage["max_turns"] = turns + 1
     period = source.take("eval_steps", 0)
     every = period if source.take("eval_strategy", "no") == "steps" else 0
     saves = source.take("save_steps", 500)
-    trackers = [each for each in _listed(source.take("report_to") or []) if each not in {"none", "all"}]
+    trackers = [each for each in listed(source.take("report_to") or []) if each not in {"none", "all"}]
     if unknown := [str(each) for each in trackers if each not in TRACKERS]:
         reason = f"metrics go to the log, {', '.join(TRACKERS)}"
         source.note("untranslated", "report_to", reason, value=", ".join(unknown))
@@ -206,8 +183,11 @@ def _recipe(source: Source, path: Path, algorithm: str, *, processes: int) -> di
     recipe: dict[str, Any] = {
         "run_dir": str(source.take("output_dir") or f"runs/{path.stem}"),
         "seed": source.take("seed", 42),
-        "policy": {**_policy(source, str(name), rows=rows), "generation": _generation(source)},
-        "data": _data(source, dataset),
+        "policy": {
+            **_policy(source, str(name), rows=rows),
+            "generation": _generation(source, algorithm, samples=stage_name in SAMPLES or algorithm == "online_dpo"),
+        },
+        "data": _data(source, given, stage_name),
         "evaluation": {"every": every if isinstance(every, int) else 0},
         "cluster": {"runtime": "ray", "gpus_per_node": processes},
         "checkpointing": {"save_period": saves if isinstance(saves, int) and saves >= 1 else 0},
@@ -216,16 +196,36 @@ def _recipe(source: Source, path: Path, algorithm: str, *, processes: int) -> di
     for name, keys in TRACKERS.items():
         if keys and name in trackers:
             recipe["logger"] |= {f"{name}_enabled": True, name: dict(zip(keys, ("trl", run_name), strict=True))}
-    if stage_name == "grpo":
-        functions = _listed(source.take("reward_funcs") or [])
-        reason = f"theirs are {', '.join(map(str, functions))}" if functions else "theirs are in their script"
-        source.note(
-            "fill_in", "env.reward", f"{reason}; a function of the same arguments is taken", value="reward.py:score"
-        )
+    if stage_name == "distill":
+        reason = "rewards of the responses are logged, and nothing is learned from them"
+        source.note("fill_in", "env.reward", reason, value="reward.py:score")
         recipe["env"] = {"reward": "reward.py:score"}
-        if source.take("reward_weights"):
-            source.note("untranslated", "reward_weights", "name the functions in env.rewards, and these in env.weights")
+    if stage_name in {"grpo", "ppo"} or algorithm == "online_dpo":
+        recipe["env"] = _environment(source, given, stage)
     return {**recipe, stage_name: stage}
+
+
+def _environment(source: Source, given: Given, stage: dict[str, Any]) -> dict[str, Any]:
+    """What is to be filled in where theirs is Python: an environment, or a function that rewards responses."""
+    functions = listed(source.take("reward_funcs") or given.rewards)
+    model = source.take("reward_model_path", source.take("reward_model_name_or_path"))
+    reason = f"theirs are {', '.join(map(str, functions))}" if functions else "theirs are in their script"
+    if model:
+        reason = f"theirs is the model {model}; a recipe trains its own, or names a function"
+    if source.take("reward_weights"):
+        source.note("untranslated", "reward_weights", "name the functions in env.rewards, and these in env.weights")
+    if given.environment and "max_turns" not in stage:
+        stage["max_turns"] = MOST_TURNS
+        reason = "theirs goes on until the model calls no tool any more"
+        source.note("fill_in", "grpo.max_turns", reason, value=MOST_TURNS)
+    if given.environment:
+        what = f"theirs is Python, {given.environment}, rewarded by {', '.join(functions) or 'itself'}"
+        reason = f"{what}; an environment here holds the conversation, and rewards it"
+        source.note("fill_in", "env.environment", reason, value="environment.py:Environment")
+        return {"environment": "environment.py:Environment"}
+    reason += "; a function of the same arguments is taken"
+    source.note("fill_in", "env.reward", reason, value="reward.py:score")
+    return {"reward": "reward.py:score"}
 
 
 def _grpo(source: Source, algorithm: str, *, rows: int, accumulated: int, processes: int) -> dict[str, Any]:
@@ -274,30 +274,117 @@ def _grpo(source: Source, algorithm: str, *, rows: int, accumulated: int, proces
         objective["selection"]["mask_truncated"] = True
     if {"top_p", "top_k", "min_p"} & source.data.keys():
         ratio["proximal"] = "recomputed"
-    return {
+    steps = max(each // accumulated, 1) * source.take("num_iterations", 1)
+    ours: dict[str, Any] = {
         "num_prompts": prompts,
         "num_generations_per_prompt": generations,
-        "steps_per_generation": max(each // accumulated, 1) * source.take("num_iterations", 1),
+        "steps_per_generation": steps,
         "objective": objective,
+    }
+    if algorithm == "async_grpo":  # their staleness counts syncs of weights, each after a step
+        ours["async_grpo"] = {"max_staleness": source.take("max_staleness", 4)}
+        ratio["proximal"] = "sampler"
+    return ours
+
+
+def _ppo(source: Source, *, batch: int) -> dict[str, Any]:
+    epochs = source.take("num_ppo_epochs", 4)
+    steps = source.take("num_mini_batches", 1) * epochs
+    clip = source.take("cliprange", 0.2)
+    objective: dict[str, Any] = {
+        "ratio": {"clip_low": clip, "clip_high": clip, "proximal": "recomputed"},
+        "kl": {
+            "weight": source.take("kl_coef", 0.05),
+            "estimator": source.take("kl_estimator", "k1"),
+            "place": "reward",
+        },
+    }
+    source.note("untranslated", "missing_eos_penalty", "the reward function has to take it off")
+    source.note("untranslated", "vf_coef", "the critic is a model of its own here, with an optimizer of its own")
+    source.note("untranslated", "whiten_rewards", "rewards are taken as they are")
+    stage: dict[str, Any] = {
+        "num_prompts": batch,
+        "steps_per_generation": steps,
+        "num_epochs": epochs,
+        "value": {
+            "gamma": source.take("gamma", 1.0),
+            "lam": source.take("lam", 0.95),
+            "clip": source.take("cliprange_value", 0.2),
+        },
+        "objective": objective,
+    }
+    if isinstance(episodes := source.take("total_episodes"), int):
+        stage["max_num_steps"] = max(-(-episodes // batch), 1) * steps
+    return stage
+
+
+def _distill(source: Source, algorithm: str, *, batch: int) -> dict[str, Any]:
+    if not (teacher := source.take("teacher_model_name_or_path")):
+        raise TRLError("teacher_model_name_or_path is missing, and a teacher is what distillation learns from")
+    if algorithm == "gkd" and (share := source.take("lmbda", 0.5)) != 1:
+        source.note("untranslated", "lmbda", "every step is on responses of the student here", value=share)
+    source.note("untranslated", "seq_kd", "every step is on responses of the student here")
+    reason = "theirs compares whole vocabularies; ours as many tokens of the teacher, and the rest as one"
+    source.note("fill_in", "distill.k", reason, value=64)
+    generations = source.take("num_generations", 1)
+    return {
+        "num_prompts": max(batch // generations, 1),
+        "num_generations_per_prompt": generations,
+        "beta": source.take("beta", 0.5 if algorithm == "gkd" else 1.0),
+        "k": 64,
+        "teacher": {
+            "model_name": str(teacher),
+            **({"revision": str(revision)} if (revision := source.take("teacher_model_revision")) else {}),
+        },
     }
 
 
-def _offline(source: Source, stage: str) -> dict[str, Any]:
+def _online_dpo(source: Source, *, batch: int) -> dict[str, Any]:
+    ours: dict[str, Any] = {
+        "pairs": "online",
+        "num_prompts": batch,
+        "num_generations_per_prompt": 2,
+        "pairs_per_prompt": 1,
+        "beta": source.take("beta", 0.1),
+        "loss": "ipo" if source.take("loss_type", "sigmoid") == "ipo" else "sigmoid",
+    }
+    source.note("untranslated", "missing_eos_penalty", "the reward function has to take it off")
+    if (most := source.peek("max_steps", -1)) < 1:
+        most, epochs = 1000, source.take("num_train_epochs", 3.0)
+        reason = f"theirs is {epochs:g} epochs: so many times the rows, divided by num_prompts={batch}"
+        source.note("fill_in", "dpo.max_num_steps", reason, value=most)
+    return {**ours, "max_num_steps": most}
+
+
+def _offline(source: Source, algorithm: str) -> dict[str, Any]:
     """The keys of a stage on given rows."""
     source.note("dropped", "max_length", "a row that is longer than the model's context is data.on_bad_row")
-    match stage:
+    match algorithm:
         case "sft":
             if source.take("packing"):
                 source.note("dropped", "packing", "rows are packed by policy.dtensor_cfg.sequence_packing")
             return {"train_on": "assistant"} if source.take("assistant_only_loss") else {}
         case "dpo":
             ours: dict[str, Any] = {"pairs": "data", "beta": source.take("beta", 0.1)}
-            kind = source.take("loss_type", "sigmoid")
-            if kind in {"sigmoid", "hinge", "ipo", "robust"}:
-                ours["loss"] = kind
+            kinds = listed(source.take("loss_type", "sigmoid"))
+            weights = listed(source.take("loss_weights") or [1.0] * len(kinds))
+            if kinds[1:] == ["sft"] and len(weights) == 2 and weights[0]:
+                ours["nll_weight"] = weights[1] / weights[0]
+                kinds = kinds[:1]
+            if len(kinds) == 1 and kinds[0] in PAIR_LOSSES:
+                ours["loss"] = PAIR_LOSSES[kinds[0]] or kinds[0]
             else:
-                source.note("untranslated", "loss_type", "sigmoid is used instead", value=kind)
-            return ours | ({"label_smoothing": smooth} if (smooth := source.take("label_smoothing", 0.0)) else {})
+                source.note("untranslated", "loss_type", "sigmoid is used instead", value=kinds)
+            smoothing = source.take("label_smoothing", 0.0) or (1e-3 if ours.get("loss") == "exo" else 0.0)
+            return ours | ({"label_smoothing": smoothing} if smoothing else {})
+        case "cpo":
+            return {
+                "pairs": "data",
+                "loss": source.take("loss_type"),
+                "beta": source.take("beta", 0.1),
+                "gamma": source.take("simpo_gamma", 0.5),
+                "nll_weight": source.take("cpo_alpha", 1.0),
+            }
         case "kto":
             return {name: source.take(name, usual) for name, usual in KTO.items()}
         case "orpo":
@@ -308,9 +395,9 @@ def _offline(source: Source, stage: str) -> dict[str, Any]:
 KTO = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
-def _optimizer(source: Source, stage: str, *, steps: int) -> dict[str, Any]:
+def _optimizer(source: Source, *, rate: float, steps: int) -> dict[str, Any]:
     ours: dict[str, Any] = {
-        "lr": source.take("learning_rate", RATES.get(stage, 1e-6)),
+        "lr": source.take("learning_rate", rate),
         "weight_decay": source.take("weight_decay", 0.0),
         "max_grad_norm": source.take("max_grad_norm", 1.0),
         "betas": [source.take("adam_beta1", 0.9), source.take("adam_beta2", 0.999)],
@@ -361,7 +448,7 @@ def _policy(source: Source, name: str, *, rows: int) -> dict[str, Any]:
         backend["lora_cfg"] = {"rank": source.take("lora_r", 16), "alpha": source.take("lora_alpha", 32)}
         targets = source.take("lora_target_modules")
         if targets and targets != "all-linear":
-            backend["lora_cfg"]["target_modules"] = _listed(targets)
+            backend["lora_cfg"]["target_modules"] = listed(targets)
         if source.take("lora_dropout", 0.05):
             source.note(
                 "untranslated", "lora_dropout", "without dropout here, which would make two functions of one model"
@@ -372,11 +459,22 @@ def _policy(source: Source, name: str, *, rows: int) -> dict[str, Any]:
     return {**ours, "dtensor_cfg": backend}
 
 
-def _generation(source: Source) -> dict[str, Any]:
+SAMPLES = {"grpo", "ppo", "distill"}
+"""Stages that always sample."""
+MOST_TURNS = 8
+LENGTHS = {"gkd": 128, "distillation": 512, "online_dpo": 64, "ppo": 53}
+"""The most tokens of a response where it is not 256."""
+TEMPERATURES = {"gkd": 0.9, "online_dpo": 0.9, "ppo": 0.7}
+
+
+def _generation(source: Source, algorithm: str, *, samples: bool) -> dict[str, Any]:
+    key = {"gkd": "max_new_tokens", "online_dpo": "max_new_tokens", "ppo": "response_length"}.get(algorithm)
     ours: dict[str, Any] = {
-        "max_new_tokens": source.take("max_completion_length", 256),
-        "temperature": source.take("temperature", 1.0),
+        "max_new_tokens": source.take(key or "max_completion_length", LENGTHS.get(algorithm, 256)),
+        "temperature": source.take("temperature", TEMPERATURES.get(algorithm, 1.0)),
     }
+    if algorithm == "distillation":
+        source.data.setdefault("top_p", 0.95)
     source.note("dropped", "max_prompt_length", "data.on_bad_row is about prompts that do not fit")
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if (value := source.take(name)) not in (None, off, -1):
@@ -385,17 +483,22 @@ def _generation(source: Source) -> dict[str, Any]:
         "gpu_memory_utilization": source.take("vllm_gpu_memory_utilization"),
         "tensor_parallel_size": source.take("vllm_tensor_parallel_size"),
     }
-    if source.peek("use_vllm"):
+    if samples and (source.peek("use_vllm") or algorithm == "async_grpo"):
         ours |= {"backend": "vllm", "vllm_cfg": {name: value for name, value in vllm.items() if value is not None}}
     return ours
 
 
-def _data(source: Source, dataset: Any) -> dict[str, Any]:
-    source.take("dataset_name")
+def _data(source: Source, given: Given, stage: str) -> dict[str, Any]:
+    dataset = source.take("dataset_name")
     if not dataset:
         reason = "theirs is in their script, or a mixture of its own"
         source.note("fill_in", "data.source", reason, value="rows.jsonl")
         return {"source": "rows.jsonl"}
+    if given.maps_rows:
+        reason = "theirs makes rows of its own of it; name the columns in data.columns, or a function here"
+        source.note("fill_in", "data.source", reason, value=dataset)
+    elif stage == "distill":
+        source.note("fill_in", "data.source", "it needs a column prompt; see data.columns", value=dataset)
     ours: dict[str, Any] = {"source": str(dataset), "split": str(source.take("dataset_train_split", "train"))}
     if name := source.take("dataset_config"):
         ours["name"] = str(name)
