@@ -525,7 +525,7 @@ class _Trainer:
                 self._join(self._store, entry)
                 if before is not None:
                     before.stop()
-        except RefitError:
+        except RuntimeError:  # a RefitError, or torch's own, of a store that ended while its process lives
             self.leave()
 
     def leave(self) -> None:

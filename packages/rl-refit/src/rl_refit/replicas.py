@@ -293,9 +293,15 @@ class Replicas:
 
     def close(self) -> None:
         """Leave; replicas keep what they have, and wait for the next trainer at this address."""
+        if self._closed:
+            return
         self._closed = True
         self._close_sessions(set())
         self._control.close()
+        # The store ends with the last that refers to it, and the next trainer of this process may take its address.
+        self._members, self._failed = {}, {}
+        self._control.forget()
+        self._meeting.forget()
 
     # -- One call -----------------------------------------------------------------------------------------------------
 
