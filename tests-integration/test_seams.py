@@ -28,13 +28,14 @@ from rl_generation import (
 )
 from rl_generation.seeding import ServingEngine
 from rl_launcher.build.parts import RunEngine
+from rl_launcher.build.remote_engines import RemoteWeightSync, ServedEngines
 from rl_launcher.quickstart.tiny_model import character_tokenizer
 from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.refit import RayWeightSync
 from rl_launcher.schema import PolicyConfig
 from rl_observe.log_files import RefitFigures
 from rl_observe.samples import text_pieces
-from rl_refit import CountedRefit, ModuleSink, ModuleSource, RefitReport, WeightSink, WeightSource
+from rl_refit import CountedRefit, ModuleSink, ModuleSource, RefitReport, ReplicasReport, WeightSink, WeightSource
 from rl_refit.counted import CountedWeightSync
 
 if TYPE_CHECKING:
@@ -96,6 +97,12 @@ if TYPE_CHECKING:
 
     def report_of(report: RefitReport) -> tuple[contracts.RefitReport, RefitFigures]:
         return report, report
+
+    def report_of_replicas(report: ReplicasReport) -> tuple[contracts.RefitReport, RefitFigures]:
+        return report, report
+
+    def parts_elsewhere(a: ServedEngines, b: RemoteWeightSync) -> tuple[ServingEngine, CountedWeightSync]:
+        return a, b
 
     def environment_of(environment: RewardFunctionEnvironment) -> contracts.Environment:
         return environment

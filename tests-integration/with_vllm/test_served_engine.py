@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -44,18 +45,21 @@ def test_a_served_vllm_has_the_weights_of_each_step_and_its_logp_are_the_trainer
     token.write_text("a token")
     token.chmod(0o600)
     rl_launcher = [sys.executable, "-m", "rl_launcher"]
-    ports = ["--port", "0", "--control-port", "0", "--token-file", str(token)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        remote = {"address": f"tcp://127.0.0.1:{listener.getsockname()[1]}", "token_file": str(token)}
+    asked = [f"policy.generation.remote={json.dumps(remote)}"]
     log = tmp_path / "server.log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [*rl_launcher, "serve", str(recipe), *ports], stdout=subprocess.PIPE, stderr=output, text=True
+            [*rl_launcher, "serve", str(recipe), *asked, "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
         )
     assert server.stdout is not None
     try:
-        while not (found := re.fullmatch(r"engine: (\S+)   control: (\S+)\n", line := server.stdout.readline())):
+        while not (found := re.fullmatch(r"engine: (\S+)\n", line := server.stdout.readline())):
             assert line, log.read_text()  # vLLM prints to stdout, too
-        remote = {"urls": [found[1]], "control_urls": [found[2]], "token_file": str(token)}
-        asked = [f"policy.generation.remote={json.dumps(remote)}"]
         done = subprocess.run(
             [*rl_launcher, "run", str(recipe), *asked], check=False, capture_output=True, text=True, timeout=600
         )
@@ -72,4 +76,4 @@ def test_a_served_vllm_has_the_weights_of_each_step_and_its_logp_are_the_trainer
     assert [row["step"] for row in steps] == [2, 4]
     assert all(row["token_mult_prob_error"] < 1.0001 for row in steps), "the engine holds what the trainer has"
     refits = [json.loads(line) for line in (tmp_path / "run" / "refits.jsonl").read_text().splitlines()]
-    assert [refit["version"] for refit in refits] == [2, 4]
+    assert [(refit["version"], refit["versions"]) for refit in refits] == [(2, {found[1]: 2}), (4, {found[1]: 4})]

@@ -142,7 +142,12 @@ class ToySglang(Toy):
 
     def get(self, path):
         if path == "/get_model_info":
-            return 200, {"model_path": "toy", "preferred_sampling_params": self.settings.get("preferred")}
+            label = self.settings.get("label", lambda: "default")()
+            return 200, {
+                "model_path": "toy",
+                "weight_version": label,
+                "preferred_sampling_params": self.settings.get("preferred"),
+            }
         if path == "/get_server_info":
             deterministic = self.settings.get("deterministic", False)
             return 200, {"model_path": "toy", "context_length": 100, "enable_deterministic_inference": deterministic}
@@ -338,6 +343,23 @@ def test_a_server_that_loses_many_requests_at_once_is_named_and_rested_once(vllm
     assert caplog.text.count("left alone for") <= 2  # once, or twice where the machine is slow to notice them all
 
 
+def test_replicas_come_and_go_and_new_ones_are_probed_before_they_are_used(vllm):
+    with ToyVllm() as new, ToyVllm(mode="raw_logprobs") as other, RemoteEngine(vllm.url, vocab_size=50) as engine:
+        engine.use([vllm.url, new.url, other.url], version=4)
+        engine.generate([[1]] * 6, SHORT)
+        assert [len(body["prompt"]) for _, body in new.asked[:3]] == [2, 2, 1]  # the probes
+        assert len(new.asked) > 3
+        engine.generate([[1]] * 6, SHORT)
+        assert "came back as another" in engine.unreachable[other.url]
+        assert engine.version == 4
+        engine.use(new.url)
+        before = len(vllm.asked)
+        engine.generate([[1]] * 3, SHORT)
+        assert len(vllm.asked) == before
+        with pytest.raises(EngineOptionError, match="urls is empty"):
+            engine.use([])
+
+
 def test_what_the_server_refuses_is_not_tried_again(vllm):
     with RemoteEngine(vllm.url, vocab_size=VOCAB_SIZE) as engine:
         vllm.fail = [(400, ())] * 2
@@ -405,6 +427,26 @@ def test_sglangs_labels_are_the_versions_of_its_tokens_where_they_are_numbers(sg
         (rollout,) = engine.generate([[1]], SHORT)
         assert [(span.version, span.start, span.end) for span in rollout.versions] == versions
         assert engine.metrics().version == versions[-1][0]
+
+
+def test_an_sglang_that_was_started_anew_with_old_weights_is_rested_until_its_label_is_a_number_again(sglang):
+    label = "3"
+
+    def labelled(answer):
+        answer["meta_info"]["weight_version"] = label
+        return answer
+
+    sglang.change = labelled
+    sglang.settings["label"] = lambda: label
+    with RemoteEngine(sglang.url, vocab_size=VOCAB_SIZE, retries=0) as engine:
+        engine.use(sglang.url, version=3)
+        assert engine.generate([[1]], SHORT)[0].version == 3
+        label = "default"
+        for _ in range(2):  # asked, and then probed
+            with pytest.raises(EngineDeadError, match=r"'default', and had version 3: it was started anew"):
+                engine.generate([[1]], SHORT)
+        label = "4"
+        assert engine.generate([[1]], SHORT)[0].version == 4
 
 
 def test_without_a_seed_a_deterministic_sglang_still_gets_one_for_each_sample(sglang):

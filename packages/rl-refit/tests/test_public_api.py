@@ -27,7 +27,7 @@ SIGNATURES = {
     "Refit.__call__": "(self, version)",
     "Refit.receive": "(self, *, timeout_s)",
     "Replica": (
-        "(sink, *, name, trainer, address, rank, num_ranks, transport, from_peers, liveness_s, trainer_name, "
+        "(sink, *, name, trainer, address, rank, num_ranks, transport, in_turn, from_peers, liveness_s, trainer_name, "
         "bucket_bytes, buckets, deadline_s)"
     ),
     "Replica.close": "(self)",
@@ -121,11 +121,13 @@ def test_errors_cross_a_process_boundary_whole(error):
     assert isinstance(copy, RuntimeError)
 
 
-def test_the_readmes_first_program_prints_what_it_shows():
-    program, shown = re.findall(r"```(?:python|text)\n(.*?)```", README.read_text(), re.DOTALL)[:2]
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("imports", ["multiprocessing, tempfile, torch", "multiprocessing, socket, time, torch"])
+def test_the_programs_of_the_readme_print_what_it_shows(imports):
+    pair = rf"```python\n(import {imports}\n.*?)```\n\n```text\n(.*?)```"
+    program, shown = re.search(pair, README.read_text(), re.DOTALL).groups()
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
 
-    def without_times(text):
-        return re.sub(r"[\d.]+ ms \(.*?\)", "… ms", text.strip())
+    def without_figures(text):
+        return re.sub(r"process \d+", "process …", re.sub(r"[\d.]+ ms \(.*?\)", "… ms", text.strip()))
 
-    assert without_times(result.stdout) == without_times(shown)
+    assert without_figures(result.stdout) == without_figures(shown)

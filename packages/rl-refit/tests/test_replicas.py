@@ -240,6 +240,18 @@ def test_replicas_outlive_their_trainer_and_join_the_next_at_its_address(world):
     assert resumed.do("refit", version=2)["versions"] == held(replicas) == dict.fromkeys(NAMES, 2)
 
 
+def test_a_trainer_that_closes_leaves_its_address_to_the_next_of_the_same_process(world):
+    trainer, replicas = start(world)
+    trainer.do("refit", version=5)
+    for _ in range(2):
+        trainer.do("close")
+        assert trainer.do("make") == {}
+        trainer.do("await_joined", names=NAMES)
+        report = trainer.do("refit", version=3, rollback=True)
+        assert report["versions"] == held(replicas, until=3) == dict.fromkeys(NAMES, 3)
+        trainer.do("refit", version=5)
+
+
 def test_a_call_waits_for_at_least_as_many_replicas_and_names_how_to_start_them(world):
     trainer = world.trainer(address=free_address(), at_least=2, deadline_s=1.0)
     said = trainer.do("refit", version=1)

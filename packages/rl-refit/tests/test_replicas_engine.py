@@ -23,7 +23,13 @@ def engine():
 def test_the_driver_of_an_engine_joins_for_all_its_workers_and_goes_back_with_the_trainer(engine):
     address, served, stop = free_address(), [], threading.Event()
     sink = ToySink(engine)
-    replica = Replica(sink, name="engine", trainer=address)
+    turns = []
+
+    def in_turn(refit):
+        turns.append(threading.get_ident())
+        return refit()
+
+    replica = Replica(sink, name="engine", trainer=address, in_turn=in_turn)
 
     def serve():
         while not stop.is_set():
@@ -42,6 +48,10 @@ def test_the_driver_of_an_engine_joins_for_all_its_workers_and_goes_back_with_th
                 tensors[name].copy_(tensor)
             report = replicas(version=version, rollback=rollback)
             assert report.versions == {"engine": version}
+            assert report.rewound == ({"engine": 5} if rollback else {})
+            assert (report.tensors, report.bytes) == (len(tensors), report.refits["engine"].bytes)
+            assert (report.verified, report.digest) == ("every byte", report.refits["engine"].digest)
+            assert report.seconds == report.refits["engine"].seconds
             assert engine.holds(version)
     finally:
         stop.set()
@@ -49,4 +59,5 @@ def test_the_driver_of_an_engine_joins_for_all_its_workers_and_goes_back_with_th
         replica.close()
         replicas.close()
     assert sink.version == 4
+    assert turns == [thread.ident] * 4
     assert [each for each in served if "no refit began" not in str(each)] == [1, 5, 3, 4]

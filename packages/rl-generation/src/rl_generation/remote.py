@@ -150,6 +150,7 @@ class RemoteEngine:
         self._counting = threading.Lock()
         self._counts = Counter[str]()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._max_in_flight = max_in_flight
         self._places = asyncio.Semaphore(max_in_flight * len(self._replicas))
         # The key lives in the client's headers alone, which write it as [secure] where they are printed.
         self._http = httpx.AsyncClient(
@@ -269,6 +270,29 @@ class RemoteEngine:
         if self._facts.kind == "rl-generation":
             raise EngineOptionError("these servers report the version of their weights: commit it there")
         self._version = version
+
+    def use(self, urls: str | Sequence[str], *, version: int | None = None) -> None:
+        """Send requests to these replicas from now on, where some have come or gone; what is under way goes on.
+
+        New ones are probed before they are used, and rested like any other where they do not answer, or are another.
+
+        Args:
+            urls: Base URLs, as when the engine was made.
+            version: Of the weights that all of them have now, as whoever has brought them knows; None where nobody
+                does. A server of SGLang that later labels its weights with no number was started anew, and is rested.
+        """
+        wanted = _base_urls(urls)
+
+        async def change() -> None:  # where requests are sent from
+            known = {replica.url: replica for replica in self._replicas}
+            new = {url: _Replica(url, why_down="it is new, and was not probed yet") for url in wanted}
+            self._replicas = [known.get(url, new[url]) for url in wanted]
+            for replica in self._replicas if version is not None else ():
+                replica.version = version
+            if len(wanted) != len(known):  # requests that have a place keep it, so for a moment there may be more
+                self._places = asyncio.Semaphore(self._max_in_flight * len(wanted))
+
+        self._events.run(change())
 
     def close(self) -> None:
         """End requests that are under way with EngineDeadError, and the connections; it can be called again."""
@@ -463,7 +487,10 @@ class RemoteEngine:
                 f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
                 f"{type(error).__name__}: {error}"
             ) from None
-        if facts.kind == "rl-generation" or (facts.kind == "sglang" and _sglang_versions(answer["meta_info"])):
+        reported = facts.kind == "rl-generation" or (facts.kind == "sglang" and _sglang_versions(answer["meta_info"]))
+        if facts.kind == "sglang" and replica.version is not None and not reported:
+            raise _ServerFailedError(_started_anew(replica, answer["meta_info"]), rest=True)
+        if reported:
             replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
         return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
 
@@ -686,7 +713,10 @@ class RemoteEngine:
 
     async def _probe_sglang(self, replica: "_Replica", facts: "_Facts") -> "_Facts":
         """What SGLang's own pages say: what it prefers to what it is asked, and whether it keeps seeds."""
-        preferred = (await self._post(replica, "/get_model_info", None)).get("preferred_sampling_params") or {}
+        info = await self._post(replica, "/get_model_info", None)
+        if replica.version is not None and not str(info.get("weight_version")).isdecimal():
+            raise _ServerFailedError(_started_anew(replica, info), rest=True)
+        preferred = info.get("preferred_sampling_params") or {}
         if isinstance(preferred, str):
             preferred = json.loads(preferred)
         changed = sorted(set(preferred) - SGLANG_SETS)
@@ -1007,6 +1037,14 @@ def _read_sglang(answer: Any, request: Request, *, kind: ServerKind, logp_of: Lo
             versions=_sglang_versions(said) or version,
         )
     ]
+
+
+def _started_anew(replica: "_Replica", said: Mapping[str, Any]) -> str:
+    """Why a server of SGLang is not used, whose label was a number and is none any more."""
+    return (
+        f"labels its weights {said.get('weight_version')!r}, and had version {replica.version}: it was started anew "
+        f"and has no weights of the trainer yet"
+    )
 
 
 def _sglang_versions(said: Mapping[str, Any]) -> tuple[VersionSpan, ...]:

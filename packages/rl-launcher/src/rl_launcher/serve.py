@@ -1,43 +1,40 @@
-"""`rl-launcher serve`: the engine of a recipe on a machine of its own, for a trainer elsewhere.
+"""`rl-launcher serve`: an engine on a machine of its own, for the trainer of a recipe elsewhere.
 
-It answers over HTTP as any server of rl_generation does, once a refit has brought weights. On the control port, behind
-a token, a trainer arranges its refits:
-
-    GET  /refit           ranks of the sink, the committed version, who joined, and a free port for the rendezvous
-    POST /refit/join      take part in the refits of these parties from now on
-    POST /refit/receive   take part in the next one, and answer when it is committed or aborted
-
-A trainer that joins takes the engine from the one before, whatever version that had brought.
+Of rl_generation it makes the engine and answers over HTTP, once a refit has brought weights; of SGLang it takes the
+server that runs here. Either joins the trainer at `policy.generation.remote.address`, whenever that is there, under its
+URL, and takes part in its refits; it takes the committed weights from another engine where it can. A trainer that
+begins anew takes the engine over, whatever weights the one before has left there.
 """
 
-import asyncio
-import json
-import socket
+import logging
+import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from typing import Any
 
 from rl_backends.loading import pad_token_id
-from rl_generation import ModelError, TrainingEngineSpec, make_training_engine
+from rl_backends.loading.source import local_folder
+from rl_generation import ModelError, make_training_engine
 from rl_generation.engine import StreamingEngine
-from rl_generation.server import ControlServer, Server
+from rl_generation.server import Server
 from rl_generation.streaming import Streamer
 from rl_launcher.build.engines import engine_spec, make_sink
 from rl_launcher.build.inputs import ending_token_ids
 from rl_launcher.build.models import read_skeleton
+from rl_launcher.build.remote_engines import make_replica
 from rl_launcher.errors import Refusal
-from rl_launcher.schema import Recipe
-from rl_refit import Refit, RefitConfig, RefitError
-from rl_refit.parties import Parties
+from rl_launcher.schema import Recipe, RemoteConfig
+from rl_launcher.user_code import is_import_string
+from rl_refit import DeadlineError, RefitError, Replica
+from rl_refit.sglang import SglangSink
 
-T = TypeVar("T")
+LOG = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds before an engine looks again, where the last look ended with an error."""
 
 
 @contextmanager
@@ -47,30 +44,40 @@ def serving(
     token: str,
     host: str = "127.0.0.1",
     port: int = 8000,
-    control_port: int = 8001,
-    api_key: str | None = None,
     weights_dtype: str = "float32",
-) -> "Iterator[tuple[Server, ControlServer]]":
-    """Make the engine of `recipe` and its two ports; the control port serves, and `Server.run` serves the other.
+) -> "Iterator[tuple[str, Callable[[], object]]]":
+    """Have an engine join the trainer of `recipe`; yields its URL, and a function that serves until the process ends.
 
     Args:
-        recipe: the trainer's; of it the model and `policy.generation` are used.
-        token: that the trainer sends to the control port.
-        host: address of both ports, and of the weights that come in: one that the trainer reaches.
-        port: for prompts; 0 takes a free one.
-        control_port: for refits; 0 takes a free one.
-        api_key: that clients send; needed beyond loopback.
-        weights_dtype: in which dtype the trainer sends its weights.
+        recipe: the trainer's; of it the model, `policy.generation` and `policy.refit` are used.
+        token: of `policy.generation.remote`.
+        host: address of this machine that the trainer reaches: of the server, and of the weights that come in.
+        port: for prompts; 0 takes a free one. Of a server of SGLang, the one that it listens to.
+        weights_dtype: in which dtype the trainer sends its weights; SGLang's checkpoint says it by itself.
 
     Raises:
-        ValueError: the recipe holds no engine, or its model or an option of the engine is refused.
+        ValueError: the recipe holds no engine, or none elsewhere; or its model or an option of the engine is refused.
         OSError: an address is taken, or not this machine's.
     """
+    remote = recipe.policy.generation.remote
     if not recipe.generates:
         raise Refusal("nothing in this recipe samples responses, so there is no engine to serve")
+    if remote is None:
+        raise Refusal(
+            "policy.generation.remote is missing: its address says where the trainer is, to which this engine belongs; "
+            "give both the same recipe"
+        )
     if host in {"0.0.0.0", "::"}:  # noqa: S104 - refused
         raise Refusal(f"host={host} is no address that a trainer can send weights to: name this machine's own")
     with ExitStack() as stack:
+        if remote.kind == "sglang":
+            if weights_dtype != "float32":
+                raise Refusal("a server of SGLang has the dtypes of its checkpoint: leave --weights-dtype out")
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            sink = _sglang_sink(recipe, remote, url)
+            stack.enter_context(taking_part(make_replica(sink, name=url, host=host, recipe=recipe, token=token)))
+            yield url, threading.Event().wait
+            return
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rl-launcher-serve-")))
         policy = recipe.policy
         skeleton = read_skeleton(
@@ -88,129 +95,84 @@ def serving(
             pad_token_id=pad_token_id(skeleton.tokenizer, ending),
             dtypes=dict.fromkeys((name for name, _ in skeleton.model.named_parameters()), weights_dtype),
         )
-        receiver = Receiver(spec, host=host)
-        engine = make_training_engine(spec, ready=receiver.ready, own_process=True)
+        sinks: list[Any] = []
+
+        def ready() -> None:
+            for made in sinks:
+                made.check()
+            if not sinks or sinks[0].version is None:
+                raise ModelError("the engine has no weights yet: no refit has been committed")
+
+        engine = make_training_engine(spec, ready=ready, own_process=True)
         stack.callback(engine.close)
         streaming: Any = engine
-        if not isinstance(engine, StreamingEngine):
+        in_turn: dict[str, Any] = {}
+        if not isinstance(engine, StreamingEngine):  # one thread computes all, and refits between two of its steps
             streaming = stack.enter_context(Streamer(engine))
-        receiver.attach(engine, streaming)
-        stack.callback(receiver.close)
-        routes = [
-            Route("/refit", receiver.state, methods=["GET"]),
-            Route("/refit/join", receiver.join, methods=["POST"]),
-            Route("/refit/receive", receiver.receive, methods=["POST"]),
-        ]
+            in_turn = {"in_turn": lambda refit: streaming.between_steps(refit).result()}
+        sinks.append(make_sink(spec, engine))
         server = Server(
             streaming,
             tokenizer=skeleton.tokenizer,
             model_name=policy.model_name,
             host=host,
             port=port,
-            api_key=api_key,
+            api_key=None if remote.api_key_env is None else _key(remote.api_key_env),
         )
-        control = ControlServer(streaming, token=token, host=host, port=control_port, routes=routes)
-        yield server, stack.enter_context(control)
+        replica = make_replica(sinks[0], name=server.url, host=host, recipe=recipe, token=token, **in_turn)
+        stack.enter_context(taking_part(replica))
+        yield server.url, server.run
 
 
-class Receiver:
-    """Takes part in the refits of one trainer after another.
+@contextmanager
+def taking_part(replica: Replica) -> Iterator[None]:
+    """Take part in refits in a thread, whatever goes wrong; each error is in the log once, until another comes."""
+    ended = threading.Event()
 
-    Args:
-        spec: of the engine.
-        host: address of this machine that the trainer reaches.
-    """
+    def take_part() -> None:
+        said = ""
+        while not ended.is_set():
+            try:
+                replica.receive(timeout_s=3600.0)
+                said = ""
+            except (RefitError, OSError, RuntimeError) as error:
+                waited = isinstance(error, DeadlineError) and "no refit began" in str(error)
+                if f"{error}" != said and not waited and not ended.is_set():
+                    said = f"{error}"
+                    LOG.warning("%s: %s", type(error).__name__, said)
+                ended.wait(LOOK_S)
 
-    def __init__(self, spec: TrainingEngineSpec, *, host: str) -> None:
-        self._spec, self._host = spec, host
-        self._engine: Any = None
-        self._sink: Any = None
-        self._refit: Refit | None = None
-        self._joined: str | None = None
-        self._between_steps: Callable[[Callable[[], Any]], Future[Any]] | None = None
+    thread = threading.Thread(target=take_part, name="rl-launcher refits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        replica.close()
+        thread.join()
 
-    def attach(self, engine: Any, streaming: Any) -> None:
-        """Refit this engine; one of a single thread between two of its steps."""
-        self._engine = engine
-        self._between_steps = getattr(streaming, "between_steps", None)
-        self._sink = make_sink(self._spec, engine)
 
-    def ready(self) -> None:
-        """Pass if the engine has whole weights.
-
-        Raises:
-            ModelError: no refit of the trainer that joined last has been committed.
-        """
-        if self._sink is not None:
-            self._sink.check()
-        if self._sink is None or self._sink.version is None:
-            raise ModelError("the engine has no weights yet: no refit has been committed")
-
-    def close(self) -> None:
-        """Leave the refits."""
-        refit, self._refit, self._joined = self._refit, None, None
-        if refit is not None:
-            with suppress(RefitError):  # the store may have died with another party
-                refit.close()
-
-    async def state(self, _request: Request) -> Response:
-        """Answer `GET /refit`."""
-        with socket.create_server((self._host, 0)) as listener:
-            free = listener.getsockname()[1]
-        return JSONResponse(
-            {
-                "ranks": getattr(self._sink, "num_ranks", 1),
-                "version": self._sink.version,
-                "joined": self._joined,
-                "host": self._host,
-                "port": free,
-            }
+def _sglang_sink(recipe: Recipe, remote: RemoteConfig, url: str) -> SglangSink:
+    named = recipe.policy.model_name
+    checkpoint = remote.checkpoint
+    if checkpoint is None and not is_import_string(named) and (folder := local_folder(named)) is not None:
+        checkpoint = str(folder)
+    if checkpoint is None:
+        raise Refusal(
+            f"policy.generation.remote.checkpoint is missing, and policy.model_name={named} is no folder: name the "
+            f"folder with the checkpoint that the server of SGLang was started with"
         )
-
-    async def join(self, request: Request) -> Response:
-        """Answer `POST /refit/join`."""
-        body = json.loads(await request.body())
-        given = body["parties"]
-        config = RefitConfig(**given.pop("config"))
-        parties = Parties(**{**given, "engine_ranks": tuple(given["engine_ranks"])}, config=config)
-        try:
-            self._check_dtypes(body["dtypes"])
-            await self._in_order(lambda: self._take(parties, int(body["engine"])))
-        except ValueError as error:
-            return _failed(error)
-        return JSONResponse({"joined": self._joined})
-
-    async def receive(self, request: Request) -> Response:
-        """Answer `POST /refit/receive`."""
-        timeout_s = float(json.loads(await request.body())["timeout_s"])
-        if (refit := self._refit) is None:
-            return _failed(RefitError("no trainer has joined"))
-        try:
-            report = await self._in_order(lambda: refit.receive(timeout_s=timeout_s))
-        except RefitError as error:
-            return _failed(error)
-        return JSONResponse({"version": report.version})
-
-    def _take(self, parties: Parties, number: int) -> None:
-        self.close()
-        self._sink = make_sink(self._spec, self._engine)
-        self._refit = parties.sink_refit(self._sink, engine=number, host=self._host)
-        self._joined = parties.name
-
-    def _check_dtypes(self, sent: Mapping[str, str]) -> None:
-        for name, dtype in sent.items():
-            if (known := self._spec.dtypes.get(name)) is not None and known != dtype:
-                raise Refusal(
-                    f"the trainer sends {name} in {dtype}, and this engine was made for {known}: start it with "
-                    f"rl-launcher serve --weights-dtype {dtype}"
-                )
-
-    async def _in_order(self, call: Callable[[], T]) -> T:
-        """Run what touches the engine: between two steps of one that has a single thread."""
-        if self._between_steps is None:
-            return await asyncio.to_thread(call)
-        return await asyncio.wrap_future(self._between_steps(call))
+    assert remote.folder is not None
+    api_key = None if remote.api_key_env is None else _key(remote.api_key_env)
+    try:
+        return SglangSink(url, like=checkpoint, folder=Path(remote.folder).expanduser(), api_key=api_key)
+    except RefitError as error:
+        raise Refusal(f"policy.generation.remote.checkpoint: {error}") from error
 
 
-def _failed(error: Exception) -> Response:
-    return JSONResponse({"error": {"message": str(error), "code": "refit_failed"}}, status_code=409)
+def _key(variable: str) -> str:
+    if not (key := os.environ.get(variable)):
+        raise Refusal(
+            f"policy.generation.remote.api_key_env={variable}: this environment variable is not set, or empty"
+        )
+    return key

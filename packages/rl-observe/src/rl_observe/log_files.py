@@ -174,8 +174,10 @@ class RefitLog(Closing):
         self._lines: JsonLinesWriter | None = None
 
     def write(self, report: RefitFigures, *, stage: str | None = None, step: int | None = None) -> None:
-        """Append one refit that was committed."""
+        """Append one refit that was committed; of several replicas, with the `versions` that each now has."""
         row = {name: getattr(report, name) for name in ("version", "bytes", "tensors", "verified", "digest")}
+        if (versions := getattr(report, "versions", None)) is not None:  # only a report of replicas has them
+            row["versions"] = dict(versions)
         seconds = {phase: round(value, 6) for phase, value in report.seconds.items()}
         if self._lines is None:
             self._lines = JsonLinesWriter(self._path)

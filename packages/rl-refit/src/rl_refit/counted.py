@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rl_refit.refit import Refit, RefitReport
+from rl_refit.replicas import ReplicasReport
 
 __all__ = ["CountedRefit", "CountedWeightSync"]
 
@@ -16,10 +17,11 @@ class CountedWeightSync(Protocol):
     count: int
     """Verified and committed refits."""
 
-    last: RefitReport | None
-    """The report of the latest one."""
+    @property
+    def last(self) -> RefitReport | ReplicasReport | None:
+        """The report of the latest one; of several replicas, what it did to all of them."""
 
-    def __call__(self, *, version: int) -> RefitReport:
+    def __call__(self, *, version: int) -> RefitReport | ReplicasReport:
         """Transfer, verify and commit."""
 
     def metrics(self) -> dict[str, float]:

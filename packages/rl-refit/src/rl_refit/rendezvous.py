@@ -122,6 +122,10 @@ class Rendezvous:
                 ) from error
         return self._store
 
+    def forget(self) -> None:
+        """Let go of the store, which ends with its host's last reference to it."""
+        self._store = None
+
     def _join(self, host: str, port: int, timeout: timedelta) -> Store:
         """The store that another party hosts. In a thread: torch waits for ever for a listener that says nothing."""
         made: queue.Queue[Store | Exception] = queue.Queue()

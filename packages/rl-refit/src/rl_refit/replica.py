@@ -97,6 +97,8 @@ class Replica:
         rank: This process's, of the replica.
         num_ranks: Of the replica; the workers of an `EngineSink` are counted by themselves.
         transport: Makes the way of the bytes; see `Replicas`.
+        in_turn: Runs each refit, which is the function that it is given: for an engine of one thread, between two of
+            that thread's steps. `receive` waits for refits beside it.
         from_peers: Whether a replica that lacks the committed version takes it from a living one that has it, without
             the trainer, which may be training; where that one can give it, as a `ModuleSink` can. A replica gives while
             it is in `receive`, and serves on. The trainer's refits come first.
@@ -120,6 +122,7 @@ class Replica:
         rank: int = 0,
         num_ranks: int = 1,
         transport: Callable[[], Transport] = slot_stream,
+        in_turn: Callable[[Callable[[], Any]], Any] = lambda refit: refit(),
         from_peers: bool = True,
         liveness_s: float = 30.0,
         trainer_name: str = TRAINER_NAME,
@@ -136,6 +139,7 @@ class Replica:
             raise ValueError(f"address={address!r}: all ranks of a replica give the same port, and not 0")
         self.name = name
         self._sink, self._transport, self._liveness_s = sink, transport, liveness_s
+        self._in_turn = in_turn
         self._rank, self._address = rank, address
         self._num_ranks = sink.num_ranks if isinstance(sink, EngineSink) else num_ranks
         self._raw: Store | None = None
@@ -176,8 +180,9 @@ class Replica:
             raise RefitError("another thread is in receive() of this Replica; close() ends that")
         try:
             while "gives" in (invitation := json.loads(self._await_invitation(timeout_s))):
-                self._give(invitation)
-            return self._take_part(invitation)
+                self._in_turn(functools.partial(self._give, invitation))
+            report: RefitReport = self._in_turn(functools.partial(self._take_part, invitation))
+            return report
         except _NoneBeganError as late:  # this replica stays where it has joined
             raise DeadlineError(str(late), phase="prepare", peer="source 0", seconds=late.seconds) from None
         except BaseException as error:
@@ -520,7 +525,7 @@ class _Trainer:
                 self._join(self._store, entry)
                 if before is not None:
                     before.stop()
-        except RefitError:
+        except RuntimeError:  # a RefitError, or torch's own, of a store that ended while its process lives
             self.leave()
 
     def leave(self) -> None:

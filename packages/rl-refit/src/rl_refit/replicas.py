@@ -65,17 +65,46 @@ class ReplicasReport:
     failures: Mapping[str, str]
     """Why a replica that had joined has not committed `version`. It takes part again as soon as it has joined again."""
 
+    rewound: Mapping[str, int]
+    """The versions that replicas gave up for this one, since `rollback` was given: `version`, or newer ones."""
+
     refits: Mapping[str, RefitReport]
     """Of the replicas that committed now, as this rank of the trainer saw it."""
 
-    seconds: float
+    total_seconds: float
     """From the call to its end."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that arrived, at all replicas that committed now together."""
+        return sum(report.bytes for report in self.refits.values())
+
+    @property
+    def tensors(self) -> int:
+        """Tensors fed to each of them."""
+        return max((report.tensors for report in self.refits.values()), default=0)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by phase, of the replica that took longest for it: they are refitted at the same time."""
+        phases = dict.fromkeys(phase for report in self.refits.values() for phase in report.seconds)
+        return {phase: max(report.seconds[phase] for report in self.refits.values()) for phase in phases}
+
+    @property
+    def verified(self) -> str:
+        """What was digested on both sides; where a replica's first refit was compared in full, both are said."""
+        return " or ".join(dict.fromkeys(report.verified for report in self.refits.values())) or "nothing"
+
+    @property
+    def digest(self) -> str | None:
+        """Of all that was digested for the first of `refits`, in hex; None where nothing was."""
+        return next((report.digest for report in self.refits.values()), None)
 
     def metrics(self) -> dict[str, float]:
         """For a log: bytes and seconds, whether all digests were compared, and how many replicas have the version."""
         return {
-            "refit_bytes": float(sum(report.bytes for report in self.refits.values())),
-            "refit_s": self.seconds,
+            "refit_bytes": float(self.bytes),
+            "refit_s": self.total_seconds,
             "refit_verified": float(all(report.digest is not None for report in self.refits.values())),
             "refit_replicas": float(sum(version == self.version for version in self.versions.values())),
             "refit_replicas_failed": float(len(self.failures)),
@@ -83,12 +112,13 @@ class ReplicasReport:
 
     def explain(self) -> str:
         """A line for each replica, for people."""
-        lines = [f"version {self.version} in {1e3 * self.seconds:.1f} ms:"]
+        lines = [f"version {self.version} in {1e3 * self.total_seconds:.1f} ms:"]
         for name, version in self.versions.items():
             if name in self.failures:
                 lines.append(f"  {name} failed, and its version is not known: {self.failures[name]}")
             elif name in self.refits:
-                lines.append(f"  {name}: {self.refits[name].explain()}")
+                before = f" (it had version {self.rewound[name]})" if name in self.rewound else ""
+                lines.append(f"  {name}{before}: {self.refits[name].explain()}")
             else:
                 lines.append(f"  {name} has version {version} already")
         return "\n".join(lines)
@@ -263,9 +293,15 @@ class Replicas:
 
     def close(self) -> None:
         """Leave; replicas keep what they have, and wait for the next trainer at this address."""
+        if self._closed:
+            return
         self._closed = True
         self._close_sessions(set())
         self._control.close()
+        # The store ends with the last that refers to it, and the next trainer of this process may take its address.
+        self._members, self._failed = {}, {}
+        self._control.forget()
+        self._meeting.forget()
 
     # -- One call -----------------------------------------------------------------------------------------------------
 
@@ -363,7 +399,7 @@ class Replicas:
                 f"version {version} is not newer than what replicas have: {have}; nothing was touched; a version is "
                 f"the number of optimizer steps that the weights have seen, never a count of calls; {what}"
             )
-        return self._invite(self._members.values(), version, died, rewind=rollback)
+        return self._invite(self._members.values(), version, died, rewind=rollback, ahead=ahead)
 
     def _catch_up(self, watch: Watch) -> dict[str, Any]:
         if self.version is None:
@@ -385,6 +421,7 @@ class Replicas:
         *,
         rewind: bool = False,
         unchanged: bool = False,
+        ahead: Mapping[str, int | None] | None = None,
     ) -> dict[str, Any]:
         invited = [
             {"number": each.number, "name": each.name, "address": each.address, "num_ranks": each.num_ranks}
@@ -395,6 +432,7 @@ class Replicas:
             "version": version,
             "rewind": rewind,
             "unchanged": unchanged,
+            "ahead": dict(ahead or {}),
             "invited": invited,
             "died": dict(died),
             "others": {
@@ -467,8 +505,9 @@ class Replicas:
                 version=version,
                 versions=dict(sorted(versions.items())),
                 failures=failures,
+                rewound={name: its for name, its in said["ahead"].items() if name not in failures},
                 refits={each["name"]: outcome.reports[each["number"]] for each in committed},
-                seconds=time.monotonic() - began,
+                total_seconds=time.monotonic() - began,
             ),
             failed,
         )

@@ -20,7 +20,7 @@ from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, w
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
 from rl_launcher.build.models import bytes_of, load_policy, load_teacher, named_by_key
 from rl_launcher.build.parts import NoEngine, NoWeightSync, Parts, RunEngine
-from rl_launcher.build.remote_engines import RemoteWeightSync, ServedEngines, read_control_token
+from rl_launcher.build.remote_engines import RemoteWeightSync, ServedEngines, describe_remote, read_shared_token
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
 from rl_observe.health import EventQueue
@@ -46,7 +46,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         return build_on_ray(recipe, run_dir=Path(recipe.run_dir) if run_dir is None else run_dir, objects=objects)
     # Cheap: the backend is installed, rewards can be imported, rows can be read and have the columns they need.
     inputs = read_inputs(recipe, objects)
-    remote, token = recipe.policy.generation.remote, read_control_token(recipe)
+    remote, token = recipe.policy.generation.remote, read_shared_token(recipe)
 
     # The models and their tokens.
     model, tokenizer = load_policy(recipe.policy, seed=recipe.seed, objects=objects)
@@ -68,9 +68,10 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     with ExitStack() as unfinished:
         unfinished.callback(policy.close)
         if remote is not None and token is not None:
-            engine = ServedEngines(remote, tokenizer=tokenizer)
+            ending = tokenized.chat.stop_token_ids
+            engine = served = ServedEngines(remote, tokenizer=tokenizer, stop_token_ids=ending)
             weight_sync = made = RemoteWeightSync(
-                policy, remote, recipe.policy.refit, token=token, refreshes=adapts, events=events
+                policy, remote, recipe.policy.refit, token=token, refreshes=adapts, engines=served, events=events
             )
         elif recipe.generates:
             spec = engine_spec(
@@ -98,7 +99,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         reward_pairs=reward_pairs,
         validation=validation,
         tokenizer=tokenizer,
-        placement="everything is in this process" if remote is None else f"engines at {', '.join(remote.urls)}",
+        placement="everything is in this process" if remote is None else describe_remote(remote),
         close=closing(inputs.environment, engine if remote else None, made, teacher, companions, policy),
         events=events,
     )

@@ -1,37 +1,47 @@
-"""Engines that `rl-launcher serve` runs on other machines, as the engine and the refits of a run.
+"""Engines on other machines, as the engine and the refits of a run.
 
-Prompts go to the servers over HTTP. Weights do not: at each refit the trainer tells the control ports who takes part,
-every server joins as a rank of the sink, and the bytes go from rank to rank, verified, or the old weights stay. A
-server that is gone is left out until it is there again; one that comes back is refitted before it answers.
+`rl-launcher serve` brings each of them: it joins the trainer at `policy.generation.remote.address`, under the URL at
+which it answers, as a replica of rl_refit. Prompts go there over HTTP. Weights do not: every replica is refitted by a
+transaction of its own. One that dies is dropped and named while the others commit; one that joins, anew or again, takes
+the committed version from another that has it, or the next one from the trainer; and prompts go to those that have it.
 """
 
-import itertools
-import os
+import hashlib
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
 
 from rl_backends.backend import Backend
-from rl_generation import RemoteEngine, Rollout, Sampling
+from rl_generation import EngineDeadError, RemoteEngine, Rollout, Sampling
 from rl_launcher.build.engines import dtypes_of, weight_source
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import Recipe, RemoteConfig
 from rl_observe.health import EventQueue
-from rl_refit import Refit, RefitConfig, RefitError, RefitReport
-from rl_refit.parties import Parties
+from rl_refit import (
+    CoverageError,
+    RefitConfig,
+    RefitError,
+    Replica,
+    Replicas,
+    ReplicasReport,
+    SlotStream,
+    StateDictSource,
+    WeightSource,
+)
 
-PROBE_S = 10.0
-"""Seconds in which a control port must say how its engine is."""
-MARGIN_S = 60.0
-"""Seconds by which a server may end its part of a refit later than the refit's deadline."""
+JOIN_S = 2.0
+"""Seconds in which an engine that is there has joined: it looks for the trainer many times a second."""
 
 
-def read_control_token(recipe: Recipe) -> str | None:
-    """The token of the control ports of `policy.generation.remote`; None where the run makes its own engine, or none.
+def read_shared_token(recipe: Recipe) -> str | None:
+    """The token of `policy.generation.remote`; None where the run makes its own engine, or none.
 
     Raises:
         Refusal: there is no token, others may read its file, or httpx or the server's packages are missing.
@@ -49,62 +59,129 @@ def read_control_token(recipe: Recipe) -> str | None:
         raise Refusal(f"policy.generation.remote: {error}") from error
 
 
+def describe_remote(remote: RemoteConfig) -> str:
+    """Which engines a run takes, in words."""
+    what = "servers of SGLang" if remote.kind == "sglang" else "engines"
+    return f"{what} that rl-launcher serve brings to {remote.address}, {remote.at_least} at least"
+
+
+def meeting_name(token: str) -> str:
+    """Under which trainer and engines meet at the trainer's address; who has another token finds nobody there."""
+    return f"rl-launcher {hashlib.sha256(token.encode()).hexdigest()}"
+
+
+def make_replica(sink: Any, *, name: str, host: str, recipe: Recipe, token: str, **options: Any) -> Replica:
+    """An engine's end: what joins the trainer of `recipe`.
+
+    Args:
+        sink: what the engine's refits fill.
+        name: the URL at which it answers prompts.
+        host: address of this machine that the trainer reaches.
+        recipe: the trainer's.
+        token: of `policy.generation.remote`.
+        **options: of `rl_refit.Replica`.
+    """
+    remote, config = recipe.policy.generation.remote, recipe.policy.refit
+    assert remote is not None
+    return Replica(
+        sink,
+        name=name,
+        trainer=remote.address,
+        trainer_name=meeting_name(token),
+        address=f"tcp://{host}:0",
+        transport=lambda: SlotStream(host=host),
+        bucket_bytes=config.bucket_bytes,
+        buckets=config.buckets,
+        deadline_s=config.deadline_s,
+        **options,
+    )
+
+
 class ServedEngines:
-    """The engine of a run: a `RemoteEngine`, which connects at the first request, when the servers have weights.
+    """The engine of a run: a `RemoteEngine` over the servers that have the trainer's weights.
 
     Args:
         config: of the recipe.
         tokenizer: of the policy; the servers' must be the same.
+        stop_token_ids: that end a response; a server of rl_generation knows them, SGLang is told with each prompt.
     """
 
-    def __init__(self, config: RemoteConfig, *, tokenizer: Any) -> None:
+    def __init__(self, config: RemoteConfig, *, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         self._config, self._tokenizer = config, tokenizer
+        self._stop_token_ids = tuple(stop_token_ids) if config.kind == "sglang" else ()
         self._connecting = threading.Lock()
         self._engine: RemoteEngine | None = None
+        self._urls: tuple[str, ...] = ()
+        self._version: int | None = None
+
+    def use(self, urls: Sequence[str], *, version: int) -> None:
+        """Send prompts to these servers from now on, which have the weights of `version`."""
+        with self._connecting:
+            self._urls, self._version = tuple(urls), version
+            if self._engine is not None:
+                self._engine.use(urls, version=version)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
         """One rollout a prompt, in order."""
-        return self._connected().generate(prompts, sampling)
+        asked = self._ending(sampling) if isinstance(sampling, Sampling) else [self._ending(each) for each in sampling]
+        return self._connected().generate(prompts, asked)
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
         """Begin to answer one prompt, beside whatever is under way."""
-        return self._connected().submit(prompt, sampling, seed=seed)
+        return self._connected().submit(prompt, self._ending(sampling), seed=seed)
 
     def explain(self) -> str:
         """Which servers they are."""
-        return f"engines at {', '.join(self._config.urls)}" if self._engine is None else self._engine.explain()
+        return describe_remote(self._config) if self._engine is None else self._engine.explain()
 
     def close(self) -> None:
         """End the connections; the servers go on."""
         if self._engine is not None:
             self._engine.close()
 
+    def _ending(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self._stop_token_ids))))
+
     def _connected(self) -> RemoteEngine:
         with self._connecting:
             if self._engine is None:
-                self._engine = RemoteEngine(
-                    self._config.urls,
-                    kind="rl-generation",
-                    tokenizer=self._tokenizer,
-                    api_key_env=self._config.api_key_env,
-                    request_timeout_s=self._config.request_timeout_s,
-                )
+                if not self._urls:
+                    raise Refusal("the engines have no weights yet: no refit has been committed")
+                # One is enough to begin with: the others are probed when they are used, and may have died since.
+                dead: EngineDeadError | None = None
+                for url in self._urls:
+                    try:
+                        self._engine = RemoteEngine(
+                            url,
+                            kind=self._config.kind,
+                            tokenizer=self._tokenizer,
+                            api_key_env=self._config.api_key_env,
+                            request_timeout_s=self._config.request_timeout_s,
+                        )
+                        break
+                    except EngineDeadError as error:
+                        dead = error
+                if self._engine is None:
+                    assert dead is not None
+                    raise dead
+                self._engine.use(self._urls, version=self._version)
             return self._engine
 
 
 class RemoteWeightSync:
-    """Refits from the policy of this process into every server that is there.
+    """Refits from the policy of this process into every engine that has joined.
 
     Args:
         policy: of this process.
-        remote: the servers.
+        remote: where engines join.
         config: of the refits.
-        token: of the control ports.
+        token: that trainer and engines share.
         refreshes: whether the policy's shards are merged copies, to be made anew before each refit.
-        events: told of servers that leave and return.
+        engines: told which have the weights.
+        events: told of engines that join and leave.
 
     Raises:
-        Refusal: no server is there, one is no control port of `rl-launcher serve`, or its engine does not fit.
+        Refusal: the address is taken, or not this machine's.
     """
 
     def __init__(
@@ -115,174 +192,103 @@ class RemoteWeightSync:
         *,
         token: str,
         refreshes: bool,
+        engines: ServedEngines,
         events: EventQueue,
     ) -> None:
-        import httpx
-
-        self._policy, self._remote, self._config, self._refreshes = policy, remote, config, refreshes
-        self._events = events
-        self._http = httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=PROBE_S)
-        self._names = (f"run-{os.getpid()}-{os.urandom(4).hex()}-{number}" for number in itertools.count(1))
-        self._joined: tuple[str, ...] = ()
-        self._refit: Refit | None = None
-        self._absent: dict[str, str] = {}
-        self._num_repeated = 0
+        self._policy, self._remote, self._refreshes = policy, remote, refreshes
+        self._engines, self._events = engines, events
+        self._versions: Mapping[str, int | None] = {}
+        """What each engine had after the latest refit, of those that were ever seen."""
         self.count = 0
         """Refits that were verified and committed."""
-        self.last: RefitReport | None = None
+        self.last: ReplicasReport | None = None
         """The report of the latest of them."""
+        host = urlsplit(remote.address).hostname
         try:
-            self._join(self._present())  # what cannot be is refused before anything is trained
-        except BaseException as error:
-            self._http.close()
-            if isinstance(error, RefitError):
-                raise Refusal(f"policy.generation.remote: {error}") from error
-            raise
+            self._replicas = Replicas(
+                _source(policy, remote),
+                address=remote.address,
+                at_least=remote.at_least,
+                transport=lambda: SlotStream(host=host),
+                name=meeting_name(token),
+                **asdict(config),
+            )
+        except RefitError as error:
+            raise Refusal(f"policy.generation.remote.address={remote.address}: {error}") from error
+        until = time.monotonic() + JOIN_S
+        while (joined := len(self._replicas.joined())) < remote.at_least and time.monotonic() < until:
+            time.sleep(0.05)
+        if joined < remote.at_least:
+            events.add(
+                "engines_awaited",
+                f"{joined} engines have joined {remote.address}, and at_least={remote.at_least} must: start them with "
+                f"rl-launcher serve, this recipe and the same token",
+                f"the run waits for them, for {config.deadline_s:g} s",
+            )
 
-    def __call__(self, *, version: int) -> RefitReport:
-        """Transfer, verify and commit on every server that is there.
+    def __call__(self, *, version: int) -> ReplicasReport:
+        """Transfer, verify and commit on every engine that has joined, and send prompts to those that have committed.
 
         Raises:
-            RefitError: no server is there, or all that are have refused or aborted it, and keep the old weights.
+            RefitError: fewer than `at_least` are there, or have committed it; the others keep the old weights.
         """
         if self._refreshes:
             self._policy.shards()
-        while True:
-            present = self._present()
-            try:
-                if tuple(present) != self._joined:
-                    self._join(present)
-                self.last = self._transfer(version)
-            except RefitError as error:
-                self._leave()
-                gone = present.keys() - self._facts().keys()
-                if not gone:
-                    raise
-                self._num_repeated += 1
-                self._events.add("refit_repeated", f"{error}".splitlines()[0], f"without {', '.join(sorted(gone))}")
-                continue
-            self.count += 1
-            return self.last
+        # Whoever trains says how old the weights are. An engine may be ahead of a run that has just begun or resumes,
+        # or was out of reach when it did; what this process has brought before is not to be brought again.
+        is_ours = self.last is not None and version <= self.last.version
+        try:
+            report = self._replicas(version, rollback=not is_ours)
+        except CoverageError as error:
+            if not error.mismatched:
+                raise
+            option = "policy.generation.remote.weights_dtype" if self._remote.kind == "sglang" else "--weights-dtype"
+            raise Refusal(
+                f"{error}; the trainer has {', '.join(sorted({*dtypes_of(self._policy.shards()).values()}))}: where "
+                f"dtypes differ, {option} says in which the weights come"
+            ) from error
+        self._tell(report)
+        self._engines.use([name for name, has in report.versions.items() if has == version], version=version)
+        self.count, self.last = self.count + 1, report
+        return report
 
     def metrics(self) -> dict[str, float]:
-        """Of the latest refit, and how many were repeated without a server that died, for the log."""
+        """Of the latest refit, and how many engines that were there before have not got its weights, for the log."""
         if self.last is None:
             return {}
-        served = {"refits_repeated": float(self._num_repeated), "engines_absent": float(len(self._absent))}
-        return {**self.last.metrics(), **served}
+        absent = sum(has != self.last.version for has in self._versions.values())
+        return {**self.last.metrics(), "engines_absent": float(absent)}
 
     def explain(self) -> str:
         """Where the weights go."""
-        return f"from this process into the engines at {', '.join(self._remote.control_urls)}, each a rank of the sink"
+        return f"from this process into each of the {describe_remote(self._remote)}, in a transaction of its own"
 
     def close(self) -> None:
-        """Leave the refits; the servers go on with the weights that they have."""
-        self._leave()
-        self._http.close()
+        """Leave; the engines go on with the weights that they have, and wait for the next trainer."""
+        self._replicas.close()
 
-    # -- One refit ----------------------------------------------------------------------------------------------------
-
-    def _transfer(self, version: int) -> RefitReport:
-        assert self._refit is not None
-        limit_s = self._config.deadline_s
-        with ThreadPoolExecutor(len(self._joined)) as threads:
-            answers = [threads.submit(self._receive, url, timeout_s=limit_s) for url in self._joined]
-            report = self._refit(version)
-        for url, answer in zip(self._joined, answers, strict=True):
-            refused = answer.result()
-            if refused is not None:
-                raise RefitError(f"{url} has not committed version {version}: {refused}")
-        return report
-
-    def _receive(self, url: str, *, timeout_s: float) -> str | None:
-        """Have a server take part in the next refit; why it has not committed, or None."""
-        import httpx
-
-        try:
-            answer = self._http.post(
-                f"{url}/refit/receive", json={"timeout_s": timeout_s}, timeout=timeout_s + MARGIN_S
-            )
-        except httpx.HTTPError as error:
-            return f"it does not answer: {type(error).__name__}"
-        return None if answer.is_success else _message(answer)
-
-    # -- Who takes part -----------------------------------------------------------------------------------------------
-
-    def _facts(self) -> dict[str, Mapping[str, Any]]:
-        """What the engines that are there say of themselves, by URL; others are noted as absent."""
-        import httpx
-
-        found, absent = {}, {}
-        for url in self._remote.control_urls:
-            try:
-                answer = self._http.get(f"{url}/refit")
-            except httpx.HTTPError as error:
-                absent[url] = type(error).__name__
-                continue
-            if answer.is_success:
-                found[url] = answer.json()
-            elif answer.status_code in {401, 403, 404}:
-                raise RefitError(
-                    f"{url} answers {answer.status_code}, {_message(answer)}: it must be a control port of rl-launcher "
-                    f"serve, with the token of policy.generation.remote"
+    def _tell(self, report: ReplicasReport) -> None:
+        before, version = self._versions, report.version
+        for name, had in report.rewound.items():
+            what = f"{name} had version {had}, of an earlier run or of steps that this one takes again"
+            self._events.add("engine_rewound", what, f"it has version {version} of this run now")
+        for name, has in report.versions.items():
+            if has == version and before.get(name) is None:
+                self._events.add("engine_joined", f"{name} has version {version}", "it answers prompts from now on")
+        self._versions = {**dict.fromkeys(before), **report.versions}
+        for name, has in self._versions.items():
+            if has is None and before.get(name, version) is not None:
+                why = report.failures.get(name, "it has left")
+                self._events.add(
+                    "engine_absent",
+                    f"{name} has not taken version {version}: {why}",
+                    "the others go on without it; it is in again when it has joined again",
                 )
-            else:
-                absent[url] = _message(answer)
-        for url in absent.keys() - self._absent:
-            self._events.add("engine_absent", f"{url} is not there: {absent[url]}", "the others go on without it")
-        for url in self._absent.keys() - absent:
-            self._events.add("engine_returned", f"{url} is there again", "the next refit brings its weights")
-        self._absent = absent
-        return found
-
-    def _present(self) -> dict[str, Mapping[str, Any]]:
-        """Likewise; there is at least one. A server that was started anew has to join again."""
-        facts = self._facts()
-        if not facts:
-            why = "; ".join(f"{url}: {reason}" for url, reason in self._absent.items())
-            raise RefitError(f"no engine is there ({why}): start them with rl-launcher serve, with this recipe")
-        restarted = any(facts[url]["joined"] is None for url in facts.keys() & {*self._joined})
-        if restarted:
-            self._leave()
-        return facts
-
-    def _join(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
-        import httpx
-
-        self._leave()
-        urls = tuple(facts)
-        first = facts[urls[0]]
-        hosts = {self._remote.host, *(facts[url]["host"] for url in urls)}
-        shards = self._policy.shards()
-        parties = Parties(
-            address=f"tcp://{first['host']}:{first['port']}",
-            name=next(self._names),
-            num_sources=1,
-            engine_ranks=tuple(facts[url]["ranks"] for url in urls),
-            one_node=hosts == {"127.0.0.1"},
-            config=self._config,
-        )
-        for number, url in enumerate(urls):
-            body = {"parties": asdict(parties), "engine": number, "dtypes": dtypes_of(shards)}
-            try:
-                answer = self._http.post(f"{url}/refit/join", json=body, timeout=MARGIN_S)
-            except httpx.HTTPError as error:
-                raise RefitError(f"{url} does not answer: {type(error).__name__}") from error
-            if not answer.is_success:
-                raise Refusal(f"{url} cannot be refitted by this run: {_message(answer)}")
-        self._refit = parties.source_refit(weight_source(self._policy), rank=0, host=self._remote.host)
-        self._joined = urls
-
-    def _leave(self) -> None:
-        refit, self._refit, self._joined = self._refit, None, ()
-        if refit is not None:
-            with suppress(RefitError):  # the store may have died with a server
-                refit.close()
 
 
-def _message(answer: Any) -> str:
-    """What a control port says of a failure."""
-    try:
-        return str(cast("dict[str, Any]", answer.json())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {answer.status_code}"
+def _source(policy: Backend, remote: RemoteConfig) -> WeightSource:
+    if remote.kind != "sglang":
+        return weight_source(policy)
+    # A checkpoint holds no buffers that the model computes by itself.
+    cast = None if remote.weights_dtype is None else getattr(torch, remote.weights_dtype)
+    return StateDictSource.from_shards(policy.shards(), cast=cast)

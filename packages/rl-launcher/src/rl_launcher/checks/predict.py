@@ -17,6 +17,7 @@ from rl_backends.reference import without_weights
 from rl_generation import EngineMemory, EngineOptionError, default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.build.parts import NO_ENGINE
+from rl_launcher.build.remote_engines import describe_remote
 from rl_launcher.checks.gpu_budget import Budget, Gpu, budget
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
@@ -112,10 +113,13 @@ def predict_run(
         if remote is None or not recipe.generates:
             engine = f"none: {NO_ENGINE}"
         else:
-            engine = f"none here: rl-launcher serve runs them at {', '.join(remote.urls)}, there with\n{engine}"
-            refit = (
-                "from this process to the engines, each a rank of the sink, over the network where they are elsewhere"
-            )
+            engine = f"none here: {describe_remote(remote)}" + (f", each\n{engine}" if remote.kind != "sglang" else "")
+            refit = "from this process to each engine that has joined, in a transaction of its own"
+            if remote.kind == "sglang":
+                refit += (
+                    f", and from there through {remote.folder} into SGLang (never tried with SGLang itself, only with "
+                    f"a server that answers as it does)"
+                )
     return Prediction(
         policy=f"{text}\n\n{memory}; {total}",
         engine=engine,

@@ -1,5 +1,7 @@
 """Commands about one run: run, resume, serve, explain, validate, try-reward, evaluate, report, export."""
 
+import signal
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,42 +77,25 @@ def serve(
     overrides: Overrides = None,
     *,
     host: Annotated[str, typer.Option(help="Address of this machine that the trainer reaches.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="For prompts; 0 takes a free one.")] = 8000,
-    control_port: Annotated[int, typer.Option(help="For refits; 0 takes a free one.")] = 8001,
-    token_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the token of the control port.", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        str | None, typer.Option(help="File with the token, which only you may read.", show_default=False)
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(help="Environment variable with the API key; needed beyond loopback.", show_default=False),
-    ] = None,
+    port: Annotated[
+        int, typer.Option(help="For prompts; 0 takes a free one. Of SGLang, the one it listens to.")
+    ] = 8000,
     weights_dtype: Annotated[str, typer.Option(help="In which dtype the trainer sends its weights.")] = "float32",
 ) -> None:
-    """Run the engine of RECIPE here, for a trainer elsewhere whose policy.generation.remote names this machine."""
+    """Bring an engine on this machine to the trainer of RECIPE, which policy.generation.remote names."""
     resolved = load(recipe, overrides)
 
     def run_until_ended() -> None:
         try:
-            from rl_generation.server import read_token
+            from rl_launcher.build.remote_engines import read_shared_token
             from rl_launcher.serve import serving
         except ImportError as error:
             refuse(error)
-        token = read_token(variable=token_env, file=token_file)
-        api_key = None if api_key_env is None else read_token(variable=api_key_env)
-        with serving(
-            resolved.value,
-            token=token,
-            host=host,
-            port=port,
-            control_port=control_port,
-            api_key=api_key,
-            weights_dtype=weights_dtype,
-        ) as (server, control):
-            show(f"engine: {server.url}   control: {control.url}")
-            server.run()
+        token = read_shared_token(resolved.value) or ""  # without remote, serving says what is missing
+        with serving(resolved.value, token=token, host=host, port=port, weights_dtype=weights_dtype) as (url, serve):
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that it leaves the trainer
+            show(f"engine: {url}")
+            serve()
 
     or_refuse(run_until_ended)
 

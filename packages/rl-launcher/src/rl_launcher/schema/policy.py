@@ -1,7 +1,8 @@
 """The `policy` section of a recipe: model, training backend, generation engine."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 from rl_algorithms.choices import check_fields
 from rl_backends import DTensorConfig, MegatronConfig, select_backend
@@ -54,42 +55,67 @@ class ColocatedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteConfig:
-    """Engines on other machines, each made there from the same recipe by `rl-launcher serve`."""
+    """Engines on other machines, which join the trainer and leave it: `rl-launcher serve` brings each of them."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
-    urls: tuple[str, ...]
-    """Of the servers, one for each engine, as `http://10.0.0.2:8000`."""
+    kind: Literal["rl-generation", "sglang"] = "rl-generation"
+    """`rl-generation` makes the engine of this recipe where `rl-launcher serve` runs. `sglang` takes a server of SGLang
+    that you have started there. That was tested with a server that answers as SGLang does; SGLang itself never ran."""
 
-    control_urls: tuple[str, ...]
-    """Of their control ports, in the same order. Refits are arranged there."""
+    address: str
+    """Where the engines find the trainer, as `tcp://10.0.0.1:29555`: an address of its machine that they reach. Whoever
+    else reaches it could send them other weights: keep it within a network of your own."""
+
+    at_least: int = 1
+    """Engines that must take each version of the weights. The run waits for so many before it begins, and goes on while
+    there are so many."""
 
     token_env: str | None = None
-    """Environment variable with the token of the control ports; either this or `token_file`."""
+    """Environment variable with a token that trainer and engines share; either this or `token_file`."""
 
     token_file: str | None = None
     """File with the token, which only you may read."""
 
     api_key_env: str | None = None
-    """Environment variable with the API key of the servers, where they ask for one."""
-
-    host: str = "127.0.0.1"
-    """Address of this machine that the servers reach. Whoever else reaches it could send other weights: keep it within
-    a network of your own."""
+    """Environment variable with the API key of the servers, where they ask for one; on the machine of a server of
+    SGLang, with the one that may change its weights."""
 
     request_timeout_s: float = 600.0
     """Seconds that the answer to a prompt may take, retries included."""
 
+    folder: str | None = None
+    """Of SGLang: a folder for versions of the weights on the server's machine, which loads them from there."""
+
+    checkpoint: str | None = None
+    """Of SGLang: the folder with the checkpoint that the server was started with; null is `policy.model_name`."""
+
+    weights_dtype: str | None = None
+    """Of SGLang: dtype of the tensors of that checkpoint, such as `bfloat16`; null is the one that is trained."""
+
     def __post_init__(self) -> None:
-        if not self.urls or len(self.urls) != len(self.control_urls):
-            raise ValueError(
-                f"urls has {len(self.urls)} servers and control_urls {len(self.control_urls)} control ports; give both "
-                f"of each engine, in the same order"
-            )
+        parts = urlsplit(self.address)
+        if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
+            raise ValueError(f"address={self.address} must be tcp://host:port, of this machine")
+        if parts.hostname in {"0.0.0.0", "::"}:  # noqa: S104 - refused
+            raise ValueError(f"address={self.address} is no address that an engine can find: name the trainer's own")
+        check_fields(self, at_least={"at_least": 1})
         if (self.token_env is None) == (self.token_file is None):
-            raise ValueError("give either token_env or token_file: the control ports ask for a token")
+            raise ValueError("give either token_env or token_file: engines join the trainer that has the same token")
         if not self.request_timeout_s > 0:
             raise ValueError(f"request_timeout_s={self.request_timeout_s} must be > 0")
+        of_sglang = {name: getattr(self, name) for name in ("folder", "checkpoint", "weights_dtype")}
+        if self.kind != "sglang":
+            for name, value in of_sglang.items():
+                if value is not None:
+                    raise ValueError(f"{name}={value} is for kind=sglang, and kind={self.kind}; leave it out")
+        elif self.folder is None:
+            raise ValueError(
+                "kind=sglang needs folder, in which the server finds each version of the weights; /dev/shm/weights "
+                "keeps them in memory"
+            )
+        if self.weights_dtype not in {None, "float32", "bfloat16", "float16"}:
+            raise ValueError(f"weights_dtype={self.weights_dtype} must be null, float32, bfloat16 or float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +126,7 @@ class GenerationConfig(EngineConfig):
     """Whether engines share the trainer's GPUs, on Ray."""
 
     remote: RemoteConfig | None = None
-    """Sample from engines on other machines, which `rl-launcher serve` runs there; null makes the engine here."""
+    """Sample from engines on other machines, which `rl-launcher serve` brings; null makes the engine here."""
 
     max_restarts: int = 3
     """How many times in a run an engine that died is restarted, refitted and given its unfinished requests again. Only
@@ -109,6 +135,19 @@ class GenerationConfig(EngineConfig):
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
         check_fields(self, at_least={"max_restarts": 0})
+        if self.remote is None or self.remote.kind != "sglang":
+            return
+        if self.backend != "transformers":
+            raise ValueError(
+                f"backend={self.backend} is of an engine that this recipe makes, and remote.kind=sglang takes servers "
+                f"that you start; leave backend and its section out"
+            )
+        if self.cuts:
+            given = ", ".join(f"{name}={value}" for name, value in self.cuts.items())
+            raise ValueError(
+                f"{given} leaves tokens out, and SGLang's log-probabilities are those before that "
+                f"(remote.kind=sglang); leave it out, or use another engine"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

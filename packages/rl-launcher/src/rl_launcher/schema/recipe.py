@@ -142,9 +142,12 @@ class Recipe:
                         f"{max(stage.max_num_steps // 2, 0)}"
                     )
         if self.policy.generation.remote is not None and self.cluster.runtime != "in_process":
+            shares = (
+                " (SGLang never shares the trainer's GPUs)" if self.policy.generation.remote.kind == "sglang" else ""
+            )
             raise ValueError(
                 f"policy.generation.remote is for a policy in this process, and cluster.runtime={self.cluster.runtime} "
-                f"starts engines of its own; set cluster.runtime=in_process, or policy.generation.remote=null"
+                f"starts engines of its own{shares}; set cluster.runtime=in_process, or policy.generation.remote=null"
             )
         _check_reward_model(self)
         if self.env is None and not self.is_judged_by_model:
@@ -249,6 +252,15 @@ class Recipe:
         A run takes at least the optimizer steps of one batch of rollouts, and a warm-up longer than the run is
         shortened to half of it. What the user set beside the number of steps stays as it is, and is refused.
         """
+        backend, named = recipe.find(("policy", "generation", "backend"))
+        if named and backend.value == "sglang":
+            problem = Problem(
+                key="policy.generation.backend",
+                where=backend.where,
+                message="a run starts no engine of SGLang, colocated or not: it takes servers that you have started",
+                hint="leave backend out, and write policy.generation.remote: {kind: sglang, address: ..., folder: ...}",
+            )
+            raise RecipeError("the recipe", [problem])
         recipe, notes = _expand_preset(recipe, "grpo")
         recipe, more = _expand_preset(recipe, "ppo", default="ppo")
         notes += more
@@ -460,6 +472,11 @@ def _check_grpo(stage: GRPOStage, env: EnvironmentConfig | None, policy: PolicyC
             )
     takes_weights_in_flight = generation.backend == "vllm" and generation.vllm_cfg.async_engine
     if stage.async_grpo is not None and stage.async_grpo.weights == "in_flight" and not takes_weights_in_flight:
+        if generation.remote is not None and generation.remote.kind == "sglang":
+            raise ValueError(
+                "grpo.async_grpo.weights=in_flight changes weights in the middle of responses, and how SGLang numbers "
+                "their tokens then was never tried (policy.generation.remote.kind=sglang); set weights=between_calls"
+            )
         raise ValueError(
             f"grpo.async_grpo.weights=in_flight changes weights in the middle of responses, and policy.generation."
             f"backend={generation.backend} with vllm_cfg.async_engine={str(generation.vllm_cfg.async_engine).lower()} "

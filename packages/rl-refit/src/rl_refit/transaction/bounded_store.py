@@ -63,9 +63,10 @@ class BoundedStore(Store):
         """Torch's own store with a connection of its own, for another thread; its calls are not bounded."""
         return clone(self._store)
 
-    def close(self) -> None:
-        """End the thread, once it has asked what is asked already."""
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """End the thread, once it has asked what is asked already; and wait for that."""
         self._line.end()
+        self._line.thread.join(wait_s)
 
 
 @final
@@ -82,7 +83,8 @@ class Line:
         self._limit_s, self._lost = limit_s, lost
         self._late: _Answer | None = None
         self._ended = False
-        threading.Thread(target=_answer, args=(self.asked,), daemon=True, name="rl-refit store").start()
+        self.thread = threading.Thread(target=_answer, args=(self.asked,), daemon=True, name="rl-refit store")
+        self.thread.start()
 
     def ask(self, call: Callable[[], _T]) -> _T:
         """What `call` returns.

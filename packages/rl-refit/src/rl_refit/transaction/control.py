@@ -258,6 +258,12 @@ class Control:
         if self.store is not None:
             self.store.close()
 
+    def forget(self) -> None:
+        """Once closed, and used by no thread: let go of the store, which the thread that asks holds to its end."""
+        if self.store is not None:
+            self.store.close(wait_s=_FAREWELL_S)
+        self.store = self._peers = None
+
     def _key(self, name: str) -> str:
         return f"{self.refit}/{name}"
 
