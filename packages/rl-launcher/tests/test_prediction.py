@@ -3,6 +3,10 @@
 import dataclasses
 import importlib
 import json
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_generation import estimate_memory
 from rl_launcher.checks.gpu_budget import Lengths, gpu_named, step_times
+from rl_launcher.ray.cluster import is_running
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.recipe_files.shipped import find_recipe
@@ -160,3 +165,31 @@ def test_lengths_are_those_of_the_rows_that_are_trained_on(recipe):
         assert found.response == pytest.approx(2), "a digit and the stop token"
     finally:
         parts.close()
+
+
+KILLED = """
+import sys, time
+from rl_launcher.run import prediction
+from rl_observe import RunDirectory, Secrets
+prediction.CHILD = "import time; time.sleep(600)"
+background = prediction.BackgroundPrediction(RunDirectory(sys.argv[1]), None, secrets=Secrets())
+while background._process is None:
+    time.sleep(0.01)
+time.sleep(2)  # it has begun
+print(background._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it lives until it is done")
+def test_a_run_that_is_killed_leaves_no_prediction_behind(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        child = int(driver.stdout.readline())
+        assert os.getpriority(os.PRIO_PROCESS, child) == 19
+        driver.kill()
+    for _ in range(600):
+        if not is_running(child):
+            break
+        time.sleep(0.1)
+    assert not is_running(child)

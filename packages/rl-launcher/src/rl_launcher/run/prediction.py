@@ -30,7 +30,15 @@ from rl_observe import Prediction, RunDirectory, Secrets, write_prediction
 
 PHASES = {"generate": "phase_s/generate", "train": "phase_s/train", "refit": "phase_s/refit"}
 """Phases of `StepTimes`, and the metrics that a step logs of them; `logp` is a part of `train` there."""
-CHILD = "import os; os.nice(19); from rl_launcher.run.prediction import main; main()"
+QUIETLY = """
+import ctypes, os, signal, sys
+os.nice(19)
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and is the run's
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a run that is killed leaves nothing behind
+"""
+CHILD = "from rl_launcher.run.prediction import main; main()"
+"""What the process does, after `QUIETLY` and before anything heavy is imported."""
 WAIT_SHARE = 0.02
 """Of a run's own time that its end waits for a prediction that is not there yet."""
 
@@ -91,7 +99,7 @@ class BackgroundPrediction:
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         asked = pickle.dumps(self._question)
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = [sys.executable, "-c", CHILD]
+        command = [sys.executable, "-c", QUIETLY + CHILD]
         with subprocess.Popen(command, env=env, **pipes) as self._process:  # noqa: S603 - a fixed command
             if self._closing.is_set():
                 self._process.kill()
