@@ -4,10 +4,14 @@ The raylets have the numbers of GPUs that the task says, of which Ray only keeps
 an engine starts the engine's ranks as vLLM's Ray executor does: in the bundles that VLLM_RAY_BUNDLE_INDICES names, each
 with one GPU.
 
+With "memory" nothing is started: the nodes are asked for their memory, and a model of a billion weights is checked
+against it. What is not real of them are the figures in "memory", by the number of GPUs of the raylet.
+
 With "generate" the GPUs are real, one for each raylet, and an engine of vLLM with a stage on each generates twice.
 
 argv[1]: JSON of {"folder": of the run, "nodes": GPUs of each raylet, "runs": [...]}, where a run is {"overrides": of
-the recipe, "hogs": GPUs of each raylet that another run holds, "train": whether its ranks load a model on the CPU}.
+the recipe, "hogs": GPUs of each raylet that another run holds, "train": whether its ranks load a model on the CPU,
+"memory": bytes of nodes that are not real}.
 Prints a line of JSON for each run.
 """
 
@@ -15,7 +19,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import ray
@@ -23,7 +27,10 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from rl_launcher.checks.preflight import NodeMemoryError
+from rl_launcher.ray.build import refuse_small_nodes
 from rl_launcher.ray.cluster import BUNDLES_ENV, SOCKETS_ENV, ClusterError, RayRuntime, look_at_cluster
+from rl_launcher.ray.node_memory import measure_node
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.schema import Recipe
@@ -149,6 +156,31 @@ def environments_of(runtime, placement, recipe, *, folder):
     return told
 
 
+def asked_for_memory(runtime, recipe, memory):
+    """What the nodes say, and why a run of a model of a billion weights is refused, if it is."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    gpus_of = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}
+
+    def measure(node_id):
+        found = measure_node(node_id)
+        changed = dict(memory.get(str(gpus_of[node_id]), {}))
+        size = changed.pop("gpu_bytes", None)
+        gpus = {} if size is None else {str(index): ("A GPU", size) for index in range(gpus_of[node_id])}
+        return replace(found, host=f"raylet-{gpus_of[node_id]}", gpus=gpus, **changed)
+
+    measured = [asdict(each) for each in runtime.measure_nodes()]
+    with torch.device("meta"):
+        shape = {"vocab_size": 10**5, "hidden_size": 10**4, "intermediate_size": 8, "num_hidden_layers": 0}
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
+    try:
+        gpus = refuse_small_nodes(runtime, recipe, model, measure=measure)
+    except NodeMemoryError as error:
+        return {"measured": measured, "lacking": str(error)}
+    return {"measured": measured, "gpus": gpus}
+
+
 def run(task, cluster, nodes, *, folder):
     """One run of the recipe; what is where, or why it was refused."""
     recipe = folder / "recipe.yaml"
@@ -168,6 +200,8 @@ def run(task, cluster, nodes, *, folder):
         except ClusterError as error:
             return {**seen, "refused": str(error), "held": len(held)}
         try:
+            if "memory" in task:
+                return {**seen, **asked_for_memory(runtime, resolved, task["memory"])}
             if task.get("train"):
                 return {**seen, "environments": environments_of(runtime, placement, resolved, folder=folder)}
             gpus = [node.gpus for node in runtime.nodes]

@@ -14,10 +14,15 @@ from pathlib import Path
 
 import torch
 
+from rl_backends.least_memory import host_bytes
+
+GIB = 2**30
 PROGRAM = Path(__file__).resolve().parent.parent / "programs" / "placement_over_nodes.py"
 VLLM = "policy.generation.backend=vllm"
 TENSOR, PIPELINE = (f"policy.generation.vllm_cfg.{name}_parallel_size" for name in ("tensor", "pipeline"))
 UNEQUAL = ["cluster.num_nodes=2", "cluster.gpus_per_node=[4, 2]"]  # the raylets are in the other order
+STAGE = "grpo={max_num_steps: 2, optimizer: {lr: 0.1}}"
+TRAINED = [*UNEQUAL, VLLM, f"{TENSOR}=2", STAGE]
 SOON = "cluster.start_timeout_s=5"
 RUNS = {
     "over nodes": {"overrides": [*UNEQUAL, VLLM, f"{TENSOR}=2", f"{PIPELINE}=3"]},
@@ -32,6 +37,22 @@ RUNS = {
     "trainer": {
         "overrides": ["cluster.num_nodes=2", "cluster.gpus_per_node=[2, 1]", "policy.dtensor_cfg.device=cpu"],
         "train": True,
+    },
+    # A billion weights: 16 GB with gradients and AdamW, of which each of six ranks holds 2.5 GiB.
+    "memory as it is": {"overrides": TRAINED, "memory": {}},
+    "memory that suffices": {
+        "overrides": TRAINED,
+        "memory": {str(gpus): {"gpu_bytes": 3 * GIB} for gpus in (2, 4)},
+    },
+    "a node with small GPUs": {
+        "overrides": TRAINED,
+        "memory": {"4": {"gpu_bytes": 3 * GIB}, "2": {"gpu_bytes": 2 * GIB}},
+    },
+    "a host without room": {"overrides": TRAINED, "memory": {"4": {"host_bytes": 8 * GIB}}},
+    "a container's /dev/shm": {"overrides": TRAINED, "memory": {"2": {"shm_bytes": 16 * 2**20}}},
+    "processes on CPUs": {
+        "overrides": ["cluster.num_nodes=2", "cluster.gpus_per_node=[2, 1]", "policy.dtensor_cfg.device=cpu", STAGE],
+        "memory": {str(gpus): {"host_bytes": 14 * GIB} for gpus in (2, 4)},
     },
     "too small": {"overrides": ["cluster.num_nodes=2", "cluster.gpus_per_node=4", SOON]},
     "in use": {"overrides": [*UNEQUAL, SOON], "hogs": [0, 1]},
@@ -92,6 +113,38 @@ def test_ranks_on_unequal_nodes_count_those_of_their_own_node(seen):
     assert len({each["MASTER_ADDR"] for each in told}) == 1
     assert [each["met"] for each in told] == [3] * 3
     assert told[0]["node"] == told[1]["node"] != told[2]["node"]
+
+
+def test_nodes_are_asked_for_their_memory_by_a_task_on_each(seen):
+    run = seen["memory as it is"]
+    assert [node["host_bytes"] for node in run["measured"]] == [host_bytes()] * 2
+    assert all(node["shm_bytes"] > 0 for node in run["measured"])
+    assert run["gpus"] == [], "GPUs of which nothing is known are not checked"
+    assert seen["memory that suffices"]["gpus"] == [["A GPU", 3 * GIB]] * 6
+
+
+def test_a_node_whose_gpus_are_too_small_is_refused_by_name_with_the_phase(seen):
+    lacking = seen["a node with small GPUs"]["lacking"]
+    assert "node 1 (raylet-2) lacks memory of each of its GPUs (A GPU) while training" in lacking
+    assert "it needs at least 2.5 GiB (weights, gradients and optimizer 2.5 GiB a rank) and has 2.0 GiB" in lacking
+    assert "node 0" not in lacking
+    assert "more GPUs or nodes (cluster.gpus_per_node, cluster.num_nodes)" in lacking
+
+
+def test_host_memory_and_shared_memory_of_each_node_are_compared_with_what_is_placed_there(seen):
+    host = seen["a host without room"]["lacking"]
+    assert "node 0 (raylet-4) lacks host memory while generating: it needs at least 9.9 GiB" in host
+    assert "4 x weights, gradients and optimizer" in host
+    assert "and has 8.0 GiB" in host
+    assert "node 1" not in host
+    shm = seen["a container's /dev/shm"]["lacking"]
+    assert "node 1 (raylet-2) lacks /dev/shm while refitting: it needs at least 32 MiB" in shm
+    assert "and has 16 MiB" in shm
+    assert "--shm-size" in shm
+    cpu = seen["processes on CPUs"]["lacking"]
+    assert "node 0 (raylet-" in cpu
+    assert "lacks host memory while training and generating" in cpu
+    assert "2 x weights, gradients and optimizer 5.0 GiB a rank, 2 x weights of an engine 3.7 GiB a rank" in cpu
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_the_node_and_what_it_lacks(seen):

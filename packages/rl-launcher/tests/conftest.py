@@ -25,6 +25,15 @@ def versions_are_collected_once():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def runs_are_not_predicted():
+    """A run of a test takes less time than its prediction; `test_prediction.py` has both."""
+    run = importlib.import_module("rl_launcher.run.run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "predict_in_background", lambda *_, **__: None)
+        yield
+
+
 MODEL = """
     import torch
     from rl_launcher.quickstart.tiny_model import character_tokenizer

@@ -168,6 +168,14 @@ def test_what_a_run_holds_at_least_is_its_weights_gradients_moments_and_engine(r
     assert least_needed(value, model=model, placement=placement).trainer_bytes == 4 * 10**9
 
 
+def test_an_engine_of_vllm_has_the_trainers_precision_unless_the_recipe_gives_it_another(recipe):
+    vllm = "policy.generation.backend=vllm"
+    trainer, engine = "policy.dtensor_cfg.precision=bfloat16", "policy.generation.vllm_cfg.precision=float32"
+    for overrides, wanted in (([vllm], 4), ([vllm, trainer], 2), ([vllm, trainer, engine], 4)):
+        value, model, placement = loaded_with(recipe, *overrides)
+        assert least_needed(value, model=model, placement=placement).engine_bytes == wanted * 10**9, overrides
+
+
 def test_memory_is_refused_exactly_where_the_least_is_more_than_there_is(recipe):
     value, model, placement = loaded_with(recipe)
     assert lacking_memory(value, model=model, placement=placement, available_bytes=20 * 10**9) is None

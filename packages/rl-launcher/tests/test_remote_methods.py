@@ -17,7 +17,7 @@ from rl_backends.errors import BatchError
 from rl_backends.packed_batch import pack, unpack
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, packed, unpacked
 from rl_launcher.ray.training_worker import POLICY, TrainingWorker
 
 
@@ -180,6 +180,52 @@ def test_ranks_that_share_rows_are_given_one_object_and_the_first_of_them_answer
     assert len(puts) == 2
     assert [call[2][0].rank for call in calls] == [0, 0, 1, 1]
     assert answered[-1] == [True, False, True, False]
+
+
+class KeepingLoss:
+    """A loss that keeps columns of the rows it was called with, as an observed one; each rank has a copy."""
+
+    def __init__(self):
+        self.kept = []
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_of_ranks_that_share_rows_one_returns_what_an_observed_loss_has_kept(monkeypatch, pipelined):
+    """With a pipeline it is the last stage that calls the loss, and not the first rank of those with the same rows."""
+    monkeypatch.setattr("rl_launcher.ray.policy.gather", lambda pendings, **_: [each.value for each in pendings])
+    runtime = SimpleNamespace(
+        config=SimpleNamespace(call_timeout_s=60, start_timeout_s=60, hang_timeout_s=60), put=lambda value: value
+    )
+
+    class Rank(ActorDouble):
+        def submit(self, method, call, *arguments, **options):
+            if call.method == "forward_backward":
+                rows, loss = arguments[0], KeepingLoss()
+                if not pipelined or self.worker._rank % 2:
+                    logp = torch.full((2, 3), float(self.worker._rank), dtype=torch.bfloat16)
+                    loss.kept.append((torch.from_numpy(rows.arrays["rows"]), {"logp": logp}))
+                arguments = (rows, loss)
+            return super().submit(method, call, *arguments, **options)
+
+    actors = [Rank([], rank, dealt_to=rank // 2) for rank in range(4)]  # two ranks each share rows
+    for actor in actors:
+        actor.worker._is_pipelined = pipelined
+    loss = KeepingLoss()
+    RayPolicy(runtime, actors).forward_backward(batch(), loss)
+    assert [rows.tolist() for rows, _ in loss.kept] == [[0, 2], [1, 3]]
+    assert [columns["logp"].dtype for _, columns in loss.kept] == [torch.bfloat16] * 2
+    assert [columns["logp"][0, 0].item() for _, columns in loss.kept] == ([1, 3] if pipelined else [0, 2])
+
+
+def test_results_travel_as_arrays_and_arrive_as_tensors_that_may_be_written_to():
+    value = {"loss": torch.tensor(1.5, dtype=torch.bfloat16), "of": (torch.arange(3), "text"), "none": None}
+    sent = pickle.loads(pickle.dumps(packed(value)))
+    assert not any(isinstance(each, torch.Tensor) for each in (sent["loss"], sent["of"][0]))
+    sent["of"][0].array.setflags(write=False)  # as what Ray maps from its object store
+    arrived = unpacked(sent)
+    assert (arrived["loss"], arrived["loss"].dtype, arrived["of"][1]) == (1.5, torch.bfloat16, "text")
+    arrived["of"][0][0] = 7
+    assert sent["of"][0].array[0] == 0
 
 
 def test_a_batch_that_no_rank_could_read_is_refused_before_it_is_sent(ranks):

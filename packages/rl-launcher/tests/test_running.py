@@ -251,11 +251,14 @@ def test_each_optimizer_step_logs_what_the_trainer_measured(recipe, tmp_path):
 
 def test_trainer_figures_are_of_whatever_measures_them():
     assert trainer_figures(SimpleNamespace()) == trainer_figures(SimpleNamespace(metrics=lambda **_: None)) == {}
-    measured = SimpleNamespace(mfu=None, padding_share=0.25, load_balance=1.5, peak_allocated_bytes=2**30)
+    measured = SimpleNamespace(
+        mfu=None, padding_share=0.25, load_balance=1.5, peak_allocated_bytes=2**30, device_used_bytes=2**31
+    )
     assert trainer_figures(SimpleNamespace(metrics=lambda **_: measured)) == {
         "padding_share": 0.25,
         "load_balance": 1.5,
         "memory_trainer_peak_bytes": 2**30,
+        "memory_device_bytes/training": 2**31,
     }
     fields = {field.name for field in dataclasses.fields(StepMetrics)}
     assert fields.issuperset(TRAINER_FIGURES)

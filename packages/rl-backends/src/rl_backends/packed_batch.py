@@ -1,4 +1,7 @@
-"""A batch as numpy arrays, whose memory the processes of a node can share, as Ray does; tensors would be copied."""
+"""Batches and results as numpy arrays, whose memory the processes of a node can share, as Ray does.
+
+Tensors would be copied, and each takes torch a fifth of a millisecond to read.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -23,18 +26,38 @@ class PackedBatch:
     """Its other fields; a batch among them is packed too."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor as a numpy array."""
+
+    array: Any
+    dtype: torch.dtype
+    """Of the tensor."""
+
+
+def pack_tensor(tensor: Tensor) -> PackedTensor:
+    """Pack a tensor of any device; on the CPU without a copy, where it is contiguous."""
+    there = tensor.detach().cpu().contiguous()
+    # numpy has no bfloat16; the same bits travel as int16.
+    array = (there.view(torch.int16) if there.dtype == torch.bfloat16 else there).numpy()
+    return PackedTensor(array, tensor.dtype)
+
+
+def unpack_tensor(packed: PackedTensor) -> Tensor:
+    """The tensor again, in the memory of the array, which may be read-only: whoever writes to it clones it first."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(packed.array).view(packed.dtype)
+
+
 def pack(examples: Any) -> PackedBatch:
     """Pack a dataclass with tensors."""
     values = {field.name: getattr(examples, field.name) for field in fields(examples) if field.init}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+    tensors = {name: pack_tensor(value) for name, value in values.items() if isinstance(value, Tensor)}
     return PackedBatch(
         kind=type(examples),
-        # numpy has no bfloat16; the same bits travel as int16.
-        arrays={
-            name: (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-            for name, tensor in tensors.items()
-        },
-        dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+        arrays={name: packed.array for name, packed in tensors.items()},
+        dtypes={name: packed.dtype for name, packed in tensors.items()},
         others={
             name: pack(value) if is_dataclass(value) and not isinstance(value, type) else value
             for name, value in values.items()
@@ -45,9 +68,7 @@ def pack(examples: Any) -> PackedBatch:
 
 def unpack(packed: PackedBatch) -> Any:
     """The batch again; its tensors lie in the memory of the arrays, which is read-only."""
-    with warnings.catch_warnings():
-        # Nobody writes to them: a backend indexes the rows that it works on, and so copies them.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensors = {name: torch.from_numpy(array).view(packed.dtypes[name]) for name, array in packed.arrays.items()}
+    # Nobody writes to them: a backend indexes the rows that it works on, and so copies them.
+    tensors = {name: unpack_tensor(PackedTensor(array, packed.dtypes[name])) for name, array in packed.arrays.items()}
     others = {name: unpack(each) if isinstance(each, PackedBatch) else each for name, each in packed.others.items()}
     return packed.kind(**tensors, **others)

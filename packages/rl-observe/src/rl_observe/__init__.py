@@ -17,6 +17,7 @@ from rl_observe.log_files import (
     read_refits,
     read_spans,
 )
+from rl_observe.prediction import Prediction, write_prediction
 from rl_observe.profiling import Profiler, memory_metrics
 from rl_observe.provenance import collect_versions, write_origins
 from rl_observe.recorded_steps import RecordedStep, RecordedStepError, RecordedSteps, StepRollouts, TrainedRows
@@ -38,6 +39,7 @@ __all__ = [
     "LoggerConfig",
     "MetricError",
     "MetricsLog",
+    "Prediction",
     "Profiler",
     "ProfilerConfig",
     "RecordedStep",
@@ -70,6 +72,7 @@ __all__ = [
     "redacted_keys",
     "token_sample",
     "write_origins",
+    "write_prediction",
     "write_report",
     "write_trace",
 ]

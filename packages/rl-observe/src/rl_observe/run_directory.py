@@ -61,6 +61,7 @@ class RunDirectory:
         "events.jsonl", "Conditions that occurred and the reaction to each, one JSON object per line (see `EventLog`)."
     )
     refits = _Entry("refits.jsonl", "Every refit, one JSON object per line (see `RefitLog`).")
+    prediction = _Entry("prediction.json", "What was expected of the run when it started (see `Prediction`).")
     summary = _Entry("summary.json", "The figures of the whole run, one JSON object.")
     report = _Entry("report.html", "The page that `write_report` makes of all other files.")
     recorded_steps = _Entry("steps", "The folder of recorded steps (see `StepRecorder`).")

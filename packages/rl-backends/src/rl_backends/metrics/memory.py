@@ -111,6 +111,14 @@ def _cuda(tensors: Iterable[Tensor]) -> dict[str, int] | None:
     }
 
 
+def device_used_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU that all processes together hold now; None on a CPU. The driver is asked, no kernel waited for."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
 def _resident() -> tuple[int | None, int | None]:
     status = Path("/proc/self/status")
     if not status.exists():

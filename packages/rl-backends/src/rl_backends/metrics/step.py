@@ -27,7 +27,7 @@ from rl_backends.choices import out_of_bounds, refuse
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.examples import TokenBatch
 from rl_backends.metrics.flops import ModelFlops
-from rl_backends.metrics.memory import MemoryUse
+from rl_backends.metrics.memory import MemoryUse, device_used_bytes
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class _Step:
     outcome: StepOutcome
     skipped_steps: int
     peaks: tuple[int | None, int | None]
+    device_used: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,9 @@ class StepMetrics:
     a CPU."""
     peak_reserved_bytes: int | None
     """The same of what torch's allocator had taken from the device."""
+    device_used_bytes: int | None
+    """Of this rank's GPU, what all processes held after the update, their contexts included. torch keeps what its peak
+    took. None on a CPU."""
     memory: MemoryUse | None
     """Of this rank, when the metrics were asked for; None if they were asked for without it."""
 
@@ -300,8 +304,8 @@ class StepMeter:
             peaks: tuple[int | None, int | None] = (None, None)
             if self.device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
                 peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-            end = self._now()
-            self._step, self._passes = _Step(self._passes, start, end, outcome, self._skipped_steps, peaks), []
+            end, used = self._now(), device_used_bytes(self.device)
+            self._step, self._passes = _Step(self._passes, start, end, outcome, self._skipped_steps, peaks, used), []
         if failure is not None:
             raise failure
 
@@ -370,6 +374,7 @@ class StepMeter:
             router=dict(outcome.router),
             peak_allocated_bytes=step.peaks[0],
             peak_reserved_bytes=step.peaks[1],
+            device_used_bytes=step.device_used,
             memory=None,
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 from rl_backends import BackendSelection
 from rl_backends.backend import Backend
 from rl_backends.loading import pad_token_id
+from rl_backends.reference import without_weights
 from rl_generation.seeding import CallSeeds, ServingEngine
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source
@@ -56,6 +57,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
     teacher = load_teacher(recipe, selection=inputs.selection, tokenizer=tokenizer)
     weight_bytes = bytes_of(recipe.policy, model)
     # The policy takes `model` over, and the engine has weights of its own.
+    skeleton = without_weights(model)
     engine_model = copy.deepcopy(model) if recipe.has_local_engine else None
     with named_by_key(recipe.policy):
         policy = inputs.selection.make(model, seed=recipe.seed)
@@ -99,6 +101,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         reward_pairs=reward_pairs,
         validation=validation,
         tokenizer=tokenizer,
+        skeleton=skeleton,
         placement="everything is in this process" if remote is None else describe_remote(remote),
         close=closing(inputs.environment, engine if remote else None, made, teacher, companions, policy),
         events=events,

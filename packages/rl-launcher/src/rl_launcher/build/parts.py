@@ -141,6 +141,10 @@ class Parts:
     tokenizer: Any
     placement: str
     """Which process holds what, in words."""
+    skeleton: Any
+    """The policy on the meta device, as it was before it was sharded or given adapters."""
+    gpus: Sequence[tuple[str, int]] = ()
+    """Name and bytes of each GPU of the run, where nodes were asked for them."""
     close: Callable[[], None]
     """End every process and free what the parts hold; a second call does nothing."""
     events: EventQueue = field(default_factory=EventQueue)

@@ -6,20 +6,19 @@ efficiencies; they are a roofline, to compare recipes and to see what a step is 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rl_backends import ModelError, select_backend
+from rl_backends import DTensorConfig, MegatronConfig, ModelError, select_backend
 from rl_backends.least_memory import least_memory
 from rl_backends.loading import open_model
 from rl_backends.lora import AdapterSize
 from rl_backends.metrics.flops import ModelFlops, peak_flops_per_s
 from rl_generation import EngineMemory, EngineOptionError, default_gpu_memory_utilization, estimate_memory
 from rl_generation import ModelError as EngineModelError
-from rl_launcher.build.models import copies_reference
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.placement import Placement, lacking_slots, plan_placement
 from rl_launcher.recipe_files.problems import nearest
@@ -83,6 +82,85 @@ def gpu_named(text: str) -> Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Mean tokens of the rows that a step is made of."""
+
+    prompt: float = PROMPT_TOKENS
+    """Read, and not trained on."""
+    response: float | None = None
+    """Sampled or imitated; None assumes a share of `max_new_tokens`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """How long one batch of a recipe takes, by arithmetic. What is not known is not there."""
+
+    phases: Mapping[str, float]
+    """Seconds of `generate`, `train`, `logp` and `refit`."""
+    unknown: Mapping[str, str]
+    """Why others have none, by the same names."""
+    overlaps: bool = False
+    """Whether generating goes on while the trainer trains, so that the longer one counts."""
+    rows: int = 0
+    """Of a batch."""
+    prompt: float = 0.0
+    """Mean tokens of a prompt."""
+    response: float = 0.0
+    """Mean tokens of a response."""
+    samples: bool = False
+    """Whether responses are sampled before each step."""
+    mfu: float | None = None
+    """Of the trainer's own seconds and GPUs: what the log calls `mfu`."""
+    step_mfu: float | None = None
+    """Of the whole step, and of all GPUs of the run."""
+    recomputes: bool = False
+    """Whether every layer's forward is computed once more in backward."""
+
+    @property
+    def total(self) -> float | None:
+        """Seconds of a step; None if a phase is not known."""
+        if self.unknown or not self.phases:
+            return None
+        rest = sum(seconds for name, seconds in self.phases.items() if name != "generate")
+        generate = self.phases.get("generate", 0.0)
+        return max(generate, rest) if self.overlaps else generate + rest
+
+    @property
+    def assumed(self) -> list[str]:
+        """What the figures rest on."""
+        found = [f"prompts of {self.prompt:.0f} tokens", f"responses of {self.response:.0f}"]
+        if self.recomputes:
+            found.append("every layer's forward once more in backward (activation recomputation)")
+        return [
+            *found,
+            f"{MATMUL_EFFICIENCY:.0%} of the peak in matrix products",
+            f"{BANDWIDTH_EFFICIENCY:.0%} of the memory's bandwidth in decoding",
+            f"{HOST_BYTES_PER_S / 1e9:g} GB/s over PCIe",
+            "collectives overlap with computation",
+        ]
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        if (total := self.total) is None:
+            return [f"time of a step: unknown, {each}" for each in dict.fromkeys(self.unknown.values())]
+        tokens = self.rows * (self.prompt + self.response)
+        parts = ", ".join(f"{each} {seconds:.3g} s" for each, seconds in self.phases.items())
+        parts += "; generating goes on beside the rest" * self.overlaps
+        what = " (prompts x generations)" * self.samples
+        told = f"a batch of {self.rows:,} rows{what}, {tokens:,.0f} tokens: about {total:.3g} s ({parts}), "
+        told += f"{tokens / total:,.0f} tokens/s, MFU {self.step_mfu or 0.0:.1%} of the whole step"
+        return [told, f"  assumed: {', '.join(self.assumed[:-1])}; {self.assumed[-1]}"]
+
+    def figures(self) -> dict[str, float] | None:
+        """The same for `--json`; `tokens_per_s` counts prompts and responses."""
+        if (total := self.total) is None:
+            return None
+        tokens = self.rows * (self.prompt + self.response)
+        mfu = {"mfu": self.step_mfu or 0.0, "trainer_mfu": self.mfu or 0.0}
+        return {**self.phases, "total": total, "tokens_per_s": tokens / total, **mfu}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """What a recipe takes of given GPUs."""
 
@@ -103,6 +181,7 @@ def budget(
     adapters: AdapterSize | None = None,
     peak_with: Callable[..., int | None] | None = None,
     microbatch_rows: int = 1,
+    times: StepTimes | None = None,
 ) -> Budget:
     """Compare a recipe with a GPU.
 
@@ -116,6 +195,7 @@ def budget(
         adapters: what is trained instead of the weights.
         peak_with: `rank_peak_bytes` with fields of `policy.dtensor_cfg` changed; what is proposed was tried by it.
         microbatch_rows: rows of a microbatch, which its tokens may bound below `micro_batch_size`.
+        times: of a step, where they were calculated already.
     """
     if placement.device != "cuda":
         raise Refusal(
@@ -160,8 +240,8 @@ def budget(
         reasons.append(f"{needs}; the smallest change: {change}")
     lines += reasons
     refusal = "; ".join(reasons) or None
-    times, throughput = _times(recipe, skeleton, placement, gpu=gpu, parameters=parameters, engine=engine)
-    lines += throughput
+    times = step_times(recipe, skeleton, placement, gpu=gpu, engine=engine) if times is None else times
+    lines += times.lines()
     return Budget(
         text="\n".join(lines),
         figures={
@@ -169,7 +249,7 @@ def budget(
             "phase_bytes": {name: taken for name, (taken, _) in phases.items()},
             "host_bytes_per_node": host,
             "shm_bytes_per_node": shm,
-            "step_s": times,
+            "step_s": times.figures(),
         },
         refusal=refusal,
     )
@@ -353,65 +433,120 @@ def _smallest_change(
     return f"a shorter {section}.max_model_len, or larger GPUs"
 
 
-def _times(
-    recipe: Recipe, skeleton: nn.Module, placement: Placement, *, gpu: Gpu, parameters: int, engine: EngineMemory
-) -> tuple[dict[str, float] | None, list[str]]:
-    """Seconds of each phase of one batch of the recipe, and the lines that say so."""
-    precision: Any = select_backend(recipe.policy).config.precision
-    flops_per_s = peak_flops_per_s(gpu.device_name, precision)
-    try:
-        flops = ModelFlops.of(skeleton)
-    except ModelError as error:
-        return None, [f"time of a step: unknown, {error}"]
+def step_times(
+    recipe: Recipe,
+    skeleton: nn.Module,
+    placement: Placement,
+    *,
+    gpu: Gpu | None,
+    engine: EngineMemory,
+    lengths: Lengths | None = None,
+) -> StepTimes:
+    """Seconds of each phase of one batch of the recipe's last stage.
+
+    Args:
+        recipe: of the run.
+        skeleton: the policy on the meta device.
+        placement: of ranks and engines.
+        gpu: each of the run's GPUs; None where it runs on CPUs, of whose speed nothing is known.
+        engine: the memory of one rank of an engine.
+        lengths: of the rows; by default assumed.
+    """
+    config = select_backend(recipe.policy).config
+    precision: Any = config.precision
     stage, name = next(((each, name) for name, each in recipe.stages.items() if name == recipe.headline), (None, ""))
-    if stage is None or flops_per_s is None or not gpu.bytes_per_s:
-        return None, ["time of a step: unknown without a stage, and the name of a GPU"]
+    if stage is None:
+        return StepTimes(phases={}, unknown={"train": "the recipe trains nothing"})
+    # Pairs of `sampled` are there before the first step.
     samples = hasattr(stage, "num_generations_per_prompt") and recipe.form is None
-    generation, ranks, engines = recipe.policy.generation, len(placement.ranks), len(placement.engines)
-    rows, response = int(getattr(stage, "batch_size", 1)), int(generation.max_new_tokens * RESPONSE_SHARE)
+    samples = samples and getattr(stage, "pairs", "online") == "online"
+    lengths = Lengths() if lengths is None else lengths
+    response = recipe.policy.generation.max_new_tokens * RESPONSE_SHARE
+    prompt, response = lengths.prompt, response if lengths.response is None else lengths.response
+    rows = int(getattr(stage, "batch_size", 1))
     if samples:
         rows = int(stage.num_prompts * stage.num_generations_per_prompt)
     elif name in {"dpo", "orpo", "reward_model"}:
         rows *= 2
-    lengths = torch.full((1,), PROMPT_TOKENS + response)
-    asked = torch.full((1,), response)
-    trained = rows * float(flops.of_rows(lengths, asked).sum())
-    compute = flops_per_s * MATMUL_EFFICIENCY * ranks
-    extra = int(copies_reference(recipe))
+    ranks, engines = len(placement.ranks), len(placement.engines)
+    times: dict[str, float] = {}
+    unknown: dict[str, str] = {}
+    mfu: float | None = None
+    trained, recomputes = 0.0, _recomputes(config)
+    device_name = "" if gpu is None else gpu.device_name
+    peak = config.peak_flops_per_s or (peak_flops_per_s(device_name, precision) if device_name else None)
+    # Forward passes without a gradient: of the reference, be it a copy or the policy with its adapters off; of the
+    # policy itself; and of the critic, which then trains as the policy does.
+    extra = int(getattr(stage, "keeps_reference", False)) + int(recipe.ppo is not None)
     objective = getattr(stage, "objective", None)
     extra += int(getattr(getattr(objective, "ratio", None), "proximal", "") == "recomputed")
-    times: dict[str, float] = {"train": trained / compute}
-    if extra:
-        times["logp"] = extra * trained / 3 / compute
-    if samples:
-        times = {
-            "generate": _decoding_s(recipe, gpu=gpu, engine=engine, engines=engines, rows=rows, response=response),
-            **times,
-        }
+    whose = "a CPU" if gpu is None else f"a {device_name}" if device_name else "a GPU of which only the memory is given"
+    if samples and (gpu is None or not gpu.bytes_per_s):
+        unknown["generate"] = f"nobody states the bandwidth of the memory of {whose}"
+    elif samples and gpu is not None:
+        tokens = {"prompt": prompt, "response": response}
+        times["generate"] = _decoding_s(recipe, gpu=gpu, engine=engine, engines=engines, rows=rows, **tokens)
+    try:
+        flops = ModelFlops.of(skeleton)
+        if peak is None:
+            key = "megatron_cfg" if recipe.policy.megatron_cfg.enabled else "dtensor_cfg"
+            unknown["train"] = f"nobody states the peak of {whose} (policy.{key}.peak_flops_per_s does)"
+        else:
+            read = torch.full((1,), round(prompt + response))
+            asked = torch.full((1,), round(response))
+            trained = rows * float(flops.of_rows(read, asked).sum())
+            computed = rows * float(flops.of_rows(read, asked, recomputed=recomputes).sum())
+            if not recomputes:  # the head makes its logits a second time in backward in any case
+                computed += rows * float(asked.sum()) * flops.head.forward
+            compute = peak * MATMUL_EFFICIENCY * ranks
+            times["train"] = computed / compute * (1 if recipe.ppo is None else 2)
+            mfu = trained / (computed / compute * peak * ranks)
+            if extra:
+                times["logp"] = extra * trained / 3 / compute
+    except ModelError as error:
+        unknown["train"] = str(error)
+    if samples and gpu is None:
+        unknown["refit"] = "nobody states the speed at which this machine copies weights"
+    elif samples:
+        parameters = sum(each.numel() for each in skeleton.parameters())
         sent = parameters * (2 if precision == "bfloat16" else 4) * engines / max(placement.num_nodes, 1)
         times["refit"] = sent / HOST_BYTES_PER_S / max(1, min(engines, max(placement.num_slots)))
-    total = sum(times.values())
-    tokens = rows * (PROMPT_TOKENS + response)
-    parts = ", ".join(f"{each} {seconds:.3g} s" for each, seconds in times.items())
-    mfu = trained / (total * flops_per_s * sum(placement.num_slots))
-    what = " (prompts x generations)" if samples else ""
-    told = f"a batch of {rows:,} rows{what}, {tokens:,} tokens: about {total:.3g} s ({parts}), "
-    told += f"{tokens / total:,.0f} tokens/s, MFU {mfu:.1%} of the whole step"
-    assumed = f"  assumed: prompts of {PROMPT_TOKENS} tokens, responses of {response} (half of max_new_tokens), "
-    assumed += f"{MATMUL_EFFICIENCY:.0%} of the peak in matrix products, {BANDWIDTH_EFFICIENCY:.0%} of the memory's "
-    assumed += f"bandwidth in decoding, {HOST_BYTES_PER_S / 1e9:g} GB/s over PCIe; collectives overlap with computation"
-    lines = [told, assumed]
-    return {**times, "total": total, "tokens_per_s": tokens / total, "mfu": mfu}, lines
+    found = StepTimes(
+        phases=times,
+        unknown=unknown,
+        overlaps=getattr(stage, "async_grpo", None) is not None,
+        rows=rows,
+        prompt=prompt,
+        response=response,
+        samples=samples,
+        mfu=mfu,
+        recomputes=recomputes,
+    )
+    if (total := found.total) is None or peak is None:
+        return found
+    return replace(found, step_mfu=trained / (total * peak * sum(placement.num_slots)))
 
 
-def _decoding_s(recipe: Recipe, *, gpu: Gpu, engine: EngineMemory, engines: int, rows: int, response: int) -> float:
+def _recomputes(config: DTensorConfig | MegatronConfig) -> bool:
+    """Whether backward computes all layers again.
+
+    What `selective` computes again is no matrix product of the layers' own parameters, and is not counted.
+    """
+    if isinstance(config, MegatronConfig):
+        return config.recompute_granularity == "full"
+    return config.activation_checkpointing == "full"
+
+
+def _decoding_s(
+    recipe: Recipe, *, gpu: Gpu, engine: EngineMemory, engines: int, rows: int, prompt: float, response: float
+) -> float:
     """Seconds of sampling: each step of decoding reads the weights once, and the cache of every response."""
     cfg, engines = recipe.policy.generation.vllm_cfg, max(1, engines)
     share = _share(recipe, gpu=gpu, engine=engine) * gpu.memory_bytes
     cache = cfg.kv_cache_memory_bytes or max(share - engine.weight_bytes, engine.sequence_bytes(engine.max_model_len))
-    held = max(1, int(cache // max(engine.sequence_bytes(PROMPT_TOKENS + response), 1)))
+    held = max(1, int(cache // max(engine.sequence_bytes(round(prompt + response)), 1)))
     at_once = max(1, min(cfg.max_num_seqs or 256, held, math.ceil(rows / engines)))
-    read = engine.weight_bytes + at_once * engine.kv_bytes_per_token * (PROMPT_TOKENS + response / 2)
+    read = engine.weight_bytes + at_once * engine.kv_bytes_per_token * (prompt + response / 2)
     rounds = math.ceil(math.ceil(rows / engines) / at_once)
     return float(rounds * response * read / (gpu.bytes_per_s * BANDWIDTH_EFFICIENCY))
 

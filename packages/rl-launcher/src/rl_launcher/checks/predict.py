@@ -18,7 +18,7 @@ from rl_generation import EngineMemory, EngineOptionError, default_cpu_cache_byt
 from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.build.parts import NO_ENGINE
 from rl_launcher.build.remote_engines import describe_remote
-from rl_launcher.checks.gpu_budget import Budget, Gpu, budget
+from rl_launcher.checks.gpu_budget import Budget, Gpu, Lengths, StepTimes, budget, step_times
 from rl_launcher.ray.placement import Placement
 from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, is_import_string
@@ -35,13 +35,27 @@ class Prediction:
     refit: str
     gpus: Budget | None = None
     """What the run takes of the GPUs that were asked about."""
+    times: StepTimes | None = None
+    """How long a step takes, as far as that can be calculated; None without the model."""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 def predict_run(
-    recipe: Recipe, placement: Placement, objects: Objects = NO_OBJECTS, *, gpu: Gpu | None = None
+    recipe: Recipe,
+    placement: Placement,
+    objects: Objects = NO_OBJECTS,
+    *,
+    gpu: Gpu | None = None,
+    lengths: Lengths | None = None,
 ) -> Prediction:
-    """Predict memory and refits; `objects.model` replaces the recipe's model, and `gpu` the GPUs of this machine.
+    """Predict memory, refits and the time of a step.
+
+    Args:
+        recipe: of the run.
+        placement: of its ranks and engines.
+        objects: a `model` replaces the recipe's.
+        gpu: replaces the GPUs of this machine.
+        lengths: of the rows of a step, where they are known.
 
     Raises:
         ValueError: what the backend or the engine would refuse.
@@ -84,6 +98,7 @@ def predict_run(
 
     engine, engine_memory = _engine(recipe, skeleton)
     engine_bytes = engine_memory.weight_bytes
+    times = step_times(recipe, skeleton, placement, gpu=gpu, engine=engine_memory, lengths=lengths)
     gpus = None
     if gpu is not None:
         gpus = budget(
@@ -96,6 +111,7 @@ def predict_run(
             adapters=adapters,
             peak_with=None if policy.megatron_cfg.enabled else peak_with,
             microbatch_rows=_microbatch_rows(recipe, skeleton),
+            times=times,
         )
     on_gpu = placement.device == "cuda"
     device = (device_bytes() if gpu is None else gpu.memory_bytes) if on_gpu else host_bytes()
@@ -125,6 +141,7 @@ def predict_run(
         engine=engine,
         refit=refit,
         gpus=gpus,
+        times=times,
         figures={
             **({} if gpus is None else gpus.figures),
             "rank_peak_bytes": peak,

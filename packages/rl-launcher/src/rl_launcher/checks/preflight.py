@@ -1,11 +1,13 @@
 """Preflight checks, before any model is loaded or process started: files, mesh, memory, disk, tokenizer, rows.
 
 `run`, `resume` and `validate` call `check`. A check refuses only what certainly fails. Where it could only guess (a hub
-that does not answer, GPUs on other nodes) it lets the run start, and `explain` says what is unknown.
+that does not answer, GPUs on other nodes) it lets the run start, and `explain` says what is unknown. Other nodes are
+asked for their memory when Ray has started, and `check_nodes` refuses them before anything is loaded.
 """
 
 import fcntl
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from rl_launcher.build.inputs import load_dataset
 from rl_launcher.build.models import adapters_of, copies_reference
 from rl_launcher.checkpoints.disk import CLAIM_FILE, STATE_PER_WEIGHT, check_space
 from rl_launcher.errors import Refusal
+from rl_launcher.ray.node_memory import SHARED_MEMORY, NodeMemory
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.recipe_files.problems import nearest
 from rl_launcher.schema import PolicyConfig, Recipe
@@ -247,20 +250,109 @@ def lacking_memory(
         needed = max(needs.trainer_bytes, needs.engine_bytes)  # colocated: each is offloaded while the other works
     if needed <= available:
         return None
-    smaller = "LoRA (policy.dtensor_cfg.lora_cfg.rank=16)"
-    if recipe.policy.megatron_cfg.enabled:
-        smaller = "policy.megatron_cfg.precision=bfloat16"
-    elif (lora := recipe.policy.dtensor_cfg.lora_cfg) is not None:
-        smaller = f"policy.dtensor_cfg.lora_cfg.base_dtype=bfloat16 (it is {lora.base_dtype})"
     engine = f", engine {_gib(needs.engine_bytes)}" if needs.engine_bytes else ""
     reference = f", reference {_gib(needs.frozen_bytes)}" if needs.frozen_bytes else ""
     return (
         f"policy.model_name={model.name} has {model.parameters / 1e9:.2f} billion parameters, and training it takes at "
         f"least {_gib(needed)} of {'GPU memory' if on_gpu else 'memory'}: weights, gradients and optimizer "
         f"{_gib(needs.trainer_bytes)}{engine}{reference}; this machine has "
-        f"{_gib(available)}. Use a smaller model, more GPUs or nodes (cluster.gpus_per_node, cluster.num_nodes), "
-        f"{smaller}, or policy.dtensor_cfg.cpu_offload=true on a GPU"
+        f"{_gib(available)}. {_remedy(recipe)}"
     )
+
+
+def _remedy(recipe: Recipe) -> str:
+    """What makes a training run smaller, or spreads it wider."""
+    smaller = "LoRA (policy.dtensor_cfg.lora_cfg.rank=16)"
+    if recipe.policy.megatron_cfg.enabled:
+        smaller = "policy.megatron_cfg.precision=bfloat16"
+    elif (lora := recipe.policy.dtensor_cfg.lora_cfg) is not None:
+        smaller = f"policy.dtensor_cfg.lora_cfg.base_dtype=bfloat16 (it is {lora.base_dtype})"
+    return (
+        f"Use a smaller model, more GPUs or nodes (cluster.gpus_per_node, cluster.num_nodes), {smaller}, or "
+        f"policy.dtensor_cfg.cpu_offload=true on a GPU"
+    )
+
+
+class NodeMemoryError(Refusal):
+    """A node of a running cluster that has not the memory for what the placement puts there."""
+
+
+def check_nodes(
+    recipe: Recipe,
+    *,
+    model: KnownModel,
+    placement: Placement,
+    nodes: Sequence[NodeMemory],
+    gpus: Sequence[Sequence[tuple[str, int]]],
+) -> None:
+    """Refuse nodes that certainly lack memory, once they have been asked and before anything is loaded there.
+
+    Args:
+        recipe: of the run.
+        model: its policy.
+        placement: of ranks and engines.
+        nodes: what each node of the placement has.
+        gpus: of each node, name and bytes of those GPUs that the run has there; empty where they are not known.
+
+    Raises:
+        NodeMemoryError: names every such node, the phase, what it needs and has, and what to do.
+    """
+    needs, on_gpu = least_needed(recipe, model=model, placement=placement), placement.device == "cuda"
+    config, generation, refit = select_backend(recipe.policy).config, recipe.policy.generation, recipe.policy.refit
+    each_rank = (needs.trainer_bytes + needs.frozen_bytes) // len(placement.ranks)
+    num_engine_ranks = sum(len(place.slots) for place in placement.engines)
+    each_engine = needs.engine_bytes // max(1, num_engine_ranks)
+    offloads = isinstance(config, DTensorConfig) and config.cpu_offload
+    lacking: list[str] = []
+    remedies: dict[str, None] = {}
+    trainer = f"weights, gradients and optimizer {_gib(each_rank)} a rank"
+    engine = f"weights of an engine {_gib(each_engine)} a rank"
+    for number, node in enumerate(nodes):
+        ranks = len(placement.ranks_on(number))
+        engine_ranks = sum(len(place.slots_on(number)) for place in placement.engines)
+        # (phase, memory, what it needs, what it has, of what)
+        found: list[tuple[str, str, int, int, str]] = []
+        if on_gpu and gpus[number]:
+            name, each = min(gpus[number], key=lambda gpu: gpu[1])
+            memory = f"memory of each of its GPUs ({name})"
+            if ranks and not offloads:
+                found.append(("training", memory, each_rank, each, trainer))
+            if engine_ranks:
+                found.append(("generating", memory, each_engine, each, engine))
+        if not on_gpu:
+            taken = ranks * each_rank + engine_ranks * each_engine
+            what = ", ".join(
+                [f"{ranks} x {trainer}"] * bool(ranks) + [f"{engine_ranks} x {engine}"] * bool(engine_ranks)
+            )
+            found.append(("training and generating", "host memory", taken, node.host_bytes, what))
+        elif ranks and offloads:
+            found.append(("training", "host memory", ranks * each_rank, node.host_bytes, f"{ranks} x {trainer}"))
+        elif ranks and engine_ranks and placement.colocated:
+            what = f"{ranks} x {trainer}, which wait there while the engines have the GPUs"
+            found.append(("generating", "host memory", ranks * each_rank, node.host_bytes, what))
+        if engine_ranks and node.shm_bytes is not None:
+            slots = refit.buckets * refit.bucket_bytes * (ranks + engine_ranks)
+            what = f"the buckets of {ranks + engine_ranks} processes (policy.refit)"
+            found.append(("refitting", SHARED_MEMORY, slots, node.shm_bytes, what))
+        for phase, memory, needed, has, what in found:
+            if needed > has:
+                lacking.append(
+                    f"node {number} ({node.host}) lacks {memory} while {phase}: it needs at least {_gib(needed)} "
+                    f"({what}) and has {_gib(has)}"
+                )
+                if memory == SHARED_MEMORY:
+                    remedies["Give that node a larger /dev/shm (docker run --shm-size, a Memory emptyDir)"] = None
+                elif phase == "generating" and memory != "host memory" and generation.backend == "vllm":
+                    key = "policy.generation.vllm_cfg"
+                    remedies[
+                        f"Raise {key}.tensor_parallel_size (it is {generation.vllm_cfg.tensor_parallel_size}) or "
+                        f"pipeline_parallel_size (it is {generation.vllm_cfg.pipeline_parallel_size})"
+                    ] = None
+                else:
+                    remedies[_remedy(recipe)] = None
+    if lacking:
+        size = f"policy.model_name={model.name} has {model.parameters / 1e9:.2f} billion parameters"
+        raise NodeMemoryError(f"{size}; {'; '.join(lacking)}. {'. '.join(remedies)}")
 
 
 def lacking_cache(recipe: Recipe, *, placement: Placement) -> str | None:
@@ -300,7 +392,9 @@ def least_needed(recipe: Recipe, *, model: KnownModel, placement: Placement) -> 
         adapters=model.adapters,
     )
     generation = recipe.policy.generation
-    half = generation.backend == "vllm" and generation.vllm_cfg.precision in {"bfloat16", "float16", "half"}
+    dtype: str = generation.vllm_cfg.precision
+    dtype = select_backend(recipe.policy).config.precision if dtype == "auto" else dtype
+    half = generation.backend == "vllm" and dtype in {"bfloat16", "float16", "half"}
     return MemoryNeeds(
         # A critic, or a reward model while it learns, is another model that is trained; a reward model that scores is
         # not trained any more.
@@ -323,7 +417,7 @@ def _available(recipe: Recipe, placement: Placement) -> int | None:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes > GIB // 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 # ---- Tokenizer and rows.

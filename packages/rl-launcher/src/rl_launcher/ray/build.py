@@ -11,19 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from torch import nn
+
 from rl_backends.backend import TrainingBackend
 from rl_backends.loading import pad_token_id
+from rl_backends.reference import without_weights
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import engine_spec
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
-from rl_launcher.build.models import bytes_of, check_teacher, read_skeleton
+from rl_launcher.build.models import adapters_of, bytes_of, check_teacher, read_skeleton
 from rl_launcher.build.parts import NoEngine, NoWeightSync, Parts, RunEngine
+from rl_launcher.checks.preflight import KnownModel, check_nodes
 from rl_launcher.errors import is_refusal
 from rl_launcher.ray.cluster import ClusterError, RayRuntime
 from rl_launcher.ray.colocation import ColocatedModel, Colocation, check_colocation
 from rl_launcher.ray.dispatch import RayEngine
 from rl_launcher.ray.engine_pool import EnginePool, OnEvent
+from rl_launcher.ray.node_memory import MeasureNode, measure_node
 from rl_launcher.ray.placement import Placement, plan_placement
 from rl_launcher.ray.policy import RayPolicy, start_trainers
 from rl_launcher.ray.refit import RayWeightSync
@@ -84,7 +89,10 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
     with _refused_by_ray():
         runtime = RayRuntime.start(recipe.cluster, placement, run_dir=run_dir)
     started: "StartedEngines | None" = None
+    gpus: list[tuple[str, int]] = []
     try:
+        if recipe.cluster.address is not None or placement.num_nodes > 1:  # else preflight has looked at this machine
+            gpus = refuse_small_nodes(runtime, recipe, skeleton.model)
         policy = start_trainers(runtime, placement, spec)
         started = StartedEngines(policy=cast("TrainingBackend", policy))  # its methods are the rows of POLICY_METHODS
         if recipe.generates:
@@ -134,11 +142,41 @@ def build_on_ray(recipe: Recipe, *, run_dir: Path, objects: Objects = NO_OBJECTS
         validation=validation,
         tokenizer=skeleton.tokenizer,
         placement=runtime.explain(),
+        skeleton=without_weights(skeleton.model),
+        gpus=gpus,
         close=closing(inputs.environment, started.engine, started.policy, runtime),
         events=events,
-        figures=started.engine.metrics if isinstance(started.engine, RayEngine) else dict,
+        figures=lambda: {
+            **(started.engine.metrics() if isinstance(started.engine, RayEngine) else {}),
+            **policy.figures(),
+        },
         reached=(lambda _, __: None) if recipe.logger.profiler is None else policy.reached,
     )
+
+
+def refuse_small_nodes(
+    runtime: RayRuntime, recipe: Recipe, model: nn.Module, *, measure: MeasureNode = measure_node
+) -> list[tuple[str, int]]:
+    """Ask the nodes for their memory before anything is loaded; return name and bytes of each GPU of the run.
+
+    Args:
+        runtime: that has reserved them.
+        recipe: of the run.
+        model: the policy; its weights are not looked at.
+        measure: as in `RayRuntime.measure_nodes`.
+
+    Raises:
+        NodeMemoryError: one has certainly not enough.
+    """
+    nodes = runtime.measure_nodes(measure)
+    gpus = [node.of(there.gpus) if there.gpus else [] for node, there in zip(nodes, runtime.nodes, strict=True)]
+    known = KnownModel(
+        name=recipe.policy.model_name,
+        parameters=sum(each.numel() for each in model.parameters()),
+        adapters=adapters_of(recipe.policy, without_weights(model)),
+    )
+    check_nodes(recipe, model=known, placement=runtime.placement, nodes=nodes, gpus=gpus)
+    return [gpu for of_node in gpus for gpu in of_node]
 
 
 @contextmanager

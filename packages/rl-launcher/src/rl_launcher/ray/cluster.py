@@ -28,6 +28,7 @@ from typing import Any, Literal
 from rl_backends.checkpoints.folders import write_text
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.actor_host import ActorHost, accelerators
+from rl_launcher.ray.node_memory import MeasureNode, NodeMemory, measure_node
 from rl_launcher.ray.placement import (
     NodeResources,
     Placement,
@@ -109,6 +110,8 @@ class RayRuntime:
         """By index; filled by `start`."""
         self.oversubscribed = ""
         """A sentence if processes share CPUs, otherwise empty."""
+        self._node_ids: tuple[str, ...] = ()
+        """Ray's, of `nodes`."""
         self._group: Any = None
         self._bundles: dict[Slot, int] = {}
         """The index in the group of the bundle that holds a slot."""
@@ -225,6 +228,37 @@ class RayRuntime:
     def actors(self) -> tuple[Actor, ...]:
         """The newest of each name."""
         return tuple(self._actors.values())
+
+    def measure_nodes(self, measure: MeasureNode = measure_node) -> list[NodeMemory]:
+        """Ask every node for its memory, by a task beside the ranks that it will have.
+
+        Args:
+            measure: what the task does; another one stands in for nodes that are larger, smaller or other than real.
+
+        Raises:
+            ClusterError: a node did not answer.
+        """
+        import ray
+
+        options = {"num_cpus": 0, "max_retries": 1}
+        asked = [
+            ray.remote(measure)
+            .options(**options, scheduling_strategy=self._strategy(self._bundles[node.index, 0]))
+            .remote(node_id)
+            for node, node_id in zip(self.nodes, self._node_ids, strict=True)
+        ]
+        until = time.monotonic() + self.config.start_timeout_s
+        found: list[NodeMemory] = []
+        for node, reference in zip(self.nodes, asked, strict=True):
+            try:
+                found.append(ray.get(reference, timeout=max(1.0, until - time.monotonic())))
+            except ray.exceptions.RayError as error:
+                said = " ".join(str(error).split())[:400]
+                raise ClusterError(
+                    f"node {node.index} of the run ({node}) could not be asked for its memory: {type(error).__name__}: "
+                    f"{said}; it could hold no rank either. Look into Ray's logs of that node"
+                ) from error
+        return found
 
     def write_processes(self) -> None:
         """Write to `processes.json` the processes that are alive: this one, the driver, Ray's own of this node, all."""
@@ -371,6 +405,7 @@ class RayRuntime:
             patience_s = max(1.0, until - time.monotonic())
             self._reserve([self._bundle(1)] * len(slots), nodes=[ids[node] for node, _ in slots], patience_s=patience_s)
         gpus = self._gpus_of(slots, until=until)
+        self._node_ids = tuple(ids)
         known = {node["NodeID"]: node for node in ray.nodes()}
         for index, node_id in enumerate(ids):
             node = known[node_id]

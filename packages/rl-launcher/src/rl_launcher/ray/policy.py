@@ -16,7 +16,7 @@ from rl_backends.packed_batch import pack
 from rl_launcher.ray.cluster import Place, RayRuntime
 from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.remote_calls import Actor, Pending, gather
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply, unpacked
 from rl_launcher.ray.training_worker import POLICY, TrainerSpec, TrainingWorker
 from rl_launcher.ray.worker_failures import RemoteError, RemoteTimeoutError
 
@@ -37,6 +37,7 @@ class RayPolicy:
         self._learning_rate: float | None = None
         self._others: dict[int, tuple[int, float | None]] = {}
         self._measured: dict[int, Any] = {}
+        self._refit_used_bytes: int | None = None
         self._dealing: dict[int, list[RowDealing]] = {}
         self._interrupted: list[Pending] | None = None
         self._ended: RemoteError | None = None
@@ -61,6 +62,7 @@ class RayPolicy:
         ranks = range(len(self._actors))
         sent, answers = [arguments] * len(ranks), tuple(ranks)
         dealt: list[DealtRows[Any]] = []
+        readers: tuple[int, ...] | None = None
         match method.sends:
             case "batch":
                 dealing = self._row_dealing(model)
@@ -69,7 +71,9 @@ class RayPolicy:
                 references = [self._runtime.put(pack(each)) for each in dealt]
                 sent = [(references[each.rank], *arguments[1:]) for each in dealing]
                 # Of the ranks that were given the same rows, the first one.
-                answers = tuple(next(rank for rank in ranks if dealing[rank].rank == each.rank) for each in dealt)
+                answers = readers = tuple(
+                    next(rank for rank in ranks if dealing[rank].rank == each.rank) for each in dealt
+                )
             case "folder":
                 sent = [(str(Path(arguments[0]).absolute()), *arguments[1:])] * len(ranks)
         match method.returns:
@@ -86,29 +90,34 @@ class RayPolicy:
                 version=self._version if self._set_version else None,
                 forgotten=forgotten,
                 answers=answers,
+                readers=readers,
             )
             replies = self._on_all_ranks(method, lambda rank, actor: actor.submit("run", call, *sent[rank], **options))
             self._set_version, self._interrupted = False, None
             del self._forgotten[: len(forgotten)]
             for each in arguments:
                 if hasattr(each, "kept"):  # an observed loss: every rank's copy has kept columns of its own rows
-                    each.kept.extend(kept for reply in replies for kept in reply.kept)
+                    # Several are copied together by whoever reads them; one alone may be handed on as it is.
+                    number = sum(len(reply.kept) for reply in replies)
+                    each.kept.extend(unpacked(kept, writable=number == 1) for reply in replies for kept in reply.kept)
             first = replies[0]
             if first.measured is not None:
                 self._measured[model] = first.measured
+            if method.name == "refit":
+                self._refit_used_bytes = first.device_used_bytes
             if model == POLICY:
                 self._version, self._learning_rate = first.version, first.learning_rate
             else:
                 self._others[model] = first.version, first.learning_rate
         match method.returns:
             case "rank 0":
-                return first.value
+                return unpacked(first.value)
             case "rows":
-                return in_order(dealt, [replies[rank].value for rank in answers])
+                return in_order(dealt, [unpacked(replies[rank].value, writable=False) for rank in answers])
             case "each rank":
-                return [reply.value for reply in replies]
+                return [unpacked(reply.value) for reply in replies]
             case "merged":
-                return {name: value for reply in replies for name, value in reply.value.items()}
+                return {name: value for reply in replies for name, value in unpacked(reply.value).items()}
             case "frozen model" | "trained model":
                 assert call.result is not None
                 handle = RayModel(self, call.result, trained=method.returns == "trained model")
@@ -116,6 +125,11 @@ class RayPolicy:
                 handle.forget = weakref.finalize(handle, self._forgotten.append, call.result)
                 return handle
         return None
+
+    def figures(self) -> dict[str, float]:
+        """For the log: what all processes held of rank 0's GPU at the end of the last refit."""
+        used = self._refit_used_bytes
+        return {} if used is None else {"memory_device_bytes/refitting": float(used)}
 
     def _row_dealing(self, model: int) -> list[RowDealing]:
         """Of each rank, for the batches of a model; the ranks are asked once."""

@@ -6,11 +6,16 @@ available, add it to `TrainingBackend`, so that a backend without it is a type e
 options are those of the backend.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
+
 from rl_backends.backend import TrainingBackend
+from rl_backends.packed_batch import PackedTensor, pack_tensor, unpack_tensor
 from rl_launcher.ray.remote_calls import GRACE_S
+from rl_parallel_plans import TopKLogp
 
 Phase = Literal["generating", "refitting", "training"]
 """What is in the memory of devices that trainer and engine share; see `rl_launcher.ray.colocation`."""
@@ -95,6 +100,8 @@ class RemoteCall:
     """Numbers of models whose handles are gone: the ranks free them."""
     answers: tuple[int, ...] = (0,)
     """The ranks whose results are used; the others return None."""
+    readers: tuple[int, ...] | None = None
+    """Of the ranks that are given the same rows, the first; None where no rows are sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +109,37 @@ class Reply:
     """What a rank returns of a call."""
 
     value: Any
-    """The result, from those ranks whose result is used."""
+    """The result, `packed`, from those ranks whose result is used."""
     version: int
     """Optimizer steps that the weights of the model have seen by now; 0 of a frozen one."""
     learning_rate: float | None
     """Of its next step; None before `start_training`."""
     kept: tuple[Any, ...] = ()
-    """What this rank's copy of an observed loss has kept of its rows: their numbers, and columns of them."""
+    """What this rank's copy of an observed loss has kept of its rows: their numbers, and columns of them; `packed`."""
     measured: Any = None
     """After an optimizer step, its `metrics(memory=False)`, by a rank whose result is used."""
+    device_used_bytes: int | None = None
+    """After a refit, what all processes hold of this rank's GPU; None on a CPU."""
+
+
+def packed(value: Any) -> Any:
+    """A result of a rank with its tensors on the host and as numpy arrays: the driver may have no GPU."""
+    if isinstance(value, Tensor):
+        return pack_tensor(value)
+    if isinstance(value, Mapping):
+        return {name: packed(each) for name, each in value.items()}
+    if isinstance(value, TopKLogp):
+        return TopKLogp(logp=packed(value.logp), token_ids=packed(value.token_ids))
+    return tuple(map(packed, value)) if type(value) is tuple else value
+
+
+def unpacked(value: Any, *, writable: bool = True) -> Any:
+    """The result again. Not `writable`, its tensors may lie in memory that other processes share: only to be read."""
+    if isinstance(value, PackedTensor):
+        tensor = unpack_tensor(value)
+        return tensor.clone() if writable else tensor
+    if isinstance(value, Mapping):
+        return {name: unpacked(each, writable=writable) for name, each in value.items()}
+    if isinstance(value, TopKLogp):
+        return TopKLogp(**{name: unpacked(getattr(value, name), writable=writable) for name in ("logp", "token_ids")})
+    return tuple(unpacked(each, writable=writable) for each in value) if type(value) is tuple else value

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rl_backends import process_group, select_backend
 from rl_backends.backend import Backend, TrainingBackend
 from rl_backends.checkpoints.folders import sees
+from rl_backends.metrics import device_used_bytes
 from rl_backends.packed_batch import PackedBatch, unpack
 from rl_launcher.build.engines import dtypes_of, weight_source
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, Reply
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, Reply, packed
 from rl_launcher.schema import PolicyConfig
 from rl_observe import Profiler
 from rl_observe.config import ProfilerConfig
-from rl_parallel_plans import TopKLogp
 from rl_refit import Refit, RefitError, RefitReport
 from rl_refit.parties import Parties
 
@@ -53,11 +52,15 @@ class TrainingWorker:
     the node that the other nodes reach.
     """
 
+    _is_pipelined = False
+    """Whether only some of the ranks that are given the same rows call the loss: those of the last stage."""
+
     def __init__(self, spec: TrainerSpec, *, rank: int, local_rank: int, num_local_ranks: int, ip: str) -> None:
         torch.set_num_threads(spec.threads)
         self._spec, self._rank, self._ip = spec, rank, ip
         self._local_rank, self._num_local_ranks = local_rank, num_local_ranks
         self._config = select_backend(spec.policy).config
+        self._is_pipelined = getattr(self._config, "pipeline_model_parallel_size", 1) > 1
         self._store: Any = None
         self._models: dict[int, Any] = {}
         self._refit: Refit | None = None
@@ -114,14 +117,17 @@ class TrainingWorker:
         model, rate = self._models[call.model], None
         with contextlib.suppress(RuntimeError, AttributeError):  # no optimizer yet, or none ever
             rate = model.learning_rate
-        kept = tuple(
-            (_on_host(rows), _on_host(columns)) for each in arguments for rows, columns in getattr(each, "kept", ())
-        )
+        kept: tuple[Any, ...] = ()
+        if call.readers is None or self._rank in call.readers or self._is_pipelined:
+            kept = tuple(packed(each) for argument in arguments for each in getattr(argument, "kept", ()))
         # Each step is logged with them, and asking for them would be one more call of all ranks.
         measured = (
             model.metrics(memory=False) if wanted and call.method == TrainingBackend.optim_step.__name__ else None
         )
-        return Reply(_on_host(value) if wanted else None, getattr(model, "version", 0), rate, kept, measured)
+        used = None
+        if call.method == "refit" and self._config.device == "cuda":
+            used = device_used_bytes(torch.device("cuda", torch.cuda.current_device()))
+        return Reply(packed(value) if wanted else None, getattr(model, "version", 0), rate, kept, measured, used)
 
     def close(self) -> None:
         """Write what is still being recorded; close the refit and the backends, and leave the process group."""
@@ -185,14 +191,3 @@ class TrainingWorker:
         if refit is not None:
             with contextlib.suppress(RefitError):  # the other parties may be gone: that is why it is closed
                 refit.close()
-
-
-def _on_host(value: Any) -> Any:
-    """The value with its tensors on the CPU: the driver may have no GPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {name: _on_host(each) for name, each in value.items()}
-    if isinstance(value, TopKLogp):
-        return TopKLogp(logp=_on_host(value.logp), token_ids=_on_host(value.token_ids))
-    return value

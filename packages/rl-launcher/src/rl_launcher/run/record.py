@@ -28,6 +28,7 @@ TRAINER_FIGURES = {
     "padding_share": "padding_share",
     "load_balance": "load_balance",
     "peak_allocated_bytes": "memory_trainer_peak_bytes",
+    "device_used_bytes": "memory_device_bytes/training",
 }
 """Fields of `StepMetrics` that a step logs, and the names that they have in the log."""
 

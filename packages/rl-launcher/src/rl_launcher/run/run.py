@@ -54,6 +54,7 @@ from rl_launcher.run import driver_process
 from rl_launcher.run.conditions import name_of, reaction_to
 from rl_launcher.run.evaluate import Evaluator, turn_limits
 from rl_launcher.run.gc_freeze import long_lived
+from rl_launcher.run.prediction import WAIT_SHARE, BackgroundPrediction, predict_in_background
 from rl_launcher.run.record import Recorder, has_trained, summarize
 from rl_launcher.run.signals import Interruption
 from rl_launcher.run.stages import distill, dpo, grpo, kto, orpo, ppo, reward_model, sft
@@ -63,6 +64,7 @@ from rl_observe import (
     LiveView,
     RunDirectory,
     RunLog,
+    Secrets,
     StageTotal,
     check_trackers,
     collect_versions,
@@ -189,6 +191,7 @@ class Run:
         self.on_built: Callable[[], object] = lambda: None
         """Called once when the parts are built and accepted: from here on the run directory describes this run."""
         self._started = started
+        self._prediction: BackgroundPrediction | None = None
         self._make_parts = build or partial(_build, run_dir=directory.path, objects=objects)
 
     def execute(self) -> dict[str, Any]:
@@ -201,9 +204,17 @@ class Run:
         self._build()
         try:
             self.on_built()
+            secrets = Secrets.of(to_plain(self.recipe))
+            self._prediction = predict_in_background(self.recipe, self.parts, self.directory, secrets=secrets)
         except BaseException:
             self.parts.close()
             raise
+        try:
+            return self._run_to_the_end()
+        finally:
+            self._end_prediction(wait_s=0.0)
+
+    def _run_to_the_end(self) -> dict[str, Any]:
         while True:
             failure: BaseException | None = None
             after: dict[str, float] | None = None
@@ -506,6 +517,7 @@ class Run:
             RunStoppedError: `stopped`, if that is given.
         """
         self.keeper.count_time()
+        self._end_prediction(wait_s=WAIT_SHARE * self.progress.wall_s)
         directory, cause = self.directory, None if stopped is None else stopped.__cause__
         summary = summarize(self.recipe, self.parts, directory, progress=self.progress, after=after, error=cause)
         interrupted = summary["ended_by"] in {"interrupted", "must_save_by"}
@@ -527,6 +539,10 @@ class Run:
         (directory.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier process that this one has resumed
         self.state = "finished"
         return {**summary, "unwritten": unwritten} if unwritten else summary
+
+    def _end_prediction(self, *, wait_s: float) -> None:
+        if self._prediction is not None:
+            self._prediction.close(wait_s=wait_s)
 
 
 def within_epochs(recipe: Recipe, parts: Parts) -> Recipe:

@@ -23,7 +23,7 @@ from rl_observe.log_files import flat
 from rl_observe.report.curves import NUM_COLORS, headline_chart, overlay_charts, stage_charts
 from rl_observe.report.record import read_record, section, text
 from rl_observe.report.rollouts import browsable
-from rl_observe.report.sections import before_after, conversations, outcome, refits
+from rl_observe.report.sections import before_after, conversations, outcome, predicted, refits
 from rl_observe.report.times import breakdown, gantt_legend, gantts, phase_class
 from rl_observe.run_directory import RunDirectory, write_text
 
@@ -54,6 +54,7 @@ def write_report(run: RunDirectory) -> Path:
         breakdown=breakdown(record),
         gantts=charts,
         gantt_legend=gantt_legend(charts),
+        predicted=predicted(record),
         stages=stage_charts(record),
         refits=refits(record),
         packages=section(record.versions, "packages"),

@@ -24,6 +24,7 @@ class RunRecord:
     origins: Mapping[str, object]  # where each key of the recipe was set
     summary: Mapping[str, object]
     versions: Mapping[str, object]
+    prediction: Mapping[str, object]  # what was expected when the run started
     stages: dict[str, list[Row]]  # logged steps by stage, in the order in which the stages started
     samples: list[Row]
     spans: list[Row]
@@ -92,6 +93,7 @@ def read_record(run: RunDirectory) -> RunRecord:
         samples=read_rows(run.samples, "there are no responses to compare"),
         recipe=read(run.recipe, lambda path: path.read_text(encoding="utf-8"), "", lost="the settings are unknown"),
         versions=read(run.versions, read_object, nothing, lost="machine and packages are unknown"),
+        prediction=read(run.prediction, read_object, nothing, lost=None),
         origins=read(run.origins, read_object, nothing, lost=None),
         spans=read_rows(run.spans),
         events=read_rows(run.events),

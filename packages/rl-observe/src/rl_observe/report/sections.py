@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from rl_observe.glossary import finite_number
+from rl_observe.glossary import finite_number, metric_of
 from rl_observe.log_files import Row
 from rl_observe.report.curves import Chart, Curve, points
 from rl_observe.report.record import RunRecord, number, section, text
 
+_PEAKS = "memory_"  # metrics of which the largest value counts, and not the usual one
 _QUANTILE_95 = 1.96  # two-sided 95 % of a normal distribution
 
 
@@ -167,6 +168,52 @@ def _join_context(tokens: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         group = list(run)
         parts += group if is_sampled else [{"text": "".join(token["text"] for token in group)}]
     return parts
+
+
+def predicted(record: RunRecord) -> dict[str, Any] | None:
+    """What was predicted of the run beside what was measured, for the template; None if nothing was predicted.
+
+    `rows` has of each figure its `name`, `meaning` and `unit`, the figures `predicted` and `measured`, their `ratio`
+    (measured over predicted) and `how` it was measured, where it was. `unknown` are names and reasons.
+    """
+    figures, unknown = section(record.prediction, "figures"), section(record.prediction, "unknown")
+    if not figures and not unknown:
+        return None
+    stage = text(record.prediction, "stage")
+    logged = [row for row in record.stages.get(stage or "", record.rows) if (number(row, "step") or 0) > 0]
+    rows = []
+    for name in figures:
+        if (expected := number(figures, name)) is None:
+            continue
+        metric = metric_of(name)
+        values = [value for row in logged if (value := number(row, name)) is not None]
+        measured, how = None, "the run does not log it"
+        if values and name.startswith(_PEAKS):
+            measured, how = max(values), f"the most in {len(values)} steps"
+        elif values:  # of a median, a first step that compiles and fills caches is no part
+            measured, how = statistics.median(values), f"median of {len(values)} steps"
+        rows.append(
+            {
+                "name": metric.label if metric else name,
+                "meaning": metric.meaning if metric else "",
+                "unit": metric.unit if metric else "number",
+                "predicted": expected,
+                "measured": measured,
+                "ratio": None if measured is None or not expected else measured / expected,
+                "how": how,
+            }
+        )
+    assumed = record.prediction.get("assumed")
+    return {
+        "rows": rows,
+        "stage": stage,
+        "device": text(record.prediction, "device"),
+        "assumed": [each for each in assumed if isinstance(each, str)] if isinstance(assumed, list) else [],
+        "unknown": [
+            (metric.label if (metric := metric_of(name)) else name, text(unknown, name) or "no reason is given")
+            for name in unknown
+        ],
+    }
 
 
 def refits(record: RunRecord) -> dict[str, Any] | None:
