@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from rl_refit import gpu
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
 from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
@@ -180,8 +181,7 @@ class WorkerSink:
                     self._live(model, landing).copy_(_read(self._bank[name], landing.box))
             if on_cpu and cpu_workarounds.needed():
                 cpu_workarounds.repack_vocabulary(model)
-            if not on_cpu:
-                torch.accelerator.synchronize(self.device)
+            gpu.synchronize(self.device)
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
