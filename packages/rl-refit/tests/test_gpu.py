@@ -8,6 +8,7 @@ import torch
 from torch.distributed import HashStore
 
 from rl_refit import gpu
+from rl_refit.errors import DeadlineError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,15 +33,22 @@ def test_an_event_is_over_when_its_stream_has_done_what_came_before(device):
     torch.cuda._sleep(LONG)
     event = gpu.record(device)
     assert not event.query()
-    event.synchronize()
+    gpu.synchronize(device, 60.0)
     assert event.query()
+
+
+def test_a_gpu_that_is_not_through_in_time_is_an_error(device):
+    torch.cuda._sleep(20 * LONG)
+    with pytest.raises(DeadlineError, match="does it hang"):
+        gpu.synchronize(device, 0.1)
+    gpu.synchronize(device, 60.0)
 
 
 def test_whoever_waits_for_the_device_waits_for_all_its_streams(device):
     with torch.cuda.stream(torch.cuda.Stream(device)):
         torch.cuda._sleep(LONG)
         event = gpu.record(device)
-    gpu.synchronize(device)
+    gpu.synchronize(device, 60.0)
     assert event.query()
 
 

@@ -10,11 +10,14 @@ looks at memory that other streams of this process use, such as a trainer's or a
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+
+from rl_refit.errors import DeadlineError
 
 __all__ = [
     "Event",
@@ -36,19 +39,12 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether all that the stream was given before is over."""
 
-    def synchronize(self) -> None:
-        """Wait until it is."""
-
 
 @final
 class _Over:
-    """What a CPU was given is over at once."""
-
     def query(self) -> bool:
+        """What a CPU was given is over at once."""
         return True
-
-    def synchronize(self) -> None:
-        return
 
 
 def uuids() -> tuple[str, ...]:
@@ -80,10 +76,18 @@ def record(device: torch.device) -> Event:
     return event
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until all streams of this process on `device` have done what they were given."""
+def synchronize(device: torch.device, limit_s: float) -> None:
+    """Wait until all streams of this process on `device` have done what they were given.
+
+    Raises:
+        DeadlineError: They have not within `limit_s` seconds.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        waiting = threading.Thread(target=torch.cuda.synchronize, args=(device,), daemon=True, name="rl-refit GPU")
+        waiting.start()
+        waiting.join(limit_s)  # a device cannot be asked, and a hung one, as in a collective whose peer died, waits on
+        if waiting.is_alive():
+            raise DeadlineError(f"{device} has not done in {limit_s:.1f} s what it was given before: does it hang?")
 
 
 def export(buffer: Tensor) -> tuple[Any, ...]:

@@ -543,7 +543,9 @@ class Party:
             self._prepare(version, watch)
         with watch.phase("transfer"):
             if self.sides.source is not None:
-                gpu.synchronize(device_of(self.sides))  # an optimizer may have stepped in another thread's stream
+                gpu.synchronize(
+                    device_of(self.sides), watch.remaining_s
+                )  # an optimizer may have stepped in another thread's stream
             self.transport.transfer(self.outbox, self.inbox, watch)
             watch.check()
         with watch.phase("verify"):

@@ -189,7 +189,7 @@ class ModuleSink:
                     raise RefitError(
                         f"{len(self._serving)} threads still serve after wait_s={self._wait_s}; nothing was written"
                     )
-        gpu.synchronize(self.device)  # what they have begun in streams of theirs reads the weights
+        gpu.synchronize(self.device, self._wait_s)  # what they have begun in streams of theirs reads the weights
 
     def _end_writing(self) -> None:
         with self._turns:
@@ -366,7 +366,9 @@ class ModuleSink:
                             overwrite(live, region, piece)
             if self._on_commit is not None:
                 self._on_commit(version)
-            gpu.synchronize(self.device)  # from now on others may read what was written, and write what was read
+            gpu.synchronize(
+                self.device, self._wait_s
+            )  # from now on others may read what was written, and write what was read
             self._version.commit(version)
             self._poison = self._open = None
         except BaseException as error:

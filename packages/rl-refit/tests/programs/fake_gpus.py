@@ -58,6 +58,7 @@ class Fake:
         self.communicators, self.gloo = [], {}
         self.aborted = 0
         self.omitted = None
+        self.hangs = False
         self.sees_deaths = False  # as NCCL may, over a network
         self.hang_s = 20.0  # what waits longer than this for a GPU would wait for ever
 
@@ -90,6 +91,10 @@ class Fake:
         accesses = [access for access in dict.fromkeys(accesses) if access[2] > access[1]]
         if accesses:
             self.note("run", self.stream, accesses, what)
+
+    def wait_for_stream(self):
+        """The host waits for the current stream."""
+        self.note("over", _Event(self).number)
 
     @property
     def stream(self):
@@ -139,10 +144,10 @@ class Fake:
     def record(self, device):
         return _Over() if device.type != "cuda" or self._is_omitted() else _Event(self)
 
-    def synchronize(self, device):
+    def synchronize(self, device, limit_s):
         if device.type == "cuda" and not self._is_omitted():
             for communicator in self.communicators:
-                communicator.wait_for_all()
+                communicator.wait_for_all(limit_s)
             self.note("synchronize")
 
     def _is_omitted(self):
@@ -182,9 +187,6 @@ class _Over:
     def query(self):
         return True
 
-    def synchronize(self):
-        return
-
 
 class _Event:
     def __init__(self, fake):
@@ -193,12 +195,10 @@ class _Event:
 
     def query(self):
         self.asked += 1
-        if self.asked > 2:  # never at once, so that whoever asks asks again
+        over = self.asked > 2 and not self.fake.hangs  # never at once, so that whoever asks asks again
+        if over:
             self.fake.note("over", self.number)
-        return self.asked > 2
-
-    def synchronize(self):
-        self.fake.note("over", self.number)
+        return over
 
 
 class _Kernels(TorchDispatchMode):
@@ -236,7 +236,7 @@ class _ReadsByHost(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if getattr(function, "__name__", "") in READ_BY_HOST:
             self.fake.kernel(function.__name__, reads=filter(_is_plain, args))
-            _Event(self.fake).synchronize()
+            self.fake.wait_for_stream()
         return result
 
 
@@ -312,15 +312,16 @@ class FakeNccl:
                 return
             work.done.set()
 
-    def wait_for_all(self):
+    def wait_for_all(self, limit_s):
         for work in [] if self.over.is_set() else [*self.pending]:
-            assert work.done.wait(self.fake.hang_s), (
+            assert work.done.wait(min(limit_s, self.fake.hang_s)), (
                 f"{work.message} is under way, and who waits for the GPU waits for ever"
             )
-        self.pending = [work for work in self.pending if not work.done.is_set()]
+        self.pending = [work for work in self.pending if not work.done.is_set() or work.error is not None]
 
     def shutdown(self):
-        assert all(work.done.is_set() for work in self.pending), "shutdown waits for ever for what is under way"
+        lost = [work.message for work in self.pending if not work.done.is_set() or work.error is not None]
+        assert not lost, f"shutdown waits for ever for {lost}"
         self.over.set()
         self.works.put(None)
 
@@ -330,6 +331,7 @@ class FakeNccl:
         self.works.put(None)
         self.pending.clear()
         self.gloo.abort()
+        self.fake.note("aborted", self.name)  # whoever aborts waits until nothing is under way
 
 
 class _Work:
@@ -391,7 +393,7 @@ def _copying_from_host(fake, call):
             with _disable_current_modes():
                 return call(slot, numbers)
         call(slot, numbers)
-        _Event(fake).synchronize()  # as torch does after a copy between host and GPU
+        fake.wait_for_stream()  # as torch does after a copy between host and GPU
         return None
 
     return copying

@@ -63,8 +63,10 @@ def gpu_worlds(place, *, way, seeds):
     return [pg_cases().shapes(place, seeds=seeds, ways=[way]), recorded]
 
 
-def gpu_refits(place, *, way, sources, sinks, colocated=False, fault=None, arena=False, gives_up=None, **options):
-    """Three refits from a trainer that steps in a stream of its own into an engine that runs in a stream of its own.
+def gpu_refits(
+    place, *, way, sources, sinks, colocated=False, fault=None, arena=False, gives_up=None, refits=3, **options
+):
+    """Refits from a trainer that steps in a stream of its own into an engine that runs in a stream of its own.
 
     Returns:
         What went wrong; the medium; and what this process recorded. Sink 0 may give up at one of its tensors.
@@ -99,13 +101,13 @@ def gpu_refits(place, *, way, sources, sinks, colocated=False, fault=None, arena
         transport,
         rendezvous=meeting,
         bucket_bytes=1024,
-        deadline_s=30.0 if fault is None else 10.0,
+        deadline_s=30.0 if fault is None else 5.0,
         **options,
     )
     own.hang_s = 20.0 if fault is None else 2.0
     FAULTS.get(fault, lambda: setattr(own, "omitted", fault))()
     media, wrong = None, []
-    for version in (1, 2, 3):
+    for version in range(1, refits + 1):
         try:
             if policy is not None:
                 pg_models.advance(policy, "llama", version, *sources)
@@ -164,6 +166,7 @@ def _read_without_a_token():
 
 
 FAULTS = {
+    "the GPU hangs": lambda: setattr(_fakes[0], "hangs", True),
     "slots are filled again at once": _reuse_at_once,
     "slots are read before they are full": _read_without_a_token,
     "messages are over at once": lambda: setattr(Group, "has_ended", lambda *arguments: True),

@@ -83,6 +83,8 @@ def races(events):
             follow(agent, clock)
             if operation == "recv":
                 follow(agent, said.get(message, {}))  # of a process that died nothing is known
+        elif kind == "aborted":
+            follow(host, clocks[at(what[0])])
         elif kind == "free":
             free(what[0])
     return [*found.values()]

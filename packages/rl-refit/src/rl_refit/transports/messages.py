@@ -119,8 +119,8 @@ class Group:
         Raises:
             PeerError: The connection is lost, and within a moment nobody reports why.
         """
-        if not message.ended.is_set() and self.is_ordered and message.work is not None:
-            _finish_if_completed(message)
+        if self.is_ordered and message.work is not None and not message.ended.is_set() and message.work.is_completed():
+            _finish(message)
         if not message.ended.is_set():
             return False
         if message.errors:
@@ -132,7 +132,8 @@ class Group:
         """End every message that is under way, and the group; waits for nobody."""
         stuck = any(not message.ended.is_set() for message in self._under_way)
         if self.is_ordered:
-            (self.backend.abort if stuck else self.backend.shutdown)()
+            failed = stuck or any(message.errors for message in self._under_way)
+            (self.backend.abort if failed else self.backend.shutdown)()
         elif stuck:
             for rank in self._ranks.values():
                 if rank != self._ranks[self._peers.own]:
@@ -181,25 +182,19 @@ class Group:
 def _wait_for(queue: SimpleQueue[Message | None], news: socket.socket) -> None:
     """What the thread of one kind of messages does; it holds nothing while it has nothing to wait for."""
     while (message := queue.get()) is not None:
-        assert message.work is not None
-        try:
-            message.work.wait()
-        except RuntimeError as error:
-            message.errors.append(error)
-        message.ended.set()
+        _finish(message)
         with contextlib.suppress(OSError):  # full, so that whoever waits wakes up anyway; or closed
             news.send(b"!")
         del message
 
 
-def _finish_if_completed(message: Message) -> None:
+def _finish(message: Message) -> None:
     assert message.work is not None
-    if message.work.is_completed():
-        try:
-            message.work.wait()  # it is over: this lets go of the tensor, and raises what went wrong
-        except RuntimeError as error:
-            message.errors.append(error)
-        message.ended.set()
+    try:
+        message.work.wait()  # of NCCL it is over: this lets go of the tensor, and raises what went wrong
+    except RuntimeError as error:
+        message.errors.append(error)
+    message.ended.set()
 
 
 def connect(
@@ -248,7 +243,7 @@ def connect(
                 work = group.start("send" if peers.own == sender else "recv", scratch, other, tag=_TAGS - 1)
                 if work is not None:
                     work.wait()
-        gpu.synchronize(device)
+        gpu.synchronize(device, watch.deadline_s)
         return group
 
     return _in_background(make, watch)

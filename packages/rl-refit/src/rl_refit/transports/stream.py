@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from time import monotonic, sleep
 from typing import Protocol, final
 
 import torch
@@ -50,6 +51,7 @@ from rl_refit.transports.peers import Hop, Peers, hops_of, join
 
 __all__ = ["SlotStream", "Traffic"]
 
+_GRACE_S = 1.0  # a GPU that copies a slot for longer hangs
 _MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 1e-4, 2e-3
 
 
@@ -169,8 +171,8 @@ class SlotStream:
             raise RefitError("this transport is closed; open it before a transfer", phase=watch.phase_name)
         if opened.broken is not None:
             raise RefitError(
-                f"this transport is broken since a transfer failed ({opened.broken}): a process group with messages "
-                f"under way cannot be used again; make a new Refit",
+                f"this transport is broken since a transfer failed ({opened.broken}): messages or copies under way "
+                f"cannot be called back; make a new Refit",
                 phase="transfer",
             )
         self.traffic = Traffic()
@@ -178,9 +180,12 @@ class SlotStream:
         try:
             transfer.run()
         except BaseException as error:
-            if opened.group is not None:
+            # Others, once they hear of it, fill slots again, and memory may go: so what is being copied ends before.
+            copies, until = gpu.record(opened.channel.device), monotonic() + _GRACE_S
+            while not (copied := copies.query()) and monotonic() < until:
+                sleep(_MIN_POLL_INTERVAL_S)
+            if opened.group is not None or not copied:
                 opened.broken = f"{type(error).__name__}: {error}"
-            gpu.record(opened.channel.device).synchronize()  # others, once they hear of it, fill slots again
             raise
 
     def finish(self) -> None:
@@ -192,7 +197,6 @@ class SlotStream:
         """Close the connections and free the slots, except what parameters live in; waits for nobody."""
         if self._open is not None:
             self._open.disconnect()
-            gpu.synchronize(self._open.channel.device)  # before the memory goes; what NCCL had begun is aborted
         self._open, self._adopted_bytes = None, 0
 
     def adopt(self, module: nn.Module, *, rename: Rename | None = None) -> int:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RefitWorker", "WorkerSink"]
 
+COPIES_S = 60.0
+"""Longest time, in seconds, that a GPU may take for the copies of a commit."""
+
 _KEEPS_PLAIN = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods whose parameters, where they keep their shape, are what was loaded."""
 
@@ -181,7 +184,7 @@ class WorkerSink:
                     self._live(model, landing).copy_(_read(self._bank[name], landing.box))
             if on_cpu and cpu_workarounds.needed():
                 cpu_workarounds.repack_vocabulary(model)
-            gpu.synchronize(self.device)
+            gpu.synchronize(self.device, COPIES_S)
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
