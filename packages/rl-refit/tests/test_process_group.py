@@ -18,7 +18,7 @@ from rl_refit.transports.messages import Address, check_header, write_header
 from rl_refit.transports.peers import Peers, Process, hops_of, join
 from rl_refit.transports.stream import SlotStream
 
-WAYS = ("messages", "hosts", "ring", "ordered")
+WAYS = ("messages", "hosts", "ring")
 TRANSPORTS = ("messages", "hosts")
 NCCL_PROCESSES = 2
 

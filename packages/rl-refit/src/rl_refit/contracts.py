@@ -94,7 +94,7 @@ class WeightSink(Protocol):
         """Take `tensor`, the new values of `region`, apart from the weights that generate.
 
         `tensor` is the caller's and is overwritten after the call, unless it `stays` as it is until the transaction is
-        closed: then the sink may keep it instead of a copy.
+        closed: then the sink may keep it instead of a copy. A GPU copies in this thread's current stream.
         """
 
     def digest(self, regions: Iterable[Region] | None = None) -> Digest:
@@ -113,7 +113,8 @@ class WeightSink(Protocol):
     def commit(self, version: int) -> None:
         """Make the staged weights the weights, as of `version` optimizer steps, and close the transaction.
 
-        Whoever fails half-way raises, and raises `PoisonedError` from then on until another commit succeeds.
+        On a GPU its copies are over when it returns. Whoever fails half-way raises, and raises `PoisonedError` from
+        then on until another commit succeeds.
         """
 
     def abort(self) -> None:

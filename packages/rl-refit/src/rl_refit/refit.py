@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar, final
 
+from rl_refit import gpu
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
 from rl_refit.digest import Boxes, Digest, Sample, choose_sample
@@ -541,6 +542,10 @@ class Party:
         with watch.phase("prepare"):
             self._prepare(version, watch)
         with watch.phase("transfer"):
+            if self.sides.source is not None:
+                gpu.synchronize(
+                    device_of(self.sides), watch.remaining_s
+                )  # an optimizer may have stepped in another thread's stream
             self.transport.transfer(self.outbox, self.inbox, watch)
             watch.check()
         with watch.phase("verify"):

@@ -29,8 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-import torch
-
+from rl_refit import gpu
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSource
 from rl_refit.errors import DeadlineError, PeerError, RefitError
@@ -621,8 +620,7 @@ class Replicas:
 
         def work(number: int, session: _Session) -> None:
             try:
-                if self._source.device.type == "cuda":
-                    torch.cuda.set_device(self._source.device)  # a new thread is on GPU 0
+                gpu.use(self._source.device)
                 results[number] = session.refit(version)
             except BaseException as error:  # noqa: BLE001  (reported, or raised, by the thread that waits)
                 results[number] = error

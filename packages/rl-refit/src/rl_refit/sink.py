@@ -22,6 +22,7 @@ from typing import Literal, NoReturn, final, get_args
 import torch
 from torch import Tensor, nn
 
+from rl_refit import gpu
 from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage, WeightSource
 from rl_refit.digest import Digest, combine_digests, digest_tensors
@@ -188,6 +189,7 @@ class ModuleSink:
                     raise RefitError(
                         f"{len(self._serving)} threads still serve after wait_s={self._wait_s}; nothing was written"
                     )
+        gpu.synchronize(self.device, self._wait_s)  # what they have begun in streams of theirs reads the weights
 
     def _end_writing(self) -> None:
         with self._turns:
@@ -364,6 +366,9 @@ class ModuleSink:
                             overwrite(live, region, piece)
             if self._on_commit is not None:
                 self._on_commit(version)
+            gpu.synchronize(
+                self.device, self._wait_s
+            )  # from now on others may read what was written, and write what was read
             self._version.commit(version)
             self._poison = self._open = None
         except BaseException as error:

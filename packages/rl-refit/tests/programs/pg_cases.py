@@ -12,8 +12,8 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
+import gpu_cases
 import pg_models
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
 from rl_refit.transports.messages import Group
 from rl_refit.transports.stream import SlotStream
 
-TRANSPORTS = ("messages", "hosts", "ring", "ordered")
+TRANSPORTS = ("messages", "hosts", "ring")
 NEEDS = {"modules": ["torch._dynamo"]}  # which fully_shard imports
 PATIENCE_S = float(
     os.environ.get("PG_PATIENCE_S", "60")
@@ -46,53 +46,21 @@ DTYPES = ("float32", "bfloat16", "int64", "float8_e4m3fn", "bool")
 
 # -- Ways --------------------------------------------------------------------------------------------
 
-HERE, MAKE_GROUP, START = peers._this_process, Group.__init__, Group.start
+HERE = peers._this_process
 
 
 def carrier(way, process):
     """A transport of this process, which from now on believes that it is on such a machine.
 
     "ring": one host; "messages": a host that shares no memory; "hosts": even and odd processes are on two hosts;
-    "ordered": messages as over one NCCL communicator, without tags and one after the other.
+    "gpus …": the same, of GPUs; see `gpu_cases`.
     """
-    peers._this_process, Group.__init__, Group.start = HERE, MAKE_GROUP, START
+    if way in gpu_cases.WAYS:
+        return gpu_cases.carrier(way, process)
+    peers._this_process = HERE
     if way == "hosts":
         peers._this_process = lambda *own: replace(HERE(*own), host=f"host {process % 2}")
-    if way == "ordered":
-        Group.__init__, Group.start = _make_ordered, _start_in_order
     return SlotStream(share_memory=way in ("ring", "hosts"))
-
-
-def _make_ordered(group, *arguments, **more):
-    MAKE_GROUP(group, *arguments, **more)
-    group.is_ordered, group.ahead = True, SimpleQueue()
-    threading.Thread(target=_work_off, args=(group.ahead,), daemon=True).start()
-
-
-def _start_in_order(group, operation, slot, rank, *, tag):
-    work = OrderedWork()
-    group.ahead.put((work, lambda: START(group, operation, slot, rank, tag=0).wait()))
-    return work
-
-
-def _work_off(ahead):
-    while True:
-        work, call = ahead.get()
-        try:
-            call()
-        except RuntimeError as error:
-            work.error = error
-        work.done.set()
-
-
-class OrderedWork:
-    def __init__(self):
-        self.done, self.error = threading.Event(), None
-
-    def wait(self):
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
 
 
 # -- Sides made of plain tensors --------------------------------------------------------------------
@@ -241,7 +209,7 @@ def _channel(schedule, ranks, store, *, slots=2):
         source_rank=ranks[0],
         sink_rank=ranks[1],
         slots=slots,
-        device=torch.get_default_device(),
+        device=gpu_cases.device() or torch.get_default_device(),
         store=store,
     )
 

@@ -66,6 +66,7 @@ def serve() -> None:
     import torch
 
     sys.path.insert(0, str(Path(__file__).parent))
+    import gpu_cases
     import pg_cases
 
     torch.set_num_threads(1)
@@ -75,7 +76,7 @@ def serve() -> None:
         request = json.loads(line)
         home = folder / str(number)
         home.mkdir()
-        case = getattr(pg_cases, request["case"])
+        case = getattr(pg_cases, request["case"], None) or getattr(gpu_cases, request["case"])
         for module in pg_cases.NEEDS.get(request["case"], ()):
             import_module(module)  # once, before processes are forked
         places = [Place(process, request["processes"], home) for process in range(request["processes"])]

@@ -6,7 +6,7 @@ whatever kills the processes, the memory goes with the last of them. Its pages a
 file system is an error here, not a SIGBUS later.
 
 A GPU buffer is exported once to each reader, which opens it once: handles per tensor and per refit are what makes CUDA
-IPC slow and leak elsewhere. Copies are awaited before each token, so a slot that a token names is whole.
+IPC slow and leak elsewhere.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from rl_refit import gpu
 from rl_refit.errors import RefitError
 from rl_refit.transports.links import Handle
 
@@ -93,15 +94,11 @@ class Ring:
     Args:
         data: uint8 [the sum of `sizes`], and whatever keeps it alive.
         sizes: Bytes of each slot.
-        device: Of this process's copies to and from it.
         segment: Where `data` is shared memory.
     """
 
-    def __init__(
-        self, data: Tensor, sizes: Sequence[int], *, device: torch.device, segment: Segment | None = None
-    ) -> None:
+    def __init__(self, data: Tensor, sizes: Sequence[int], *, segment: Segment | None = None) -> None:
         self.segment = segment
-        self._device = device
         self._slots = data.split_with_sizes(list(sizes)) if sizes else ()
 
     @classmethod
@@ -115,29 +112,27 @@ class Ring:
         """
         nbytes = sum(sizes)
         if not num_readers:
-            data = torch.empty(nbytes, dtype=torch.uint8, device=device if on_gpu else "cpu")
-            return cls(data, sizes, device=device), []
+            return cls(gpu.empty(nbytes, device if on_gpu else torch.device("cpu")), sizes), []
         if not on_gpu:
             segment, descriptor = Segment.create(directory, nbytes)
             handles = [Handle({"sizes": [*sizes]}, (descriptor,))] * num_readers
-            return cls(segment.bytes, sizes, device=device, segment=segment), handles
+            return cls(segment.bytes, sizes, segment=segment), handles
         _require_exportable()
-        data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        gpu = _uuid(data.device.index)
-        # One export for each process that opens it: torch counts them against each other.
-        handles = [Handle({"sizes": [*sizes], "gpu": gpu, "cuda": _export(data)}) for _ in range(num_readers)]
-        return cls(data, sizes, device=device), handles
+        data, uuid = gpu.empty(nbytes, device), gpu.uuids()[gpu.index_of(device)]
+        handles = [
+            Handle({"sizes": [*sizes], "gpu": uuid, "cuda": _to_plain(gpu.export(data))}) for _ in range(num_readers)
+        ]
+        return cls(data, sizes), handles
 
     @classmethod
-    def attach(cls, handle: Handle, *, device: torch.device) -> Ring:
+    def attach(cls, handle: Handle) -> Ring:
         """The slots of another process."""
         sizes = handle.description["sizes"]
         if "cuda" not in handle.description:
             segment = Segment(handle.descriptors[0], sum(sizes))
-            return cls(segment.bytes, sizes, device=device, segment=segment)
-        visible = [_uuid(index) for index in range(torch.cuda.device_count())]
-        owner = torch.device("cuda", visible.index(handle.description["gpu"]))
-        return cls(_import(handle.description["cuda"], owner), sizes, device=device)
+            return cls(segment.bytes, sizes, segment=segment)
+        owner = torch.device("cuda", gpu.uuids().index(handle.description["gpu"]))
+        return cls(gpu.import_exported(_from_plain(handle.description["cuda"]), owner), sizes)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -149,11 +144,6 @@ class Ring:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(slot.nbytes for slot in self._slots)
-
-    def fence(self) -> None:
-        """Wait until all copies to and from the slots that this thread began are over."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
 
 def close_descriptors(handles: Iterable[Handle]) -> None:
@@ -171,21 +161,6 @@ def _require_exportable() -> None:
                 f"at all; leave expandable_segments out in the processes that refit",
                 phase="prepare",
             )
-
-
-def _uuid(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _export(buffer: Tensor) -> list[Any]:
-    """What another process needs to open the memory of `buffer`; torch has no public name for it."""
-    return _to_plain(buffer.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]
-
-
-def _import(export: list[Any], device: torch.device) -> Tensor:
-    _, *arguments = _from_plain(export)  # the exporter's index of the GPU; ours may be another
-    storage = torch.UntypedStorage._new_shared_cuda(device.index, *arguments)  # noqa: SLF001 - as above
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _to_plain(export: Sequence[Any]) -> list[Any]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 
+from rl_refit import gpu
 from rl_refit.buckets import ALIGNMENT
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.transports.base import PATIENCE_S, Channel, Watch
@@ -85,7 +86,7 @@ class Group:
     def __init__(
         self, backend: Any, ranks: dict[int, int], peers: Peers, *, device: torch.device, news: socket.socket
     ) -> None:
-        self.backend, self.device = backend, device
+        self.backend = backend
         self.is_ordered = device.type == "cuda"
         """Whether messages are told apart by their order alone, as NCCL's are, and not by tags: all processes then
         begin them in the order of the schedule."""
@@ -95,21 +96,16 @@ class Group:
 
     def send(self, slot: Tensor, to: Peer, numbers: Numbers, *, tag: int, relayed: bool) -> Message:
         """Begin to send the bytes of `slot`; those that are `relayed` are not waited for behind others."""
-        kind = "relay" if relayed else "send"
-        return self._begin(
-            kind, lambda: self.start("send", slot, self._ranks[to[0]], tag=tag), peer=to, numbers=numbers
-        )
+        return self._begin("relay" if relayed else "send", slot, to, numbers=numbers, tag=tag)
 
     def receive(self, slot: Tensor, origin: Peer, numbers: Numbers, *, tag: int) -> Message:
         """Begin to receive into `slot`; gloo takes shorter messages, and ends the process at a longer one."""
-        return self._begin(
-            "receive", lambda: self.start("recv", slot, self._ranks[origin[0]], tag=tag), peer=origin, numbers=numbers
-        )
+        return self._begin("receive", slot, origin, numbers=numbers, tag=tag)
 
     def start(self, operation: str, slot: Tensor, rank: int, *, tag: int) -> Work | None:
         """Call the backend. NCCL, outside of a group of calls, would make a communicator of its own for each pair."""
         call = getattr(self.backend, operation)
-        if self.device.type != "cuda":
+        if not self.is_ordered:
             work: Work | None = call([slot], rank, tag % _TAGS)
             return work
         self.backend._start_coalescing()  # noqa: SLF001  (as torch's batch_isend_irecv)
@@ -123,8 +119,8 @@ class Group:
         Raises:
             PeerError: The connection is lost, and within a moment nobody reports why.
         """
-        if not message.ended.is_set() and self.device.type == "cuda" and message.work is not None:
-            _finish_if_completed(message)
+        if self.is_ordered and message.work is not None and not message.ended.is_set() and message.work.is_completed():
+            _finish(message)
         if not message.ended.is_set():
             return False
         if message.errors:
@@ -135,8 +131,9 @@ class Group:
     def close(self) -> None:
         """End every message that is under way, and the group; waits for nobody."""
         stuck = any(not message.ended.is_set() for message in self._under_way)
-        if self.device.type == "cuda":
-            (self.backend.abort if stuck else self.backend.shutdown)()
+        if self.is_ordered:
+            failed = stuck or any(message.errors for message in self._under_way)
+            (self.backend.abort if failed else self.backend.shutdown)()
         elif stuck:
             for rank in self._ranks.values():
                 if rank != self._ranks[self._peers.own]:
@@ -148,15 +145,16 @@ class Group:
         self._queues.clear()
         self._under_way.clear()
 
-    def _begin(self, kind: str, start: Callable[[], Work | None], *, peer: Peer, numbers: Numbers) -> Message:
+    def _begin(self, kind: str, slot: Tensor, peer: Peer, *, numbers: Numbers, tag: int) -> Message:
         try:
-            message = Message(bucket=numbers[2], peer=peer[1], work=start())
+            work = self.start("recv" if kind == "receive" else "send", slot, self._ranks[peer[0]], tag=tag)
+            message = Message(bucket=numbers[2], peer=peer[1], work=work)
         except RuntimeError as error:  # gloo knows already that the connection is broken
             message = Message(bucket=numbers[2], peer=peer[1], work=None, errors=[error])
             message.ended.set()
             return message
         self._under_way.add(message)
-        if self.device.type != "cuda":
+        if not self.is_ordered:
             if kind not in self._queues:
                 self._queues[kind] = SimpleQueue()
                 arguments = (self._queues[kind], self._news)
@@ -184,25 +182,19 @@ class Group:
 def _wait_for(queue: SimpleQueue[Message | None], news: socket.socket) -> None:
     """What the thread of one kind of messages does; it holds nothing while it has nothing to wait for."""
     while (message := queue.get()) is not None:
-        assert message.work is not None
-        try:
-            message.work.wait()
-        except RuntimeError as error:
-            message.errors.append(error)
-        message.ended.set()
+        _finish(message)
         with contextlib.suppress(OSError):  # full, so that whoever waits wakes up anyway; or closed
             news.send(b"!")
         del message
 
 
-def _finish_if_completed(message: Message) -> None:
+def _finish(message: Message) -> None:
     assert message.work is not None
-    if message.work.is_completed():
-        try:
-            message.work.wait()  # it is over: this lets go of the tensor, and raises what went wrong
-        except RuntimeError as error:
-            message.errors.append(error)
-        message.ended.set()
+    try:
+        message.work.wait()  # of NCCL it is over: this lets go of the tensor, and raises what went wrong
+    except RuntimeError as error:
+        message.errors.append(error)
+    message.ended.set()
 
 
 def connect(
@@ -240,18 +232,18 @@ def connect(
 
     def make() -> Group:
         place = (store, ranks[peers.own], len(ranks))
-        backend = _nccl(place, 2 * timeout, device) if device.type == "cuda" else _gloo(place, timeout, address)
+        gpu.use(device)
+        on_gpus = device.type == "cuda"
+        backend = gpu.communicator(place, 2 * timeout, device) if on_gpus else _gloo(place, timeout, address)
         group = Group(backend, ranks, peers, device=device, news=news)
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            scratch = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-            for sender, receiver in pairs:  # in one order, so that nobody waits in a circle
-                if peers.own in (sender, receiver):
-                    other = ranks[receiver if peers.own == sender else sender]
-                    work = group.start("send" if peers.own == sender else "recv", scratch, other, tag=_TAGS - 1)
-                    if work is not None:
-                        work.wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+        scratch = gpu.empty(ALIGNMENT, device)
+        for sender, receiver in pairs:  # in one order, so that nobody waits in a circle
+            if peers.own in (sender, receiver):
+                other = ranks[receiver if peers.own == sender else sender]
+                work = group.start("send" if peers.own == sender else "recv", scratch, other, tag=_TAGS - 1)
+                if work is not None:
+                    work.wait()
+        gpu.synchronize(device, watch.deadline_s)
         return group
 
     return _in_background(make, watch)
@@ -268,17 +260,6 @@ def _gloo(place: tuple[PrefixStore, int, int], timeout: timedelta, address: Addr
     else:
         options._devices = [gloo.create_device(hostname=address.host or "127.0.0.1")]  # noqa: SLF001
     return gloo(*place, options)
-
-
-def _nccl(place: tuple[PrefixStore, int, int], timeout: timedelta, device: torch.device) -> Any:
-    """NCCL's watchdog ends the process when a work times out, so its timeout lies beyond our own deadline."""
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout  # noqa: SLF001
-    backend: Any = ProcessGroupNCCL(*place, options)
-    backend.eager_connect_single_device(device)
-    return backend
 
 
 def _in_background(make: Callable[[], _T], watch: Watch) -> _T:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from rl_refit import gpu
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.schedule import Stream
 from rl_refit.transports.base import Channel, Watch
@@ -226,15 +227,14 @@ def _all_on_gpus(streams: Iterable[Stream], processes: tuple[Process, ...], *, m
 
 
 def _this_process(parties: tuple[str, ...], device: torch.device) -> Process:
-    gpu, visible = None, tuple[str, ...]()
+    own, visible = None, tuple[str, ...]()
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        visible = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
-        gpu = visible[index]
+        visible = gpu.uuids()
+        own = visible[gpu.index_of(device)]
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return Process(
-        parties=parties, host=host, host_name=socket.gethostname(), device=device.type, gpu=gpu, visible=visible
+        parties=parties, host=host, host_name=socket.gethostname(), device=device.type, gpu=own, visible=visible
     )
 
 

@@ -23,11 +23,13 @@ from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from time import monotonic, sleep
 from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 
+from rl_refit import gpu
 from rl_refit.buckets import ALIGNMENT, Bucket, Piece, size_of
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
@@ -49,6 +51,7 @@ from rl_refit.transports.peers import Hop, Peers, hops_of, join
 
 __all__ = ["SlotStream", "Traffic"]
 
+_GRACE_S = 1.0  # a GPU that copies a slot for longer hangs
 _MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 1e-4, 2e-3
 
 
@@ -168,8 +171,8 @@ class SlotStream:
             raise RefitError("this transport is closed; open it before a transfer", phase=watch.phase_name)
         if opened.broken is not None:
             raise RefitError(
-                f"this transport is broken since a transfer failed ({opened.broken}): a process group with messages "
-                f"under way cannot be used again; make a new Refit",
+                f"this transport is broken since a transfer failed ({opened.broken}): messages or copies under way "
+                f"cannot be called back; make a new Refit",
                 phase="transfer",
             )
         self.traffic = Traffic()
@@ -177,7 +180,11 @@ class SlotStream:
         try:
             transfer.run()
         except BaseException as error:
-            if opened.group is not None:
+            # Others, once they hear of it, fill slots again, and memory may go: so what is being copied ends before.
+            copies, until = gpu.record(opened.channel.device), monotonic() + _GRACE_S
+            while not (copied := copies.query()) and monotonic() < until:
+                sleep(_MIN_POLL_INTERVAL_S)
+            if opened.group is not None or not copied:
                 opened.broken = f"{type(error).__name__}: {error}"
             raise
 
@@ -238,7 +245,7 @@ class _Opened:
         mine = [] if peers is None else [of[peers.own] for of in hops if peers.own in of]
         self.sent = tuple(hop for hop in mine if hop.origin is None)
         self.received = tuple(hop for hop in mine if hop.origin is not None)
-        self.own = self.relay = Ring(torch.empty(0, dtype=torch.uint8), (), device=channel.device)
+        self.own = self.relay = Ring(torch.empty(0, dtype=torch.uint8), ())
         self.rings: dict[Key, Ring] = {}
         """Rings of other processes, mapped."""
         self.links: dict[Key, Link] = {}
@@ -290,9 +297,7 @@ class _Opened:
                     handles, [*wanted], peers=peers, channel=self.channel, watch=watch, directory=directory
                 )
                 try:
-                    self.rings = {
-                        key: Ring.attach(handle, device=self.channel.device) for key, handle in received.items()
-                    }
+                    self.rings = {key: Ring.attach(handle) for key, handle in received.items()}
                 finally:
                     close_descriptors(received.values())
         finally:
@@ -405,6 +410,21 @@ class _MessageEnds:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _CopiesEnd:
+    """What this process's GPU was given to copy, to or from a slot, is done."""
+
+    event: gpu.Event
+    bucket: int
+    peer: str
+
+    def is_over(self) -> bool:
+        return self.event.query()
+
+    def fileno(self) -> int | None:
+        return None
+
+
 _Position = tuple[float, int]
 """Number of the stream and of the bucket: where a task is in the schedule."""
 
@@ -471,7 +491,7 @@ class _Transfer:
             self.watch.check()
             if len(waits) < len(tasks) or any(isinstance(wait, _OtherIsAhead) for wait in waits):
                 limit_s = _MIN_POLL_INTERVAL_S
-            elif opened.is_ordered:  # its works are asked, and tell nobody
+            elif opened.is_ordered or any(isinstance(wait, _CopiesEnd) for wait in waits):  # a GPU tells nobody
                 pause_s = min(2 * pause_s, _MAX_POLL_INTERVAL_S) if waits == before else _MIN_POLL_INTERVAL_S
                 limit_s = pause_s
             else:
@@ -502,6 +522,7 @@ class _Transfer:
                 turn = next(turns) % len(ring)
                 yield from _until_over(in_use.pop(turn, ()))
                 self._fill(ring[turn], hop, pieces)
+                yield from self._until_copied(number)
                 numbers = (outbox.refit, hop.stream.number, number, size_of(bucket))
                 if hop.receivers:
                     write_header(ring[turn], numbers)
@@ -553,14 +574,14 @@ class _Transfer:
                 key = opened.key_of(hop)
                 self.traffic.mapped += _payload(bucket)
                 inbox.deliver(bucket, opened.rings[key][wait.came[0].slot][HEADER_BYTES:], stays=self.stays)
-                opened.rings[key].fence()
+                yield from self._until_copied(numbers[2])
                 wait.link.send(wait.came[0]._replace(kind=Kind.EMPTY), self.watch)
             else:
                 check_header(opened.relay[slot], numbers, wait.peer)
                 handed_on = self._hand_on(opened.relay, slot, hop, numbers=numbers)
                 self.traffic.relayed += _payload(bucket) * (len(hop.receivers) + bool(hop.readers))
                 inbox.deliver(bucket, opened.relay[slot][HEADER_BYTES:])
-                opened.relay.fence()
+                yield from self._until_copied(numbers[2])
                 yield from _until_over(handed_on)
                 free.append(slot)
 
@@ -594,7 +615,6 @@ class _Transfer:
                 assert self.inbox is not None
                 self.inbox.put(piece.region, place, stays=self.stays)
                 self.traffic.copied += piece.nbytes
-        self.opened.own.fence()
 
     def _copy(self, pieces: Iterable[tuple[int, Piece, Tensor]]) -> None:
         """From this process's source to its own sink, which nobody else shares."""
@@ -620,6 +640,10 @@ class _Transfer:
             message = opened.group.send(full, receiver, numbers, tag=self._tag(numbers), relayed=name == "relay")
             waits.append(_MessageEnds(opened.group, message, self.watch))
         return waits
+
+    def _until_copied(self, bucket: int) -> _Task:
+        """Whoever is told of a slot next may be another process, and knows nothing of this one's streams."""
+        yield from _until_over([_CopiesEnd(gpu.record(self.opened.channel.device), bucket, "this process's own GPU")])
 
     def _tag(self, numbers: Numbers) -> int:
         """The same for all buckets of a stream, so that one that is missing is noticed at the next, by its header."""

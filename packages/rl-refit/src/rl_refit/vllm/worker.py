@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from rl_refit import gpu
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
 from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = ["RefitWorker", "WorkerSink"]
+
+COPIES_S = 60.0
+"""Longest time, in seconds, that a GPU may take for the copies of a commit."""
 
 _KEEPS_PLAIN = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods whose parameters, where they keep their shape, are what was loaded."""
@@ -180,8 +184,7 @@ class WorkerSink:
                     self._live(model, landing).copy_(_read(self._bank[name], landing.box))
             if on_cpu and cpu_workarounds.needed():
                 cpu_workarounds.repack_vocabulary(model)
-            if not on_cpu:
-                torch.accelerator.synchronize(self.device)
+            gpu.synchronize(self.device, COPIES_S)
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
