@@ -98,6 +98,22 @@ def encode_chat(
     template_ids = encode(messages)
     if not required_prefix_token_ids:
         return template_ids
+    last, marked = mark_last_answer(messages)
+    result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
+    other = encode(marked)
+    if other == template_ids:
+        # The template leaves the content out, as some do beside tool calls: known is only where the answer begins.
+        other = encode(messages[:last]) if last else []
+    check_reaches_answer(required_prefix_token_ids, template_ids, other, last=last, tokenizer=tokenizer)
+    return result
+
+
+def mark_last_answer(messages: Sequence[Message]) -> tuple[int, list[Message]]:
+    """Return the place of the last assistant's message, and the messages with a mark at the end of that one's text.
+
+    Raises:
+        PromptError: There is none, or it does not end with text.
+    """
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
         raise PromptError(
@@ -105,18 +121,36 @@ def encode_chat(
             f"{len(messages)} messages has the role 'assistant': leave them out in the first turn"
         )
     last = answers[-1]
-    marked = [*messages[:last], _marked(messages[last], index=last), *messages[last + 1 :]]
-    result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
-    written, other = _text(tokenizer, template_ids), _text(tokenizer, encode(marked))
-    if other == written:
-        # The template leaves the content out, as some do beside tool calls: known is only where the answer begins.
-        other = _text(tokenizer, encode(messages[:last])) if last else ""
+    return last, [*messages[:last], _marked(messages[last], index=last), *messages[last + 1 :]]
+
+
+def check_reaches_answer(
+    required_prefix_token_ids: Sequence[int],
+    template_ids: Sequence[int],
+    other_ids: Sequence[int],
+    *,
+    last: int,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> None:
+    """Refuse a required prefix that ends before the last assistant's message, number `last`, does.
+
+    Args:
+        required_prefix_token_ids: The prefix.
+        template_ids: What the template makes of the messages.
+        other_ids: What it makes of them as `mark_last_answer` returns them, or, where that is the same, of those
+            before it.
+        last: Which message it is.
+        tokenizer: Of the model.
+
+    Raises:
+        PromptError: It does.
+    """
+    written, other = _text(tokenizer, template_ids), _text(tokenizer, other_ids)
     if len(_text(tokenizer, required_prefix_token_ids)) < _common(written, other):
         raise PromptError(
             f"required_prefix_token_ids end before message {last}, the last of the assistant's, does: its "
             f"tokens would be guessed. Give the prompt and the answer of the last turn, not of an earlier one"
         )
-    return result
 
 
 def with_required_prefix(

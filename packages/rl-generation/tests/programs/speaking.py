@@ -34,16 +34,16 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHATML, **names)
 
 
-def model(vocab_size, seed=0, positions=160):
+def model(vocab_size, seed=0, positions=160, heads=4, head_dim=8):
     """A model of transformers with random weights, peaked enough for greedy answers that differ."""
     import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=32,
+        hidden_size=heads * head_dim,
         intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         num_key_value_heads=2,
         max_position_embeddings=positions,
         initializer_range=0.3,

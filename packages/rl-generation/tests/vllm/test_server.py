@@ -1,6 +1,8 @@
 """The HTTP server over the vLLM engine, as OpenAI's own client sees it."""
 
+import asyncio
 import threading
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +16,7 @@ import openai
 import tiny
 from transformers import AutoTokenizer
 
+from rl_generation.errors import ModelError
 from rl_generation.requests import Sampling
 from rl_generation.server import ControlServer, Server
 from rl_generation.vllm import VllmEngine
@@ -130,32 +133,115 @@ def test_a_client_that_leaves_frees_the_engine(client, engine):
     assert (metrics.running, metrics.waiting) == (0, 0)
 
 
-class Impatient:
-    """The engine, with less time for each sample than it was made with."""
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    def stream(self, prompt, sampling):
-        return self.engine.stream(prompt, sampling, timeout_s=0.2)
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-
-def test_a_sample_that_takes_too_long_is_a_gateway_timeout(engine, tokenizer):
-    with (
-        Server(Impatient(engine), tokenizer=tokenizer, model_name=MODEL) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client,
-    ):
-        engine.pause(mode="keep")
-        try:
-            with pytest.raises(openai.InternalServerError, match="having reached 0 tokens") as failure:
-                complete(client, PROMPTS[0], max_tokens=8)
-        finally:
-            engine.resume()
+def test_a_sample_that_takes_too_long_is_a_gateway_timeout(client, engine, monkeypatch):
+    monkeypatch.setattr(engine, "_admission", replace(engine._admission, timeout_s=0.2))
+    engine.pause(mode="keep")
+    try:
+        with pytest.raises(openai.InternalServerError, match="having reached 0 tokens") as failure:
+            complete(client, PROMPTS[0], max_tokens=8)
+        with pytest.raises(openai.APIError, match="having reached 0 tokens"):
+            list(complete(client, PROMPTS[0], max_tokens=8, stream=True))
+    finally:
+        engine.resume()
     assert failure.value.status_code == 504
     assert failure.value.body["timed_out"] == [{"prompt_index": 0, "sample_index": 0, "tokens": 0}]
+
+
+def test_an_answer_over_http_says_which_weights_made_which_of_its_tokens(client, engine):
+    """Under `pause`, a commit and `resume`, as a refit does them, in the middle of two answers of one request."""
+
+    def tell(version):
+        asyncio.run_coroutine_threadsafe(engine.vllm.update_weight_version(str(version)), engine.loop).result(60)
+
+    def refit(version):
+        engine.pause(mode="keep")
+        tell(version)
+        engine.resume()
+
+    asked = {"max_tokens": 300, "n": 2, "extra_body": {"ignore_eos": True}}
+    try:
+        received, ends, versions = 0, {}, set()
+        for chunk in complete(client, PROMPTS[0], stream=True, **asked):
+            for choice in chunk.choices:
+                received += len(choice.token_ids)
+                if choice.finish_reason:
+                    ends[choice.index] = choice.weight_versions
+                    versions.add(chunk.weight_version)
+            if received and engine.version == 3:
+                refit(4)
+        for first, second in (ends[0], ends[1]):
+            assert (first["version"], first["start"], second["version"], second["end"]) == (3, 0, 4, 300)
+            assert first["end"] == second["start"]
+        assert (received, versions) == (600, {3})
+        whole = complete(client, PROMPTS[0], **asked)
+        assert whole.weight_version == 4
+        health = client.get(str(client.base_url).removesuffix("/v1/") + "/health", cast_to=object)
+        assert health["weight_version"] == 4
+    finally:
+        tell(3)
+
+
+def test_an_engine_without_weights_refuses_with_a_status_and_not_in_a_stream(client, engine):
+    def refuse():
+        raise ModelError("no refit has been committed")
+
+    engine.ready = refuse
+    try:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="no refit has been committed") as failure:
+                complete(client, PROMPTS[0], max_tokens=8, stream=stream)
+            assert (failure.value.status_code, failure.value.body["code"]) == (500, "engine_error")
+    finally:
+        engine.ready = None
+
+
+def test_nothing_that_changes_the_engine_is_on_the_public_port(checkpoints, tokenizer, engine, monkeypatch):
+    """Even where vLLM's own variables would put it there."""
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        monkeypatch.setenv(name, "1")
+    paths = ["sleep", "wake_up", "pause", "resume", "reset_prefix_cache", "collective_rpc", "start_profile"]
+    paths += [
+        "update_weights",
+        "init_weight_transfer_engine",
+        "abort_requests",
+        "v1/load_lora_adapter",
+        "scale_elastic_ep",
+    ]
+    paths += [
+        "inference/v1/generate",
+        "v1/chat/completions/batch",
+        "invocations",
+        "server_info",
+        "docs",
+        "openapi.json",
+    ]
+    with Server(engine, tokenizer=tokenizer, model_name=MODEL) as server, httpx.Client(base_url=server.url) as http:
+        for path in paths:
+            assert http.post(f"/{path}", json={}).status_code == 404, path
+            assert http.get(f"/{path}").status_code == 404, path
+    assert not engine.is_paused
+
+
+def test_a_required_prefix_is_in_the_prompt_as_it_is_or_refused(client):
+    """Two encodings of one text: the tokens that were sampled, and those that the template's text would get."""
+    first = client.chat.completions.create(
+        model=MODEL, messages=[QUESTION], max_tokens=8, extra_body={"return_token_ids": True, "ignore_eos": True}
+    )
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    prefix = first.prompt_token_ids + first.choices[0].token_ids
+    for wrong, message in (
+        (prefix[:-1], "without an end-of-turn or other added token between"),
+        ([*prefix[:-1], 70, 70, 70], "are not what the template writes"),
+        ([*prefix, 5000], "below the model's vocabulary size|vocab"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[QUESTION, said, QUESTION],
+                max_tokens=2,
+                extra_body={"required_prefix_token_ids": wrong},
+            )
+        assert refused.value.body["param"] == "required_prefix_token_ids"
 
 
 def test_health_and_metrics_are_the_engines(client, engine):

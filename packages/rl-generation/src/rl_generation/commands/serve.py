@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
     group.add_argument(
         "--tool-format",
-        choices=["hermes", "llama", "mistral"],
-        help="how the model writes calls of tools (default: as its chat template or vocabulary says)",
+        metavar="NAME",
+        help="how the model writes calls of tools: hermes, llama, mistral, or, with vLLM, any of its parsers (default: "
+        "as the chat template or vocabulary says)",
     )
     group.add_argument(
         "--control-port", type=int, metavar="N", help="loopback port that pauses and resumes; 0: a free one"

@@ -1,10 +1,12 @@
-"""The routes: OpenAI's for text and chat, vLLM's for tokens. Knows HTTP; does not know fields or shapes of answers.
+"""The routes: OpenAI's for text and chat, vLLM's for tokens.
 
     POST /v1/chat/completions   POST /v1/completions   POST /v1/responses
     GET /v1/models              GET /v1/models/{model} GET /health         GET /metrics
     POST /tokenize              POST /detokenize
 
-Every body is JSON; every error has OpenAI's shape.
+For a `VllmEngine`, vLLM's own app answers all but health and metrics (`rl_generation.vllm.openai_app`). For the
+embedded engine, and any other that streams, the answers are made here: a subset of that. Every body is JSON; every
+error has OpenAI's shape.
 """
 
 import asyncio
@@ -39,7 +41,8 @@ from rl_generation.server.guard import Guard, check_api_key, read_body
 from rl_generation.server.limits import ServerLimits
 from rl_generation.server.responses import Kind, Shapes
 from rl_generation.server.responses_api import ResponsesRequest
-from rl_generation.server.tools import ToolFormat, detect_tool_format
+from rl_generation.server.tools import ToolFormat, detect_tool_format, tool_format_of
+from rl_generation.vllm.engine import VllmEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +65,7 @@ def create_app(
     model_name: str,
     api_key: str | None = None,
     limits: ServerLimits | None = None,
-    tool_format: ToolFormat | None = None,
+    tool_format: str | None = None,
 ) -> Starlette:
     """Make the ASGI application that serves an engine; the engine stays the caller's to close.
 
@@ -72,10 +75,12 @@ def create_app(
         model_name: What clients must call the model, where they name it.
         api_key: Clients must send it, but for `/health`; None answers clients of this machine alone.
         limits: What one client may ask for; None is `ServerLimits()`.
-        tool_format: How the model writes calls of tools; None takes what its chat template or vocabulary names.
+        tool_format: How the model writes calls of tools: "hermes", "llama" or "mistral", or, of a `VllmEngine`, any
+            parser of vLLM's; None takes what its chat template or vocabulary names.
 
     Raises:
-        EngineOptionError: `streaming_engine` does not stream, or there is no tokenizer.
+        EngineOptionError: `streaming_engine` does not stream, there is no tokenizer, the format is not known, or the
+            vLLM that is installed has no app that this can serve.
         ValueError: The API key is empty, or no text that a header can hold.
     """
     check_api_key(api_key)
@@ -83,21 +88,32 @@ def create_app(
     if tokenizer is None:
         raise EngineOptionError("tokenizer=None: a server of texts needs the model's tokenizer")
     bounds = ServerLimits() if limits is None else limits
-    routes = _Routes(
-        streaming_engine, copy.deepcopy(tokenizer), model_name, bounds, tool_format or detect_tool_format(tokenizer)
-    )
+    about = _About(streaming_engine, model_name)
+    routes = [
+        Route("/v1/models/{model:path}", about.model, methods=["GET"]),
+        Route("/health", about.health, methods=["GET"]),
+        Route("/metrics", about.metrics, methods=["GET"]),
+    ]
+    if isinstance(streaming_engine, VllmEngine):
+        from rl_generation.vllm.openai_app import VllmApp
+
+        own = VllmApp(
+            streaming_engine, tokenizer=tokenizer, model_name=model_name, bounds=bounds, tool_parser=tool_format
+        )
+        routes += own.routes()
+    else:
+        written = detect_tool_format(tokenizer) if tool_format is None else tool_format_of(tool_format)
+        ours = _Routes(about, copy.deepcopy(tokenizer), bounds, written)
+        routes += [
+            Route("/v1/chat/completions", ours.chat, methods=["POST"]),
+            Route("/v1/completions", ours.completion, methods=["POST"]),
+            Route("/v1/responses", ours.respond, methods=["POST"]),
+            Route("/v1/models", about.models, methods=["GET"]),
+            Route("/tokenize", ours.tokenize, methods=["POST"]),
+            Route("/detokenize", ours.detokenize, methods=["POST"]),
+        ]
     return Starlette(
-        routes=[
-            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
-            Route("/v1/completions", routes.completion, methods=["POST"]),
-            Route("/v1/responses", routes.respond, methods=["POST"]),
-            Route("/v1/models", routes.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", routes.model, methods=["GET"]),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/health", routes.health, methods=["GET"]),
-            Route("/metrics", routes.metrics, methods=["GET"]),
-        ],
+        routes=routes,
         middleware=[Middleware(Guard, api_key=api_key, bounds=bounds)],
         exception_handlers=error_handlers(),
     )
@@ -126,13 +142,63 @@ def _check_streams(given: object) -> None:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Routes:
+class _About:
+    """What is said of an engine, whoever answers for it."""
+
     streaming: StreamingEngine
-    tokenizer: "PreTrainedTokenizerBase"
     model_name: str
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [await self.card()]})
+
+    async def model(self, request: Request) -> Response:
+        self.check_model(request.path_params["model"])
+        return JSONResponse(await self.card())
+
+    async def health(self, request: Request) -> Response:
+        await self.streaming.check_health()
+        return JSONResponse({"status": "ok", "weight_version": await self.version()})
+
+    async def metrics(self, request: Request) -> Response:
+        text = to_prometheus(await self.streaming.read_metrics(), model_name=self.model_name)
+        return PlainTextResponse(text, headers={"Content-Type": METRICS_TYPE})
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            message = f"the model here is {self.model_name!r}; got {name[:100]!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+
+    async def version(self) -> int:
+        return (await self.streaming.read_metrics()).version
+
+    async def card(self) -> dict[str, Any]:
+        engine = self.streaming.engine
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "rl-generation",
+            "max_model_len": engine.limits.max_length,
+            "vocab_size": engine.limits.vocab_size,
+            "logp_of": engine.logp_of,
+            "weight_version": await self.version(),
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    """Answers for an engine that is not vLLM's."""
+
+    about: _About
+    tokenizer: "PreTrainedTokenizerBase"
     bounds: ServerLimits
     tool_format: ToolFormat | None
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def streaming(self) -> StreamingEngine:
+        return self.about.streaming
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, "chat", read=self._read_chat, fields=await self._fields(request))
@@ -143,13 +209,6 @@ class _Routes:
     async def respond(self, request: Request) -> Response:
         asked = ResponsesRequest.of(await self._fields(request))
         return await self._answer(request, "chat", read=self._read_chat, fields=asked.chat, responses=asked)
-
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [await self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return JSONResponse(await self._model())
 
     async def tokenize(self, request: Request) -> Response:
         fields = await self._fields(request)
@@ -177,14 +236,6 @@ class _Routes:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return JSONResponse({"prompt": text})
 
-    async def health(self, request: Request) -> Response:
-        await self.streaming.check_health()
-        return JSONResponse({"status": "ok", "weight_version": await self._version()})
-
-    async def metrics(self, request: Request) -> Response:
-        text = to_prometheus(await self.streaming.read_metrics(), model_name=self.model_name)
-        return PlainTextResponse(text, headers={"Content-Type": METRICS_TYPE})
-
     def _read_chat(self, fields: Fields, **options: Any) -> GenerationRequest:
         return read_chat(fields, tool_format=self.tool_format, **options)
 
@@ -200,12 +251,12 @@ class _Routes:
         engine = self.streaming.engine
         asked = await self._encode(read, fields, limits=engine.limits, bounds=self.bounds)
         shapes = Shapes(
-            kind=kind, model_name=self.model_name, tokenizer=self.tokenizer, logp_of=engine.logp_of, asked=asked
+            kind=kind, model_name=self.about.model_name, tokenizer=self.tokenizer, logp_of=engine.logp_of, asked=asked
         )
         headers = {"X-Request-Id": shapes.id}
         if asked.stream:
             # Of the weights that it begins with; the last event says which tokens are whose.
-            headers["X-Weight-Version"] = str(await self._version())
+            headers["X-Weight-Version"] = str(await self.about.version())
             events = chunks(shapes, stream(self.streaming, asked.requests), count=responses is not None)
             if responses is not None:
                 events = responses.events(events)
@@ -225,29 +276,8 @@ class _Routes:
 
     async def _fields(self, request: Request) -> Fields:
         fields = Fields(await read_body(request, self.bounds))
-        self._check_model(fields.text("model"))
+        self.about.check_model(fields.text("model"))
         return fields
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            message = f"the model here is {self.model_name!r}; got {name[:100]!r}"
-            raise HttpError(404, message, param="model", code="model_not_found")
-
-    async def _version(self) -> int:
-        return (await self.streaming.read_metrics()).version
-
-    async def _model(self) -> dict[str, Any]:
-        engine = self.streaming.engine
-        return {
-            "id": self.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rl-generation",
-            "max_model_len": engine.limits.max_length,
-            "vocab_size": engine.limits.vocab_size,
-            "logp_of": engine.logp_of,
-            "weight_version": await self._version(),
-        }
 
 
 async def _next(events: Any) -> dict[str, Any]:

@@ -202,9 +202,7 @@ def _read(
     settings = _settings(fields) | _grammar(fields, tools=tools, tool_schema=tool_schema) | {"top_logp": top_logp}
     minimum = settings.pop("min_new_tokens", 0)
     words = sum(len(settings.get(name, ())) for name in LOOKED_FOR)
-    if words > bounds.max_stop_and_bad_words:
-        message = f"{words} of {' + '.join(LOOKED_FOR)}; max_stop_and_bad_words is {bounds.max_stop_and_bad_words} here"
-        raise HttpError(400, message, param="stop", code="too_many_words")
+    bounds.check_words(words)
     token_ids = fields.flag("return_token_ids", default=False)
     tokens_as_token_ids = fields.flag("return_tokens_as_token_ids", default=False)
     include_stop_string = fields.flag("include_stop_str_in_output", default=False)
@@ -215,10 +213,7 @@ def _read(
         opening = tokenizer.convert_tokens_to_ids(TOOL_FORMATS[tools.format])
         kept = {opening: TOOL_FORMATS[tools.format]} if opening in tokenizer.all_special_ids else {}
     fields.refuse_others()
-    answers = len(prompts) * (1 if n is None else n)
-    if answers > bounds.max_answers:
-        message = f"{len(prompts)} prompts with n={n} ask for {answers} answers; the limit here is {bounds.max_answers}"
-        raise HttpError(400, message, param="n", code="too_many_answers")
+    bounds.check_counts(prompts=len(prompts), n=1 if n is None else n)
     try:
         # The number of tokens is each prompt's own, and is checked below.
         sampling = Sampling(max_new_tokens=1, n=1 if n is None else n, **settings)
@@ -351,9 +346,8 @@ def _prompts(prompt: Any, bounds: ServerLimits) -> list[Any]:
     """Of the four shapes of a prompt, the list of prompts: each text or token ids."""
     if isinstance(prompt, str) or (prompt and is_token_ids(prompt)):
         return [prompt]
-    if isinstance(prompt, list) and len(prompt) > bounds.max_prompts:
-        message = f"prompt holds {len(prompt)} prompts; the limit here is {bounds.max_prompts}"
-        raise HttpError(400, message, param="prompt", code="too_many_prompts")
+    if isinstance(prompt, list):
+        bounds.check_counts(prompts=len(prompt))
     if isinstance(prompt, list) and prompt and all(isinstance(each, str) or is_token_ids(each) for each in prompt):
         return prompt
     message = (

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar, final
 
+from rl_generation.server.errors import HttpError
+
 __all__ = ["ServerLimits"]
 
 
@@ -40,3 +42,29 @@ class ServerLimits:
             value = getattr(self, field.name)
             if not value > 0:
                 raise ValueError(f"{field.name} must be above 0; got {field.name}={value!r}")
+
+    def check_counts(self, *, prompts: int, n: int = 1) -> None:
+        """Refuse more prompts than one request may have, or more answers, `n` to each, than it may ask for.
+
+        Raises:
+            HttpError: 400.
+        """
+        if prompts > self.max_prompts:
+            message = f"prompt holds {prompts} prompts; the limit here is {self.max_prompts}"
+            raise HttpError(400, message, param="prompt", code="too_many_prompts")
+        if (answers := prompts * n) > self.max_answers:
+            message = f"{prompts} prompts with n={n} ask for {answers} answers; the limit here is {self.max_answers}"
+            raise HttpError(400, message, param="n", code="too_many_answers")
+
+    def check_words(self, count: int) -> None:
+        """Refuse more stop strings, stop token ids and bad words than are looked for in one request's answers.
+
+        Raises:
+            HttpError: 400.
+        """
+        if count > self.max_stop_and_bad_words:
+            message = (
+                f"{count} of stop + stop_token_ids + bad_words; max_stop_and_bad_words is "
+                f"{self.max_stop_and_bad_words} here"
+            )
+            raise HttpError(400, message, param="stop", code="too_many_words")

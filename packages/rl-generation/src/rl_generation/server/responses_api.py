@@ -185,6 +185,7 @@ class ResponsesRequest:
         finish = ended["finish_reason"]
         whole = self._response(last, output=output, finish=finish, usage=usage)
         whole |= {name: ended[name] for name in ("weight_versions", "stop_reason") if name in ended}
+        whole |= {name: last[name] for name in ("weight_version", "logp_of") if name in last}
         yield event("response.incomplete" if finish == "length" else "response.completed", response=whole)
 
     def _response(

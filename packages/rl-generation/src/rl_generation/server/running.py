@@ -17,7 +17,6 @@ from rl_generation.errors import EngineOptionError
 from rl_generation.server.app import create_app
 from rl_generation.server.guard import check_api_key, is_loopback
 from rl_generation.server.limits import ServerLimits
-from rl_generation.server.tools import ToolFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,7 +115,7 @@ class Server(HttpThread):
         *,
         tokenizer: "PreTrainedTokenizerBase",
         model_name: str,
-        tool_format: ToolFormat | None = None,
+        tool_format: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from rl_generation.errors import EngineOptionError
 from rl_generation.server.errors import HttpError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "ToolUse",
     "detect_tool_format",
     "read_tools",
+    "tool_format_of",
 ]
 
 ToolFormat = Literal["hermes", "llama", "mistral"]
@@ -55,6 +57,21 @@ def detect_tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | Non
         return "llama"
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     return next((name for name, opening in TOOL_FORMATS.items() if opening in added), None)
+
+
+def tool_format_of(name: str) -> ToolFormat:
+    """Return the format of this name.
+
+    Raises:
+        EngineOptionError: The embedded engine's server does not know it.
+    """
+    for known in TOOL_FORMATS:
+        if name == known:
+            return known
+    raise EngineOptionError(
+        f"tool_format={name!r} is not known: calls are parsed in the formats {', '.join(TOOL_FORMATS)}; over vLLM's "
+        f"engine, any parser of vLLM's does"
+    )
 
 
 @final

@@ -18,7 +18,7 @@ from rl_generation.engine import EngineMetrics, RolloutDelta
 from rl_generation.errors import EngineOptionError, ModelError, PromptError, TimedOutSample
 from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Request, Sampling
-from rl_generation.rollout import LogpOf, Rollout
+from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
 from rl_generation.vllm.explanation import explain
@@ -256,12 +256,42 @@ class VllmEngine:
         samples = self._samples
         return self._events.iterate(lambda: samples.stream(requests[0], manner))
 
+    def outputs(
+        self, prompt: Any, params: Sequence[Any], *, lora_request: Any = None, **how: Any
+    ) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
+        """Yield what vLLM itself puts out, on any event loop, for vLLM's own server; closing it aborts the rest.
+
+        Args:
+            prompt: As vLLM's renderer made it.
+            params: vLLM's SamplingParams of each answer; see `Samples.outputs`.
+            lora_request: vLLM's.
+            how: Further arguments of `AsyncLLM.generate`.
+
+        Raises:
+            What `stream` raises, a PromptError excepted: what vLLM refuses, it says itself.
+        """
+        self.check_ready()
+        samples = self._samples
+        manner = Manner(timeout_s=self._admission.timeout_s or DEFAULT_TIMEOUT_S, lora=lora_request)
+        return self._events.iterate(lambda: samples.outputs(prompt, params, manner, **how))
+
     async def abort(self, *, request_id: str | None = None) -> int:
         """Abort every sample that is under way, or those of one stream, and return how many.
 
         Whoever waits for one gets it as it is, with finish reason `"abort"`.
         """
         return await self._events.wait(self._samples.abort(request_id))
+
+    def check_ready(self) -> None:
+        """Raise what `generate` would, where it would refuse whatever it is asked for now.
+
+        Raises:
+            ModelError: The weights are not there, as `ready` or the engine itself says.
+            EngineDeadError: The engine is known to be dead.
+        """
+        if self.ready is not None:
+            self.ready()
+        self._running.check_weights()
 
     # -- What a trainer asks of it -------------------------------------------------------------------------------
 
@@ -433,9 +463,7 @@ class VllmEngine:
         **how: Unpack[CallOptions],
     ) -> tuple[list[Request], Manner]:
         """Refuse what cannot be answered; nothing is begun before everything is checked."""
-        if self.ready is not None:
-            self.ready()
-        self._running.check_weights()
+        self.check_ready()
         return self._admission.requests(prompts, sampling, request_id=request_id, otherwise_s=otherwise_s, **how)
 
     def _call(self, what: Callable[[], Coroutine[Any, Any, T]], *, name: str, timeout_s: float | None = None) -> T:

@@ -182,6 +182,7 @@ def engine_arguments(
         "logprobs_mode": MODES[logp_of],
         "skip_tokenizer_init": skip_tokenizer_init,
         "disable_log_stats": False,
+        "generation_config": "vllm",  # else what a client leaves out would be the checkpoint's, and not neutral
     }
     arguments = {**{key: value for key, value in given.items() if value is not None}, **ours, **options.vllm_kwargs}
     for name in ("speculative_config",):

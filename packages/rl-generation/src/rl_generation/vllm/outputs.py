@@ -8,7 +8,7 @@ from rl_generation.errors import LogpError, ModelError
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
 from rl_generation.vllm.options import VllmOptions
 
-__all__ = ["logp_hint", "logp_of_tokens", "rollout_of", "timing_of", "version_of"]
+__all__ = ["logp_hint", "logp_of_tokens", "rollout_of", "spans_of", "timing_of", "version_of"]
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -57,7 +57,7 @@ def rollout_of(
         logp_of=logp_of,
         finish_reason=cast("FinishReason", completion.finish_reason),
         stop_reason=_stop_reason(completion, tokens),
-        versions=_versions(getattr(completion, "weight_versions", None), len(tokens), version, seams=seams),
+        versions=spans_of(getattr(completion, "weight_versions", None), len(tokens), version, seams=seams),
         timing=timing if tokens else None,
         prompt_index=prompt_index,
         sample_index=sample_index,
@@ -122,6 +122,30 @@ def version_of(label: str) -> int:
     )
 
 
+def spans_of(spans: Any, length: int, version: int, *, seams: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
+    """Return which weights made which of `length` tokens, by vLLM's own `spans` or, before 0.32, by `seams`.
+
+    Args:
+        spans: `CompletionOutput.weight_versions` of an answer's last output; None where vLLM does not say.
+        length: Tokens of the answer.
+        version: Of the weights now.
+        seams: See `rollout_of`.
+
+    Raises:
+        ModelError: The weights are labelled with what is no number of steps.
+    """
+    if not spans or not length:
+        ends = [*seams, (version, length)] if length else [(version, 0)]
+        starts = [0, *(end for _, end in ends)]
+        made_by = zip(ends, starts, strict=False)
+        return tuple(VersionSpan(version=of, start=start, end=end) for (of, end), start in made_by if end > start) or (
+            VersionSpan(version=version, start=0, end=length),
+        )
+    # An answer that is aborted may have a last span, of weights that made none of its tokens.
+    made = [each for each in spans if each.start < each.end]
+    return tuple(VersionSpan(version=version_of(each.version), start=each.start, end=each.end) for each in made)
+
+
 def _values(tokens: Sequence[int], found: Any) -> tuple[float, ...]:
     if found is None:
         return ()
@@ -139,16 +163,3 @@ def _stop_reason(completion: Any, tokens: Sequence[int]) -> int | str | None:
         return None
     reason = completion.stop_reason
     return tokens[-1] if reason is None else reason  # None is how vLLM says that its own eos token came
-
-
-def _versions(spans: Any, length: int, version: int, *, seams: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
-    if not spans or not length:
-        ends = [*seams, (version, length)] if length else [(version, 0)]
-        starts = [0, *(end for _, end in ends)]
-        made_by = zip(ends, starts, strict=False)
-        return tuple(VersionSpan(version=of, start=start, end=end) for (of, end), start in made_by if end > start) or (
-            VersionSpan(version=version, start=0, end=length),
-        )
-    # An answer that is aborted may have a last span, of weights that made none of its tokens.
-    made = [each for each in spans if each.start < each.end]
-    return tuple(VersionSpan(version=version_of(each.version), start=each.start, end=each.end) for each in made)

@@ -5,17 +5,18 @@ Everything here runs on the event loop of the engine. Callers check the argument
 
 import asyncio
 import contextlib
+import functools
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from rl_generation.engine import RolloutDelta
 from rl_generation.errors import EngineDeadError, LogpError, TimedOutSample
 from rl_generation.requests import Request
-from rl_generation.rollout import LogpOf, Rollout, in_order
+from rl_generation.rollout import LogpOf, Rollout, VersionSpan, in_order
 from rl_generation.vllm.admission import Manner
-from rl_generation.vllm.outputs import logp_of_tokens, rollout_of, timing_of
+from rl_generation.vllm.outputs import logp_of_tokens, rollout_of, spans_of, timing_of
 from rl_generation.vllm.running import RunningLLM
 from rl_generation.vllm.sampling_params import to_sampling_params
 from rl_generation.vllm.timeouts import timeout_error
@@ -26,12 +27,16 @@ PATIENCE_S = 5.0
 """How long vLLM may take to let go of requests that are cancelled."""
 
 
+_Follow = Callable[[Callable[[Any], None]], Coroutine[Any, Any, Sequence[int]]]
+"""Runs a sample, gives what comes of it to its argument, and returns the tokens that it got to."""
+
+
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sample:
     """One answer under way."""
 
-    request: Request
+    prompt_index: int
     index: int
     manner: Manner
     id: str
@@ -71,7 +76,7 @@ class Samples:
             EngineDeadError: The engine died; what had finished is kept.
             LogpError: A log-probability is missing or not finite.
         """
-        tasks = [self._running.health.start(self._answer(sample)) for sample in self._samples(requests, manner)]
+        tasks = self._begin(requests, manner)
         if not tasks:
             return []
         try:
@@ -97,7 +102,7 @@ class Samples:
     ) -> AsyncGenerator[Rollout | TimedOutSample, None]:
         """Yield each answer when it is whole, and each sample that was not done in time; raise as `generate` does."""
         finished: asyncio.Queue[asyncio.Task[Rollout | TimedOutSample]] = asyncio.Queue()
-        tasks = [self._running.health.start(self._answer(sample)) for sample in self._samples(requests, manner)]
+        tasks = self._begin(requests, manner)
         for task in tasks:
             task.add_done_callback(finished.put_nowait)
         rollouts: list[Rollout] = []
@@ -114,9 +119,37 @@ class Samples:
 
     async def stream(self, request: Request, manner: Manner) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens as they come; raise as `generate` does, a timeout after the end of the other samples."""
-        queue: asyncio.Queue[RolloutDelta | asyncio.Task[TimedOutSample | None]] = asyncio.Queue()
-        samples = self._samples([request], manner)
-        tasks = [self._running.health.start(self._follow(sample, queue.put_nowait)) for sample in samples]
+        samples = [self._sample(manner, request.prompt_index, index) for index in range(request.sampling.n)]
+        followed = {sample: functools.partial(self._follow, sample, request) for sample in samples}
+        async for delta in self._merged(followed, manner):
+            yield delta
+
+    async def outputs(
+        self, prompt: Any, params: Sequence[Any], manner: Manner, **how: Any
+    ) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
+        """Yield what vLLM itself puts out for several answers to one prompt; raise as `stream` does.
+
+        Args:
+            prompt: As vLLM's renderer made it.
+            params: vLLM's SamplingParams of each answer, whose `n` is 1, and which ask for the sampled token's logp.
+            manner: What holds for all of them.
+            how: Further arguments of `AsyncLLM.generate`.
+
+        Yields:
+            The index of an answer, a `vllm.RequestOutput`, and, with the last of an answer, which weights made which of
+            its tokens.
+        """
+        followed = {
+            sample: functools.partial(self._pass_on, sample, prompt=dict(prompt), params=each, how=how)
+            for sample, each in ((self._sample(manner, 0, index), each) for index, each in enumerate(params))
+        }
+        async for item in self._merged(followed, manner):
+            yield item
+
+    async def _merged(self, followed: Mapping[_Sample, _Follow], manner: Manner) -> AsyncGenerator[Any, None]:
+        """Yield what several samples give to their `put`, as it comes; each returns the tokens that it got to."""
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        tasks = {self._running.health.start(follow(queue.put_nowait)): sample for sample, follow in followed.items()}
         for task in tasks:
             task.add_done_callback(queue.put_nowait)
         rollouts: list[Rollout] = []
@@ -125,16 +158,18 @@ class Samples:
         try:
             while ended < len(tasks):
                 item = await queue.get()
-                if isinstance(item, RolloutDelta):
-                    rollouts += [item.rollout] if item.rollout is not None else []
+                if not isinstance(item, asyncio.Task):
+                    if isinstance(item, RolloutDelta) and item.rollout is not None:
+                        rollouts.append(item.rollout)
                     yield item
                     continue
                 ended += 1
                 if item.cancelled() or item.exception() is not None:
                     await self._raise_first([item], rollouts)
-                timed_out += [late for late in [item.result()] if late is not None]
+                if (sample := tasks[item]).expired:
+                    timed_out.append(self._timed_out(sample, item.result()))
         finally:
-            await _let_go(tasks)
+            await _let_go(list(tasks))
         if timed_out:
             raise timeout_error(timed_out, in_order(rollouts), timeout_s=manner.timeout_s)
 
@@ -145,39 +180,36 @@ class Samples:
         await self._running.llm.abort(chosen)
         return len(chosen)
 
-    def _samples(self, requests: Sequence[Request], manner: Manner) -> list[_Sample]:
+    def _sample(self, manner: Manner, prompt_index: int, index: int) -> _Sample:
+        return _Sample(prompt_index=prompt_index, index=index, manner=manner, id=f"rl-generation-{next(self._numbers)}")
+
+    def _begin(self, requests: Sequence[Request], manner: Manner) -> "list[asyncio.Task[Rollout | TimedOutSample]]":
         return [
-            _Sample(request=request, index=index, manner=manner, id=f"rl-generation-{next(self._numbers)}")
+            self._running.health.start(self._answer(self._sample(manner, request.prompt_index, index), request))
             for request in requests
             for index in range(request.sampling.n)
         ]
 
-    async def _answer(self, sample: _Sample) -> Rollout | TimedOutSample:
+    async def _answer(self, sample: _Sample, request: Request) -> Rollout | TimedOutSample:
         last: list[Any] = [None]
 
         def keep(output: Any) -> None:
             last[0] = output
 
-        await self._run(sample, keep, streaming=False)
+        await self._submit(sample, request, keep, streaming=False)
         completion = last[0].outputs[0]
         if sample.expired and completion.finish_reason == "abort":
             return self._timed_out(sample, completion.token_ids)
         return self._rollout(sample, last[0])
 
-    async def _follow(self, sample: _Sample, put: Callable[[RolloutDelta], None]) -> TimedOutSample | None:
+    async def _follow(self, sample: _Sample, request: Request, put: Callable[[RolloutDelta], None]) -> Sequence[int]:
         tokens: list[int] = []
         logp: list[float] = []
 
         def hand_on(output: Any) -> None:
             completion = output.outputs[0]
             new = tuple(completion.token_ids)
-            new_logp = logp_of_tokens(
-                new,
-                completion.logprobs,
-                prompt_index=sample.request.prompt_index,
-                sample_index=sample.index,
-                start=len(tokens),
-            )
+            new_logp = self._logp(sample, completion, start=len(tokens))
             tokens.extend(new)
             logp.extend(new_logp)
             late = sample.expired and completion.finish_reason == "abort"
@@ -187,24 +219,54 @@ class Samples:
             if whole is not None:
                 sample.expired = False
 
-        await self._run(sample, hand_on, streaming=True)
-        return self._timed_out(sample, tokens) if sample.expired else None
+        await self._submit(sample, request, hand_on, streaming=True)
+        return tokens
 
-    async def _run(self, sample: _Sample, take: Callable[[Any], None], *, streaming: bool) -> None:
-        """Submit a sample, and give every output of it to `take`, until it is finished, aborted or expired."""
+    async def _pass_on(
+        self, sample: _Sample, put: Callable[[Any], None], *, prompt: Any, params: Any, how: Mapping[str, Any]
+    ) -> Sequence[int]:
+        from vllm.sampling_params import RequestOutputKind
+
+        tokens: list[int] = []
+
+        def hand_on(output: Any) -> None:
+            completion = output.outputs[0]
+            if params.output_kind is not RequestOutputKind.DELTA:
+                tokens.clear()
+            self._logp(sample, completion, start=len(tokens))
+            tokens.extend(completion.token_ids)
+            if sample.expired and completion.finish_reason == "abort":
+                return
+            spans: tuple[VersionSpan, ...] = ()
+            if output.finished:
+                sample.expired = False
+                spans = spans_of(
+                    getattr(completion, "weight_versions", None),
+                    len(tokens),
+                    self._running.version,
+                    seams=self._running.seams.get(sample.id, sample.seams),
+                )
+            put((sample.index, output, spans))
+
+        await self._run(sample, hand_on, prompt=prompt, params=params, how=how)
+        return tokens
+
+    async def _submit(self, sample: _Sample, request: Request, take: Callable[[Any], None], *, streaming: bool) -> None:
         from vllm.inputs import tokens_input
 
-        sampling = to_sampling_params(
-            sample.request.sampling,
-            stop_token_ids=self._stop_token_ids,
-            sample_index=sample.index,
-            streaming=streaming,
+        params = to_sampling_params(
+            request.sampling, stop_token_ids=self._stop_token_ids, sample_index=sample.index, streaming=streaming
         )
+        await self._run(sample, take, prompt=tokens_input(list(request.prompt)), params=params, how={})
+
+    async def _run(
+        self, sample: _Sample, take: Callable[[Any], None], *, prompt: Any, params: Any, how: Mapping[str, Any]
+    ) -> None:
+        """Submit a sample, and give every output of it to `take`, until it is finished, aborted or expired."""
         timer = asyncio.get_running_loop().call_later(sample.manner.timeout_s, self._expire, sample)
         self._under_way[sample.id] = sample
         try:
-            prompt = tokens_input(list(sample.request.prompt))
-            answering = self._running.llm.generate(prompt, sampling, sample.id, lora_request=sample.manner.lora)
+            answering = self._running.llm.generate(prompt, params, sample.id, lora_request=sample.manner.lora, **how)
             async with contextlib.aclosing(answering) as outputs:  # which aborts it where `take` raises
                 async for output in outputs:
                     take(output)
@@ -215,6 +277,15 @@ class Samples:
             timer.cancel()
             del self._under_way[sample.id]
             sample.seams = self._running.seams.pop(sample.id, sample.seams)
+
+    def _logp(self, sample: _Sample, completion: Any, *, start: int) -> tuple[float, ...]:
+        return logp_of_tokens(
+            completion.token_ids,
+            completion.logprobs,
+            prompt_index=sample.prompt_index,
+            sample_index=sample.index,
+            start=start,
+        )
 
     def _expire(self, sample: _Sample) -> None:
         sample.expired = True
@@ -231,7 +302,7 @@ class Samples:
     ) -> Rollout:
         return rollout_of(
             output.outputs[0],
-            prompt_index=sample.request.prompt_index,
+            prompt_index=sample.prompt_index,
             sample_index=sample.index,
             logp_of=self._logp_of,
             version=self._running.version,
@@ -242,7 +313,7 @@ class Samples:
         )
 
     def _timed_out(self, sample: _Sample, tokens: Sequence[int]) -> TimedOutSample:
-        return TimedOutSample(prompt_index=sample.request.prompt_index, sample_index=sample.index, tokens=tuple(tokens))
+        return TimedOutSample(prompt_index=sample.prompt_index, sample_index=sample.index, tokens=tuple(tokens))
 
     async def _raise_first(self, tasks: Sequence["asyncio.Task[Any]"], rollouts: Sequence[Rollout]) -> None:
         """Raise why one of `tasks` did not come to its end."""

@@ -1,0 +1,41 @@
+"""Stock clients over vLLM's own app, as `rl_generation.server` serves it: the claims that hold for our server too."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+for needed in ("vllm", "openai", "starlette", "uvicorn"):
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+pytest.register_assert_rewrite("clients")
+import openai
+import speaking
+from clients import *  # noqa: F403  (the claims that hold for the embedded engine's server too)
+
+from rl_generation.server import Server
+from rl_generation.vllm import VllmEngine, VllmOptions
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    path, tokenizer = tmp_path_factory.mktemp("speaking"), speaking.tokenizer()
+    speaking.model(len(tokenizer), positions=2048, heads=2, head_dim=32).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    options = VllmOptions(
+        model=str(path), dtype="float32", enforce_eager=True, max_num_seqs=64, kv_cache_memory_bytes=64 << 20
+    )
+    with (
+        VllmEngine(options, version=3) as engine,
+        Server(engine, tokenizer=tokenizer, model_name="tiny", tool_format="hermes") as server,
+    ):
+        yield f"{server.url}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=240) as client:
+        yield client
