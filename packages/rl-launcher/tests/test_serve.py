@@ -11,10 +11,11 @@ pytest.importorskip("starlette", reason="rl-generation[server] is not installed"
 pytest.importorskip("httpx", reason="rl-generation[remote] is not installed")
 
 from rl_launcher.checks.explain import explain
-from rl_launcher.errors import Refusal
+from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import run
 from rl_launcher.schema import Recipe
+from rl_refit import Refit, RefitError
 
 TOKEN = "a token of the control port"
 
@@ -119,6 +120,25 @@ def test_what_does_not_fit_is_refused_by_name(serve, load, tmp_path):
     server[0].wait()
     with pytest.raises(Refusal, match=r"no engine is there .*rl-launcher serve"):
         run(load("gone", [server]))
+
+
+def test_servers_that_wait_for_a_refit_are_told_when_the_trainer_itself_is_refused(serve, load, monkeypatch):
+    """And not after their deadline of 600 seconds, for which the run would wait, too."""
+    from rl_launcher.build.remote_engines import RemoteWeightSync
+
+    server, told = serve(), []
+    receive = RemoteWeightSync._receive
+
+    def refused(_refit, _version):
+        raise RefitError("its weights cannot be sent")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Refit, "__call__", refused)
+        patch.setattr(RemoteWeightSync, "_receive", lambda sync, url, **how: told.append(receive(sync, url, **how)))
+        with pytest.raises(RunStoppedError, match="its weights cannot be sent"):
+            run(load("refused", [server]))
+    assert told == ["the trainer has left: its weights cannot be sent"]
+    assert run(load("after", [server]))["steps"] == 14
 
 
 def test_explain_counts_no_engine_here_and_says_where_they_are(load):

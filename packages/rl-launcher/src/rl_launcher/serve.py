@@ -100,6 +100,7 @@ def serving(
             Route("/refit", receiver.state, methods=["GET"]),
             Route("/refit/join", receiver.join, methods=["POST"]),
             Route("/refit/receive", receiver.receive, methods=["POST"]),
+            Route("/refit/leave", receiver.leave, methods=["POST"]),
         ]
         server = Server(
             streaming,
@@ -111,6 +112,10 @@ def serving(
         )
         control = ControlServer(streaming, token=token, host=host, port=control_port, routes=routes)
         yield server, stack.enter_context(control)
+
+
+DISCONNECTED_POLL_S = 1.0
+"""How often an engine that waits for a refit looks whether the trainer is still there."""
 
 
 class Receiver:
@@ -127,6 +132,8 @@ class Receiver:
         self._sink: Any = None
         self._refit: Refit | None = None
         self._joined: str | None = None
+        self._left = ""
+        """Why the trainer that joined last has left, where it said so or its connection broke."""
         self._between_steps: Callable[[Callable[[], Any]], Future[Any]] | None = None
 
     def attach(self, engine: Any, streaming: Any) -> None:
@@ -185,17 +192,33 @@ class Receiver:
         timeout_s = float(json.loads(await request.body())["timeout_s"])
         if (refit := self._refit) is None:
             return _failed(RefitError("no trainer has joined"))
+        receiving = asyncio.ensure_future(self._in_order(lambda: refit.receive(timeout_s=timeout_s)))
+        while not (await asyncio.wait([receiving], timeout=DISCONNECTED_POLL_S))[0]:
+            if not self._left and await request.is_disconnected():  # it died before the refit had begun, or gave up
+                await self._let_go("its connection broke")
         try:
-            report = await self._in_order(lambda: refit.receive(timeout_s=timeout_s))
+            report = receiving.result()
         except RefitError as error:
-            return _failed(error)
+            return _failed(RefitError(f"the trainer has left: {self._left}") if self._left else error)
         return JSONResponse({"version": report.version})
+
+    async def leave(self, request: Request) -> Response:
+        """Answer `POST /refit/leave`: the trainer takes part no more, and says why."""
+        body = json.loads(await request.body())
+        if body["name"] == self._joined:
+            await self._let_go(str(body["reason"]))
+        return JSONResponse({"joined": self._joined})
+
+    async def _let_go(self, reason: str) -> None:
+        """Have whoever waits for the trainer wait no more."""
+        self._left = reason
+        await asyncio.to_thread(self.close)
 
     def _take(self, parties: Parties, number: int) -> None:
         self.close()
         self._sink = make_sink(self._spec, self._engine)
         self._refit = parties.sink_refit(self._sink, engine=number, host=self._host)
-        self._joined = parties.name
+        self._joined, self._left = parties.name, ""
 
     def _check_dtypes(self, sent: Mapping[str, str]) -> None:
         for name, dtype in sent.items():

@@ -124,6 +124,8 @@ class RemoteWeightSync:
         self._http = httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=PROBE_S)
         self._names = (f"run-{os.getpid()}-{os.urandom(4).hex()}-{number}" for number in itertools.count(1))
         self._joined: tuple[str, ...] = ()
+        self._name = ""
+        """Under which they have joined."""
         self._refit: Refit | None = None
         self._absent: dict[str, str] = {}
         self._num_repeated = 0
@@ -187,12 +189,24 @@ class RemoteWeightSync:
         limit_s = self._config.deadline_s
         with ThreadPoolExecutor(len(self._joined)) as threads:
             answers = [threads.submit(self._receive, url, timeout_s=limit_s) for url in self._joined]
-            report = self._refit(version)
+            try:
+                report = self._refit(version)
+            except BaseException as error:
+                self._tell(str(error) or type(error).__name__)  # else servers would wait until the deadline, and we too
+                raise
         for url, answer in zip(self._joined, answers, strict=True):
             refused = answer.result()
             if refused is not None:
                 raise RefitError(f"{url} has not committed version {version}: {refused}")
         return report
+
+    def _tell(self, reason: str) -> None:
+        """Tell the servers that this refit does not take place; those that took part in it know already."""
+        import httpx
+
+        for url in self._joined:
+            with suppress(httpx.HTTPError):
+                self._http.post(f"{url}/refit/leave", json={"name": self._name, "reason": reason}, timeout=PROBE_S)
 
     def _receive(self, url: str, *, timeout_s: float) -> str | None:
         """Have a server take part in the next refit; why it has not committed, or None."""
@@ -254,9 +268,10 @@ class RemoteWeightSync:
         first = facts[urls[0]]
         hosts = {self._remote.host, *(facts[url]["host"] for url in urls)}
         shards = self._policy.shards()
+        self._name = next(self._names)
         parties = Parties(
             address=f"tcp://{first['host']}:{first['port']}",
-            name=next(self._names),
+            name=self._name,
             num_sources=1,
             engine_ranks=tuple(facts[url]["ranks"] for url in urls),
             one_node=hosts == {"127.0.0.1"},
