@@ -11,15 +11,25 @@ from pathlib import Path
 
 PATIENCE_S = 420  # starting Ray, two ranks and vLLM on two busy cores takes a minute or two
 
+MARK = "RL_TEST_LAUNCHED_RUN"
+
 
 class LaunchedRun:
     """`rl-launcher COMMAND ...` in its own process session."""
 
     def __init__(self, *arguments, run_dir, cwd):
         self.run_dir = Path(run_dir)
-        self._log = (Path(cwd) / f"{self.run_dir.name}-{time.monotonic_ns()}.log").open("w+")
+        self._mark = f"{self.run_dir.name}-{time.monotonic_ns()}"
+        self._log = (Path(cwd) / f"{self._mark}.log").open("w+")
         command = [sys.executable, "-m", "rl_launcher", *map(str, arguments)]
-        self.process = subprocess.Popen(command, cwd=cwd, stdout=self._log, stderr=self._log, start_new_session=True)
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            env={**os.environ, MARK: self._mark},
+        )
 
     @property
     def output(self):
@@ -45,6 +55,16 @@ class LaunchedRun:
             assert self.process.poll() is None or holds(), f"ended before {what}:\n{self.output[-4000:]}"
             assert time.monotonic() < deadline, f"{what} did not happen:\n{self.output[-4000:]}"
             time.sleep(0.05)
+
+    def all_pids(self):
+        """Return all living processes that this run has started: they inherit a variable of their environment."""
+        mark = f"{MARK}={self._mark}".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return found
 
     def pids(self, role):
         """Return the process ids of the ranks or engines that are running, by index."""
@@ -103,6 +123,13 @@ def gone(pids, *, within_s=60):
             return alive
         time.sleep(0.2)
     return []
+
+
+def command_line(pid):
+    """Return the command of a process as text, for messages."""
+    with contextlib.suppress(OSError):
+        return f"{pid}: {Path(f'/proc/{pid}/cmdline').read_text()}".replace("\0", " ")
+    return str(pid)
 
 
 def is_alive(pid):

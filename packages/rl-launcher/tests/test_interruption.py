@@ -380,6 +380,25 @@ def test_a_signal_ends_a_run_that_is_being_built_although_a_cluster_has_taken_th
         building()
 
 
+def test_before_a_run_trains_what_a_signal_has_broken_is_the_signal_and_later_it_is_not():
+    def importing():
+        """Fails in its own way, as an import that a signal has interrupted does when it is tried again."""
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise AttributeError("partially initialized module") from None
+
+    with pytest.raises(KeyboardInterrupt), Interruption():
+        importing()
+    trained = Interruption()
+    trained.wait_for_steps()
+    trained.wait_no_more()
+    with pytest.raises(AttributeError), trained:
+        importing()
+    with pytest.raises(AttributeError), Interruption():
+        raise AttributeError("of no signal")
+
+
 def test_before_a_run_trains_a_signal_ends_it_at_once_and_leaves_nothing(recipe, tmp_path, monkeypatch):
     def signalled(_recipe, **_named):
         signal.raise_signal(signal.SIGTERM)

@@ -136,6 +136,14 @@ def test_a_shipped_recipe_for_a_cpu_runs(name, tmp_path):
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
+def test_conversations_are_measured_although_no_stage_says_how_long_they_may_be(tmp_path):
+    short = [*SHORT["multi-turn"], "grpo=null", f"run_dir={tmp_path}/run", "evaluation.max_prompts=8"]
+    short = [each for each in short if not each.startswith("grpo.")]
+    summary = run(load_recipe(RECIPES["multi-turn"], schema=Recipe, overrides=short))
+    assert summary["algorithm"] == "sft"
+    assert summary["held_out_sampled_after"] is not None
+
+
 TRAINING = [name for name in RECIPES if name != "evaluate"]
 
 

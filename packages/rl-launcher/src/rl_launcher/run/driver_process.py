@@ -84,6 +84,16 @@ def supervise(recipe: Recipe, go_on: Callable[[int], Any], *, resuming: bool) ->
             return parent.code
 
 
+def _end_at_once(_number: int, _frame: object) -> None:
+    """The driver's answer to a signal before it has come to its run: nothing is to be cleaned up, and the parent tells.
+
+    An exception would be raised in the middle of an import, and whoever imports may make another error of it.
+    """
+    if Interruption.entered:
+        raise KeyboardInterrupt
+    os._exit(INTERRUPTED)
+
+
 def ended(code: int) -> None:
     """Tell the parent that this driver has concluded, with this exit code; what Ray does at exit changes it no more."""
     for stream in (sys.stdout, sys.stderr):
@@ -137,7 +147,7 @@ class _Parent:
                 os._exit(FAILED)
             Interruption.passed_on = PASSED_ON
             for number in (*SIGNALS, PASSED_ON):
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(number, _end_at_once)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, PASSED_ON))
             return True
         os.close(writing)
@@ -235,6 +245,9 @@ class _Parent:
         if not begun:
             if claimed:
                 self._discard()
+            with contextlib.suppress(OSError):  # what it had made before it claimed it, and nobody has filled
+                for made in self._missing:
+                    made.rmdir()
             what = "interrupted before training began" if self._signals else f"{self._how} while the run started"
             _say(f"{what}; nothing was written")
             self.code = INTERRUPTED if self._signals else REFUSED
@@ -306,8 +319,6 @@ class _Parent:
                 return
             for entry in directory.path.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            for made in self._missing:
-                made.rmdir()
 
 
 @dataclass

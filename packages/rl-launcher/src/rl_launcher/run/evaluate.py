@@ -37,6 +37,8 @@ class _Unscored:
 
 OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 """Keys of `evaluation` that replace those of `policy.generation`."""
+TURNS_WITHOUT_STAGE = 8
+"""Responses in one conversation at most, where no stage says it and the environment goes on."""
 FIRST_CALL = 1 << 40
 """The number of an evaluation's first engine call: always the same, and far from those of training."""
 
@@ -183,9 +185,15 @@ class Evaluator:
 
 
 def turn_limits(recipe: Recipe) -> dict[str, Any]:
-    """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them."""
+    """`max_turns` and `max_length` of a conversation, as the recipe's sampling stage has them.
+
+    Without such a stage, as where `sft` is the only one, an environment gets `TURNS_WITHOUT_STAGE` responses.
+    """
     stage = recipe.grpo or recipe.ppo or recipe.dpo or recipe.distill
-    return {"max_turns": 1} if stage is None else {"max_turns": stage.max_turns, "max_length": stage.max_length}
+    if stage is not None:
+        return {"max_turns": stage.max_turns, "max_length": stage.max_length}
+    converses = recipe.env is not None and recipe.env.environment is not None
+    return {"max_turns": TURNS_WITHOUT_STAGE if converses else 1}
 
 
 def measured_recipe(subject: Path, *, overrides: Sequence[str] = (), model: str | None = None) -> Resolved[Recipe]:

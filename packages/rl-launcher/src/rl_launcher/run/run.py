@@ -117,13 +117,14 @@ def run(resolved: Resolved[Recipe], *, objects: Objects = NO_OBJECTS) -> dict[st
     _refuse_torchrun()
     preflight.check(recipe, new_run=True)
     check_trackers(recipe.logger)
-    directory = RunDirectory.create(recipe.run_dir)
-    # Discarded within the claim: a folder that another process has claimed, or filled meanwhile, is not ours to remove.
-    with Interruption() as interruption, claimed(directory, new=True), _discarded_if_refused(directory):
-        driver_process.note("claimed")
-        job = Run(recipe, directory, interruption=interruption, objects=objects, started=started)
-        job.on_built = partial(_describe, resolved, directory)
-        return job.execute()
+    with Interruption() as interruption:
+        directory = RunDirectory.create(recipe.run_dir)
+        # Discarded within the claim: a folder that another process has claimed, or filled meanwhile, is not ours.
+        with claimed(directory, new=True), _discarded_if_refused(directory):
+            driver_process.note("claimed")
+            job = Run(recipe, directory, interruption=interruption, objects=objects, started=started)
+            job.on_built = partial(_describe, resolved, directory)
+            return job.execute()
 
 
 def resume(run_dir: str | Path, overrides: Sequence[str] = (), *, objects: Objects = NO_OBJECTS) -> dict[str, Any]:

@@ -23,8 +23,12 @@ class Interruption:
     """The signal by which a parent passes on those that it gets. Where a signal is sent to all processes of a job, it
     comes directly, too, and counts once."""
 
+    entered: ClassVar[bool] = False
+    """Whether this process has come to a run, whose folder and processes a signal may no longer leave behind."""
+
     def __init__(self) -> None:
         self._num_direct = self._num_passed_on = self._num_counted = 0
+        self._trains = False
         self._patient = False
         self._heard = False
         self._holding = False
@@ -37,7 +41,7 @@ class Interruption:
         # What was built meanwhile may have taken the signals for itself.
         for number in self._previous:
             signal.signal(number, self._hear)
-        self._patient = True
+        self._patient = self._trains = True
 
     def wait_no_more(self) -> None:
         """From here on a signal takes effect immediately: nothing is being trained or written."""
@@ -62,6 +66,7 @@ class Interruption:
         self._holding = True
 
     def __enter__(self) -> Self:
+        Interruption.entered = True
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses to set a handler
             own = () if self.passed_on is None else (self.passed_on,)
             self._previous = {number: signal.signal(number, self._hear) for number in (*SIGNALS, *own)}
@@ -72,6 +77,9 @@ class Interruption:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._heard and not self._trains and isinstance(error, Exception):
+            # What a signal interrupts may fail in its own way: a module that was being imported is there in part.
+            raise KeyboardInterrupt from error
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         if number == self.passed_on:
