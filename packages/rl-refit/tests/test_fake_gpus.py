@@ -70,13 +70,11 @@ def test_engines_get_the_weights_of_trainers_of_other_ranks_and_every_stream_wai
     in_order(recorded for *_, recorded in found)
 
 
-@pytest.mark.parametrize(
-    ("victim", "sees_deaths"), [("source 0", False), ("sink 0", False), ("sink 1", False), ("sink 0", True)]
-)
-def test_messages_to_a_gpu_whose_process_dies_are_aborted_and_the_dead_is_named(world, victim, sees_deaths):
+@pytest.mark.parametrize("victim", ["source 0", "sink 0", "sink 1"])
+def test_messages_to_a_gpu_whose_process_dies_are_aborted_and_the_dead_is_named(world, victim):
     number = ("source 0", "sink 0", "sink 1").index(victim)
     death = {"transport": "gpus far apart", "victim": victim, "deed": "kill", "at": 8}
-    found = world.run("gpu_death", processes=3, dying=[number], sees_deaths=sees_deaths, **death)
+    found = world.run("gpu_death", processes=3, dying=[number], **death)
     survivors = [process for process in found if process is not None]
     assert len(survivors) == 2
     for process, _, recorded in survivors:
@@ -86,6 +84,14 @@ def test_messages_to_a_gpu_whose_process_dies_are_aborted_and_the_dead_is_named(
         assert any(event[2] == "free" for event in recorded)
         in_order([recorded])
     assert any(aborted for _, aborted, _ in survivors)
+
+
+def test_an_error_of_nccl_names_who_was_at_the_other_end_and_aborts_the_communicator(world):
+    death = {"of": "bare", "transport": "gpus far apart", "victim": "sink 0", "deed": "kill", "at": 4}
+    (_, errors), aborted, _ = world.run("gpu_death", processes=2, dying=[1], sees_deaths=True, **death)[0]
+    kind, message, peer, _ = errors[0]
+    assert (kind, peer, aborted) == ("PeerError", "sink 0", 1)
+    assert re.search(r"lost the connection to sink 0 at bucket \d+ \(NCCL error: remote process exited", message)
 
 
 IPC, NCCL, HOSTS = "gpus of one host", "gpus far apart", "one gpu"

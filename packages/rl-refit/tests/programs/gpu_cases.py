@@ -101,7 +101,7 @@ def gpu_refits(
         transport,
         rendezvous=meeting,
         bucket_bytes=1024,
-        deadline_s=30.0 if fault is None else 5.0,
+        deadline_s=30.0,
         **options,
     )
     own.hang_s = 20.0 if fault is None else 2.0
@@ -129,11 +129,11 @@ def gpu_refits(
     return [wrong, media, own.events]
 
 
-def gpu_death(place, *, omitted=None, sees_deaths=False, **arguments):
-    """`pg_cases.death` on GPUs; adds whether the communicator was aborted, and what this process recorded."""
+def gpu_death(place, *, of="death", sees_deaths=False, **arguments):
+    """A case in which a process dies, on GPUs; adds whether NCCL was aborted, and what this process recorded."""
     own = fake(place.process, place.folder)
-    own.omitted, own.sees_deaths = omitted, sees_deaths
-    found = pg_cases().death(place, **arguments)
+    own.sees_deaths = sees_deaths
+    found = getattr(pg_cases(), of)(place, **arguments)
     gc.collect()
     return [found, own.aborted, own.events]
 
@@ -165,8 +165,16 @@ def _read_without_a_token():
     is_really_over, stream._TokenComes.is_over = stream._TokenComes.is_over, is_over
 
 
+def _hang():
+    def until_copied(transfer, bucket):
+        transfer.watch.deadline_s = 0.0  # which is over at once
+        yield from until(transfer, bucket)
+
+    _fakes[0].hangs, until, stream._Transfer._until_copied = True, stream._Transfer._until_copied, until_copied
+
+
 FAULTS = {
-    "the GPU hangs": lambda: setattr(_fakes[0], "hangs", True),
+    "the GPU hangs": _hang,
     "slots are filled again at once": _reuse_at_once,
     "slots are read before they are full": _read_without_a_token,
     "messages are over at once": lambda: setattr(Group, "has_ended", lambda *arguments: True),
