@@ -15,6 +15,7 @@ pytest.importorskip("starlette", reason="rl-generation[server] is not installed"
 pytest.importorskip("httpx", reason="rl-generation[remote] is not installed")
 
 from rl_launcher.checks.explain import explain
+from rl_launcher.checks.preflight import check_files
 from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import resume, run
@@ -253,8 +254,11 @@ def test_an_engine_of_sglang_of_the_runs_own_is_refused_with_what_to_write_inste
         load("run", "policy.generation.backend=sglang", served=False)
 
 
-def test_explain_of_sglang_says_that_it_never_ran(load):
-    text = explain(load("run", kind="sglang", folder="/dev/shm/versions")).text()
+def test_explain_of_sglang_says_that_it_never_ran_and_preflight_asks_for_its_checkpoint(load):
+    resolved = load("run", kind="sglang", folder="/dev/shm/versions")
+    with pytest.raises(Refusal, match=r"remote\.checkpoint is missing, and policy\.model_name=.*model\.py:build is no"):
+        check_files(resolved.value, new_run=False)
+    text = explain(load("run", kind="sglang", folder="/dev/shm/versions", checkpoint="/models/toy")).text()
     assert "none here: servers of SGLang that rl-launcher serve brings to" in text
     assert "through /dev/shm/versions into SGLang (never tried with SGLang itself" in text
 
