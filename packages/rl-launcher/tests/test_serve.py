@@ -20,6 +20,7 @@ from rl_launcher.errors import Refusal, RunStoppedError
 from rl_launcher.recipe_files import load_recipe
 from rl_launcher.run import resume, run
 from rl_launcher.schema import Recipe
+from rl_refit import Refit, RefitError
 
 TOKEN = "a token of the run"
 SGLANG = Path(__file__).parent / "programs" / "sglang_server.py"
@@ -274,6 +275,22 @@ def test_what_does_not_fit_is_refused_by_name(serve, load, tmp_path):
         pytest.raises(Refusal, match=r"remote\.address=.*cannot host"),
     ):
         run(load("taken", address=f"tcp://127.0.0.1:{taken.getsockname()[1]}"))
+
+
+def test_an_engine_that_was_invited_is_told_when_the_trainer_itself_is_refused_and_joins_the_next(
+    serve, load, monkeypatch
+):
+    """And not after the deadline of 600 seconds."""
+    serve()
+
+    def refused(_refit, _version):
+        raise RefitError("its weights cannot be sent")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Refit, "__call__", refused)
+        with pytest.raises(RunStoppedError, match="its weights cannot be sent"):
+            run(load("refused"))
+    assert run(load("after"))["steps"] == 14
 
 
 def test_an_engine_with_another_token_does_not_join_and_the_run_says_what_it_waits_for(serve, load, tmp_path):
