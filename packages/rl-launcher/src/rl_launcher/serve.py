@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_backends.loading import pad_token_id
-from rl_backends.loading.source import local_folder
 from rl_generation import ModelError, make_training_engine
 from rl_generation.engine import StreamingEngine
 from rl_generation.server import Server
@@ -24,10 +23,9 @@ from rl_generation.streaming import Streamer
 from rl_launcher.build.engines import engine_spec, make_sink
 from rl_launcher.build.inputs import ending_token_ids
 from rl_launcher.build.models import read_skeleton
-from rl_launcher.build.remote_engines import make_replica
+from rl_launcher.build.remote_engines import make_replica, sglang_checkpoint
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import Recipe, RemoteConfig
-from rl_launcher.user_code import is_import_string
 from rl_refit import DeadlineError, RefitError, Replica
 from rl_refit.sglang import SglangSink
 
@@ -153,15 +151,7 @@ def taking_part(replica: Replica) -> Iterator[None]:
 
 
 def _sglang_sink(recipe: Recipe, remote: RemoteConfig, url: str) -> SglangSink:
-    named = recipe.policy.model_name
-    checkpoint = remote.checkpoint
-    if checkpoint is None and not is_import_string(named) and (folder := local_folder(named)) is not None:
-        checkpoint = str(folder)
-    if checkpoint is None:
-        raise Refusal(
-            f"policy.generation.remote.checkpoint is missing, and policy.model_name={named} is no folder: name the "
-            f"folder with the checkpoint that the server of SGLang was started with"
-        )
+    checkpoint = sglang_checkpoint(recipe.policy)
     assert remote.folder is not None
     api_key = None if remote.api_key_env is None else _key(remote.api_key_env)
     try:

@@ -13,16 +13,19 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from rl_backends.backend import Backend
+from rl_backends.loading.source import local_folder
 from rl_generation import EngineDeadError, RemoteEngine, Rollout, Sampling
 from rl_launcher.build.engines import dtypes_of, weight_source
 from rl_launcher.errors import Refusal
-from rl_launcher.schema import Recipe, RemoteConfig
+from rl_launcher.schema import PolicyConfig, Recipe, RemoteConfig
+from rl_launcher.user_code import is_import_string, is_python_object
 from rl_observe.health import EventQueue
 from rl_refit import (
     CoverageError,
@@ -57,6 +60,23 @@ def read_shared_token(recipe: Recipe) -> str | None:
         return read_token(variable=remote.token_env, file=remote.token_file)
     except ValueError as error:
         raise Refusal(f"policy.generation.remote: {error}") from error
+
+
+def sglang_checkpoint(policy: PolicyConfig) -> Path:
+    """The folder that a server of SGLang was started with, whose tensors every refit brings.
+
+    Raises:
+        Refusal: the recipe names none.
+    """
+    remote, named = policy.generation.remote, policy.model_name
+    if remote is not None and remote.checkpoint is not None:
+        return Path(remote.checkpoint).expanduser()
+    if is_import_string(named) or is_python_object(named) or (folder := local_folder(named)) is None:
+        raise Refusal(
+            f"policy.generation.remote.checkpoint is missing, and policy.model_name={named} is no folder: name the "
+            f"folder with the checkpoint that the server of SGLang was started with"
+        )
+    return Path(folder)
 
 
 def describe_remote(remote: RemoteConfig) -> str:

@@ -21,6 +21,7 @@ from rl_generation import default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.environments import load_environment
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.build.models import adapters_of, copies_reference
+from rl_launcher.build.remote_engines import sglang_checkpoint
 from rl_launcher.checkpoints.disk import CLAIM_FILE, STATE_PER_WEIGHT, check_space
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.node_memory import SHARED_MEMORY, NodeMemory
@@ -143,6 +144,9 @@ def check_files(recipe: Recipe, *, new_run: bool) -> None:
                 local_folder(name)
         except ValueError as error:
             raise Refusal(f"{key}={error}{_where_to_look(Path(name).expanduser())}") from error
+    remote = recipe.policy.generation.remote
+    if recipe.generates and remote is not None and remote.kind == "sglang":
+        sglang_checkpoint(recipe.policy)
     check_trackers(recipe.logger)
     _check_metric(recipe)
     if new_run:
