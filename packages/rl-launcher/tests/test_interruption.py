@@ -380,6 +380,27 @@ def test_a_signal_ends_a_run_that_is_being_built_although_a_cluster_has_taken_th
         building()
 
 
+LATE_DRIVER = """
+import os, sys, time
+from types import SimpleNamespace
+from rl_launcher.run import driver_process
+driver_process.START_GRACE_S = -1.0
+parent = driver_process._Parent(SimpleNamespace(run_dir=sys.argv[1]), resuming=False)
+if parent.fork():
+    os._exit(130)
+time.sleep(0.5)  # it has ended by then
+parent._signals = 1
+print(parent.wait(), parent.next_restart(), parent.code)
+"""
+
+
+def test_a_driver_that_ends_when_its_time_to_end_is_over_has_ended(tmp_path):
+    command = [sys.executable, "-c", LATE_DRIVER, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (0, "None None 130\n"), done.stderr
+    assert "interrupted before training began; nothing was written" in done.stderr
+
+
 def test_before_a_run_trains_what_a_signal_has_broken_is_the_signal_and_later_it_is_not():
     def importing():
         """Fails in its own way, as an import that a signal has interrupted does when it is tried again."""

@@ -199,7 +199,7 @@ class _Parent:
             if self._said.ended is not None or self._signals >= (1 if starting else 2):
                 grace_s = START_GRACE_S if starting and self._said.ended is None else END_GRACE_S
                 deadline = deadline or time.monotonic() + grace_s
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and not ended:
                     os.kill(self._child, signal.SIGKILL)
         while select.select([self._pipe], [], [], 0)[0] and (data := os.read(self._pipe, 4096)):
             rest += data
