@@ -35,6 +35,7 @@ GUIDES = {
     "Every key of a recipe": "packages/rl-launcher/REFERENCE.md",
     "How refit scales": "docs/scaling-refit.md",
     "Working on RL Stack": "CONTRIBUTING.md",
+    "Releasing": "docs/releasing.md",
 }
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
 
 from repository import Repository
 from repository_url import differing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 # The words table of CONTRIBUTING.md: what a name that we define must not contain, and the word to use instead.
 SYNONYMS = {
@@ -39,6 +42,8 @@ SYNONYMS = {
 }
 # Names that other projects chose and users of this one know.
 KEPT = {"get_logprobs_from_vocab_parallel_logits", "mesh_dim_names"}
+# Operators of a version that end below some later release.
+UPPER = ("<", "<=", "==", "===", "~=")
 # The sections of a changelog, as in the root pyproject.toml.
 KINDS = ("added", "changed", "deprecated", "removed", "fixed")
 
@@ -58,6 +63,8 @@ def main() -> None:
         *check_fragments(repository),
         *check_licences(repository),
         *differing(repository),
+        *check_workflows(repository),
+        *check_upper_bounds(repository),
     ]
     for complaint in complaints:
         print(complaint.replace(f"{repository.root}/", ""))
@@ -134,6 +141,46 @@ def check_licences(repository: Repository) -> Iterator[str]:
         copy = package.root / "LICENSE"
         if not copy.is_file() or copy.read_bytes() != text:
             yield f"{copy}:1: {name} must ship the licence text: cp LICENSE packages/{name}/LICENSE"
+
+
+def check_upper_bounds(repository: Repository) -> Iterator[str]:
+    """Find upper bounds on third parties of which no probe is recorded, and records whose bound is gone."""
+    file = repository.root / "pyproject.toml"
+    tools = tomllib.loads(file.read_text(encoding="utf-8"))
+    probes: dict[str, str] = tools.get("tool", {}).get("upper-bounds", {})
+    bounded = set()
+    described = [(each.root / "pyproject.toml", each.pyproject) for each in repository.packages.values()]
+    for place, pyproject in [(file, tools), *described]:
+        for line in requirements_of(pyproject):
+            asked = Requirement(line)
+            if asked.name in repository.packages or not any(each.operator in UPPER for each in asked.specifier):
+                continue
+            bounded.add(asked.name)
+            if not re.search(r"\d+\.\d+", probes.get(asked.name, "")):
+                where = "[tool.upper-bounds] of the root pyproject.toml"
+                yield f"{place}:1: {line} is bounded without a probe: remove the bound, or say in {where} what broke"
+    for name in sorted(probes.keys() - bounded):
+        yield f"{file}:1: [tool.upper-bounds] has {name}, which nothing bounds any more: remove it"
+
+
+def requirements_of(pyproject: Mapping[str, Any]) -> list[str]:
+    """Return every requirement of a `pyproject.toml`: dependencies, extras, groups and what builds it."""
+    project, groups = pyproject.get("project", {}), pyproject.get("dependency-groups", {})
+    extras = project.get("optional-dependencies", {}).values()
+    listed = [project.get("dependencies", []), *extras, *groups.values()]
+    listed.append(pyproject.get("build-system", {}).get("requires", []))
+    return [line for lines in listed for line in lines if isinstance(line, str)]
+
+
+def check_workflows(repository: Repository) -> Iterator[str]:
+    """Find what a workflow runs by a name that can come to mean something else: actions by tag, packages unhashed."""
+    for path in sorted((repository.root / ".github/workflows").glob("*.yml")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            action = re.search(r"\buses: *(\S+)", line)
+            if action and not re.search(r"@[0-9a-f]{40}$", action[1]):
+                yield f"{path}:{number}: {action[1]} is not pinned: its commit after @, the version as a comment"
+            if re.search(r"\bpip install\b", line) and "--require-hashes" not in line:
+                yield f"{path}:{number}: this takes whatever is newest: pip install --require-hashes -r .github/nox.txt"
 
 
 if __name__ == "__main__":

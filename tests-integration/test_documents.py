@@ -22,7 +22,7 @@ QUICK = [name for name, blocks in PAGES.items() if any(not block.mark.nightly fo
 
 def run(*arguments):
     command = [sys.executable, str(ROOT / "scripts/run_code_blocks.py"), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=3600)
 
 
 @pytest.mark.parametrize("page", QUICK)

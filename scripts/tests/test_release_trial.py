@@ -1,8 +1,8 @@
 """A trial of releases: two packages of this repository are released in a scratch clone, and then something breaks.
 
-rl-backends stands on rl-parallel-plans. Without a break `floor-rl-backends` and `regression-rl-parallel-plans` run the tests
-over what was released, and pass; each break is named by the session that is there for it. One test of rl-backends stands for
-all: its README's first program, which prints losses and gradient norms.
+rl-backends stands on rl-parallel-plans. Without a break `floor-rl-backends` and `regression-rl-parallel-plans` run the
+tests over what was released, and pass; each break is named by the session that is there for it. One test of rl-backends
+stands for all: its README's first program, which prints losses and gradient norms.
 """
 
 import os
@@ -20,6 +20,8 @@ URL = "https://example.org/somebody/rl-stack"
 LOWER, UPPER = "rl-parallel-plans", "rl-backends"
 ONE_TEST = ("--", "-k", "first_program", "-p", "no:cacheprovider")
 FUNCTION = "get_grad_norm"
+RESHARD = "from rl_parallel_plans.checkpoints import reshard\n"
+"""A line of rl-backends below which another import fits."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -129,11 +131,7 @@ def test_regression_and_api_name_a_removed_function_that_the_released_package_ab
     clone.change(source, f'    "{FUNCTION}",\n', "")
     above = f"packages/{UPPER}/src/rl_backends/optimizers/optimizers.py"  # the tree itself is mended, and would pass
     clone.change(above, f", {FUNCTION}, to_local", ", to_local")
-    clone.change(
-        above,
-        "\nfrom rl_parallel_plans.checkpoints import reshard",
-        f"\nfrom rl_parallel_plans.checkpoints import reshard\nfrom rl_parallel_plans.sharding.grad_norm import {FUNCTION}",
-    )
+    clone.change(above, RESHARD, f"{RESHARD}from rl_parallel_plans.sharding.grad_norm import {FUNCTION}\n")
     done = clone.nox("-s", f"regression-{LOWER}", *ONE_TEST)
     assert done.returncode == 1, done.stdout
     assert f"cannot import name '{FUNCTION}' from 'rl_parallel_plans'" in done.stdout
@@ -157,11 +155,7 @@ def test_floor_names_a_function_that_the_oldest_admitted_release_lacks(clone):
     file = clone.root / source
     file.write_text(f"{file.read_text()}\n\ndef newer_than_the_floor():\n    pass\n")
     above = f"packages/{UPPER}/src/rl_backends/optimizers/optimizers.py"
-    clone.change(
-        above,
-        "\nfrom rl_parallel_plans.checkpoints",
-        "\nfrom rl_parallel_plans.dtensor import newer_than_the_floor\nfrom rl_parallel_plans.checkpoints",
-    )
+    clone.change(above, RESHARD, f"{RESHARD}from rl_parallel_plans.dtensor import newer_than_the_floor\n")
     done = clone.nox("-s", f"floor-{UPPER}", *ONE_TEST)
     assert done.returncode == 1, done.stdout
     assert "cannot import name 'newer_than_the_floor' from 'rl_parallel_plans.dtensor'" in done.stdout

@@ -1,13 +1,15 @@
 """Tests of repository_rules.py: each rule finds its violation, and leaves the rest alone."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from repository import Repository
-from repository_rules import check_code, check_fragments, check_text
+from repository_rules import check_code, check_fragments, check_text, check_upper_bounds, check_workflows
 
 PATH = Path("example.py")
+HERE = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,28 @@ def test_a_changed_package_needs_a_fragment(root, git):
 def test_a_fragment_of_no_known_kind_would_be_lost(root):
     (root / "packages/wall/changelog.d/+height.feature.md").write_text("Be higher.\n")
     assert "added, changed, deprecated, removed, fixed" in next(check_fragments(Repository.read(root)))
+
+
+def test_an_upper_bound_needs_a_probe_and_a_probe_a_bound(root):
+    assert not list(check_upper_bounds(Repository.read(HERE)))
+    pyproject, tools = root / "packages/roof/pyproject.toml", root / "pyproject.toml"
+    tools.write_text(re.sub(r"^megatron-core = .*\n", "", tools.read_text(), flags=re.MULTILINE))
+    assert not list(check_upper_bounds(Repository.read(root)))  # siblings are bounded by their own rule
+    pyproject.write_text(pyproject.read_text().replace("pytest>=8", "pytest>=8,<10").replace("rich", "rich~=14.1"))
+    complaints = list(check_upper_bounds(Repository.read(root)))
+    assert ["rich~=14.1" in complaints[0], "pytest>=8,<10" in complaints[1], len(complaints)] == [True, True, 2]
+    record = '[tool.upper-bounds]\nrich = "14.2: boxes are round"\npytest = "it broke"\nwood = "1.0: rots"\n'
+    tools.write_text(tools.read_text().replace("[tool.upper-bounds]\n", record))
+    complaints = list(check_upper_bounds(Repository.read(root)))
+    assert ["pytest>=8,<10" in complaints[0], "has wood" in complaints[1], len(complaints)] == [True, True, 2]
+
+
+def test_a_workflow_pins_actions_by_commit_and_packages_by_hash(root):
+    assert not list(check_workflows(Repository.read(HERE)))
+    folder = root / ".github/workflows"
+    folder.mkdir(parents=True)
+    commit = "08c6903cd8c0fde910a37f88322edcfb5dd907a8"
+    pinned = f"- uses: a/b@{commit} # v5\n- run: pip install --require-hashes -r x\n"
+    (folder / "ci.yml").write_text(f"- uses: a/b@v5\n{pinned}- run: pip install nox\n")
+    complaints = list(check_workflows(Repository.read(root)))
+    assert ["a/b@v5 is not pinned" in complaints[0], "ci.yml:4:" in complaints[1], len(complaints)] == [True, True, 2]
