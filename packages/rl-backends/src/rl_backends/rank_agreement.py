@@ -89,6 +89,14 @@ def told_by_last_rank(
     return told
 
 
+def largest_on_any_rank(number: Tensor) -> float:
+    """The maximum over all ranks of a scalar on the device of their collectives; infinite where one of them is NaN."""
+    largest = number.nan_to_num(nan=torch.inf)  # a maximum over ranks need not keep NaN
+    if dist.get_world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
 def sums_of_last_rank(
     sums: Mapping[str, Tensor], group: dist.ProcessGroup, *, device: torch.device
 ) -> dict[str, Tensor]:

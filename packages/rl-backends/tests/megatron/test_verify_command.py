@@ -28,6 +28,11 @@ CHECKS = [
 ]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LAYOUTS = {
+    "PP2, 2 chunks": (
+        "Llama",
+        {"num_hidden_layers": 4},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
     "tensor, padded vocabulary": ("Llama", {}, {"tensor_model_parallel_size": 2}),
     "pipeline, tied": (
         "Qwen2",
@@ -157,7 +162,9 @@ def test_predicted_bytes_are_those_that_ranks_hold(world, on_ranks, layout):
             "optimizer": sum(
                 master.tensor.numel() * (8 + 4 * master.is_copy) for master in masters_of(backend._optimizers)
             ),
-            "layers": [layer.layer_number - 1 for layer in backend.model.decoder.layers],
+            "layers": [
+                layer.layer_number - 1 for chunk in backend._distributed.chunks for layer in chunk.decoder.layers
+            ],
         }
         backend.close()
         return found

@@ -37,15 +37,14 @@ def frozen_digests(model: nn.Module, *, group: dist.ProcessGroup | None) -> dict
 
 
 def check_frozen_weights(
-    source: object, saved: Mapping[str, int], model: nn.Module, *, group: dist.ProcessGroup | None
+    source: object, saved: Mapping[str, int], shards: Iterable[Shard], *, group: dist.ProcessGroup | None
 ) -> None:
-    """Refuse a checkpoint of adapters that were trained on other frozen weights; every rank must call it."""
-    here = tensor_digests((each for each in named_shards(model) if each.name in saved), group=group)
-    check_same_digests(source, saved, here)
+    """Refuse a checkpoint of adapters that were trained on other frozen weights; every rank must call it.
 
-
-def check_same_digests(source: object, saved: Mapping[str, int], here: Mapping[str, int]) -> None:
-    """Refuse a checkpoint of adapters whose frozen weights have other digests than those of the model."""
+    saved: the digests in the checkpoint.
+    shards: what this rank holds of the model, among them of each tensor that has a digest.
+    """
+    here = tensor_digests((each for each in shards if each.name in saved), group=group)
     apart = [name for name, digest in saved.items() if here.get(name) != digest]
     if apart:
         raise CheckpointError(

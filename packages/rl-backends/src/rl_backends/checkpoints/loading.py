@@ -47,7 +47,7 @@ from rl_backends.checkpoints.shards import (
 )
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, on_every_rank
-from rl_parallel_plans import stage_info
+from rl_parallel_plans import named_shards, stage_info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def load_checkpoint(
     on_every_rank(check, group=opened.group)
     frozen: dict[str, int] = opened.state.get("frozen", {})
     if frozen:
-        check_frozen_weights(opened.source, frozen, model, group=opened.group)
+        check_frozen_weights(opened.source, frozen, named_shards(model), group=opened.group)
     rng = rng_shards(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
     states, shards = on_every_rank(
         lambda: ([], {}) if restored is None else new_state(restored, held, opened.state["optimizers"]),

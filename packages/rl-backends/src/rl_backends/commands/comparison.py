@@ -87,7 +87,7 @@ def save_small_model(
     """Write a model of the kind that `source` names, small, with random weights.
 
     tp: ranks that its heads can be shared out to.
-    pp: stages that its layers can be shared out to.
+    pp: stages, or chunks of stages, that its layers can be shared out to.
     keep_heads: leave the size of a head as it is, on which kernels of attention depend.
     """
     from transformers.utils import logging

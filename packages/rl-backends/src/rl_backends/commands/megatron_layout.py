@@ -263,10 +263,14 @@ def _told(document: dict[str, Any], axes: Sequence[Axis], stages: Sequence[Stage
         yield f"  {axis.name}{axis.size:>5}  {axis.does}: ranks {listed}{more}"
     yield "\nstages" if len(stages) > 1 else "\neach rank"
     for stage in stages:
-        first, last = stage.layers[0], stage.layers[-1]
-        in_turn = stage.layers == tuple(range(first, last + 1))  # else they are of several chunks
-        several = f"layers {first} to {last}" if in_turn else f"layers {_listed(stage.layers)}"
-        parts = [f"layer {first}" if first == last else several]
+        runs: list[list[int]] = []  # several where a stage holds chunks of the model
+        for layer in stage.layers:
+            if runs and layer == runs[-1][-1] + 1:
+                runs[-1].append(layer)
+            else:
+                runs.append([layer])
+        named = " and ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+        parts = [f"layer{'s' if len(stage.layers) > 1 else ''} {named}"]
         parts += ["the embedding"] * stage.embedding + ["the last norm and the head"] * stage.head
         yield f"  ranks {_listed(stage.ranks)}: {', '.join(parts)}; {stage.numbers:,} numbers each"
     words = document["vocabulary"]

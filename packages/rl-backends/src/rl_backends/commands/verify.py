@@ -136,7 +136,7 @@ def _save_small_model(folder: Path, arguments: argparse.Namespace, config: Any) 
         arguments.model,
         folder,
         tp=config.tensor_model_parallel_size if megatron else config.tensor_parallel_size,
-        pp=config.pipeline_model_parallel_size if megatron else 1,
+        pp=config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1) if megatron else 1,
         shrink=not arguments.no_shrink,
         seed=arguments.seed,
         revision=arguments.revision,

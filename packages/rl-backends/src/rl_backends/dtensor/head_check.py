@@ -7,13 +7,12 @@ model's own logits finds out, before anything is trained on numbers that are wro
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rl_backends.batching.microbatches import ModelInputs
-from rl_backends.dtensor.pipeline import told_by_last_stage
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
+from rl_backends.rank_agreement import largest_on_any_rank, told_by_last_rank
 from rl_backends.readers import Head, read_logp
 from rl_parallel_plans import get_logprobs_from_vocab_parallel_logits, to_local_if_dtensor
 from rl_parallel_plans.dtensor import has_numbers
@@ -38,7 +37,7 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
     theirs = _from_logits(sharded, inputs)
     sharded.reshard()
-    apart = _largest_on_any_rank((ours - theirs).abs().max())
+    apart = largest_on_any_rank((ours - theirs).abs().max())
     if apart > TOLERANCE[sharded.config.precision]:
         raise ModelError(
             f"{type(sharded.model).__qualname__} gives log-probabilities from its own logits that differ by "
@@ -46,13 +45,6 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
             f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
             f"architecture, or report this one"
         )
-
-
-def _largest_on_any_rank(number: Tensor) -> float:
-    number = number.nan_to_num(nan=torch.inf)  # a maximum over ranks need not keep NaN
-    if dist.get_world_size() > 1:
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-    return float(number)
 
 
 def _inputs(sharded: ShardedModel) -> ModelInputs:
@@ -88,4 +80,4 @@ def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
         return found.sum()
 
     sharded.run_pipeline([inputs], use, backward=False)
-    return told_by_last_stage(kept, sharded.pipeline)[0]
+    return told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)[0]

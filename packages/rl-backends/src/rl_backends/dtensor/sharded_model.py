@@ -21,11 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
 from rl_backends.backend import DistributedModel, max_positions, media_tokens, vocabulary_size
-from rl_backends.batching.microbatches import ModelInputs, SequenceShard
+from rl_backends.batching.microbatches import ModelInputs, SequenceShard, of_one_shape
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
-from rl_backends.dtensor.pipeline import of_one_shape, told_by_last_stage
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
@@ -33,7 +32,7 @@ from rl_backends.loading import materialize
 from rl_backends.metrics.flops import decoder_of
 from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
-from rl_backends.rank_agreement import on_every_rank, require_same_model
+from rl_backends.rank_agreement import on_every_rank, require_same_model, told_by_last_rank
 from rl_backends.readers import Reader
 from rl_parallel_plans import (
     ParallelPlan,
@@ -166,7 +165,7 @@ class ShardedModel(DistributedModel):
         if self.pipeline is not None:  # without a gradient: what has one goes through run_pipeline
             kept: list[Tensor] = []
             self._forward([inputs], reader, shapes=[shape], keep=lambda _, read: kept.extend(read))
-            return tuple(told_by_last_stage(kept, self.pipeline))
+            return tuple(told_by_last_rank(kept, self.pipeline.group, device=self.pipeline.device))
         hints = self._hints(inputs)
         call = getattr(self.model, METHOD)
         read: tuple[Tensor, ...] = call(inputs, reader, num_places=shape[0] * shape[1], hints=hints)
@@ -217,7 +216,8 @@ class ShardedModel(DistributedModel):
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
         if self.pipeline is None:
             return out
-        return dict(enumerate(told_by_last_stage([out[number] for number in sorted(out)], self.pipeline)))
+        kept = [out[number] for number in sorted(out)]
+        return dict(enumerate(told_by_last_rank(kept, self.pipeline.group, device=self.pipeline.device)))
 
     def _forward(
         self,

@@ -24,7 +24,7 @@ from torch.optim import AdamW
 
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
 from rl_backends.checkpoints.dcp import Contents
-from rl_backends.checkpoints.frozen_weights import check_same_digests, tensor_digests
+from rl_backends.checkpoints.frozen_weights import check_frozen_weights
 from rl_backends.checkpoints.loading import OpenCheckpoint, check_holds, open_checkpoint, read_shards
 from rl_backends.checkpoints.manifest import check_model
 from rl_backends.checkpoints.optimizer_state import NOT_RESTORED, check_hyperparameters
@@ -271,8 +271,7 @@ def load_checkpoint(
     on_every_rank(check, group=opened.group)
     frozen: dict[str, int] = opened.state.get("frozen", {})
     if frozen:
-        here = tensor_digests((each for each in held if each.name in frozen), group=opened.group)
-        check_same_digests(opened.source, frozen, here)
+        check_frozen_weights(opened.source, frozen, held, group=opened.group)
     device = device_of(held)
     rng = rng_shards(device) if has_rng(opened.index, device) else {}
     saved = opened.state["optimizers"][0]["state"] if kept is not None else {}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
 from rl_backends.megatron.model import MegatronModel
+from rl_backends.rank_agreement import largest_on_any_rank
 from rl_backends.readers import Head, read_logp, value_reader
 
 NUM_TOKENS = 48
@@ -50,10 +50,7 @@ def prove(model: MegatronModel, *, source: Any) -> None:
     scores = model.architecture.num_labels > 0
     reader = value_reader(source) if scores else read_logp(Head.of(source), temperature=1.0)
     ours = model.read_all(rows, reader)[0][0, 1:]
-    worst = (ours - _plain(source, tokens, scores=scores)).abs().max()
-    worst = worst.nan_to_num(nan=torch.inf).to(model.config.device)  # a maximum over ranks need not keep NaN
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    apart = float(worst)
+    apart = largest_on_any_rank((ours - _plain(source, tokens, scores=scores)).abs().max().to(model.config.device))
     dtypes = {parameter.dtype for parameter in (*source.parameters(), *model.gpt.parameters())}
     if not apart <= max(TOLERANCE.get(dtype, 0.25) for dtype in dtypes):
         what = "values" if scores else "log-probabilities"

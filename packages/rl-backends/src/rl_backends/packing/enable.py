@@ -78,6 +78,8 @@ def _use(model: nn.Module, name: str, attention: Any) -> None:
 
     AttentionInterface.register(name, attention)
     for config in _configs(model):
+        if not hasattr(config, "_attn_implementation"):
+            continue
         config._attn_implementation = name  # noqa: SLF001 - what set_attn_implementation sets, and no more
     for path, module in attention_modules(model):
         chosen = module.config._attn_implementation  # type: ignore[union-attr]  # noqa: SLF001 - as above
@@ -86,8 +88,9 @@ def _use(model: nn.Module, name: str, attention: Any) -> None:
 
 def _configs(model: nn.Module) -> list[Any]:
     """Each config that a module of the model holds, once."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+    return list(
+        {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}.values()
+    )
 
 
 # ---- What stands in the way.
@@ -118,12 +121,8 @@ def padded_findings(model: nn.Module) -> Iterator[str]:
         yield "it has no attention that says by an attribute is_causal whether it is causal"
     for path, attention in attentions:
         yield from _attention(f"{_collapsed(path)} ({type(attention).__name__})", attention)
-    for config in {id(each): each for module in model.modules() if (each := getattr(module, "config", None))}.values():
-        for field, effect in _OTHER_ATTENTION.items():
-            if value := getattr(config, field, None):
-                yield f"its config has {field}={value}, which {effect}"
-        if others := sorted(set(getattr(config, "layer_types", None) or ()) - {*_LAYER_TYPES, "linear_attention"}):
-            yield f"its layer_types hold {', '.join(others)}: only {' and '.join(_LAYER_TYPES)} are known"
+    for config in _configs(model):
+        yield from _attention_of_config(config, known=(*_LAYER_TYPES, "linear_attention"))
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -138,16 +137,19 @@ def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def _configs_say(model: nn.Module) -> Iterator[str]:
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    for config in configs.values():
+    for config in _configs(model):
         for field in _OTHER_INPUTS:
             if getattr(config, field, None) is not None:
                 yield f"its config has a {field}: images and sound do not lie in the pack; use the text model"
-        for field, effect in _OTHER_ATTENTION.items():
-            if value := getattr(config, field, None):
-                yield f"its config has {field}={value}, which {effect}"
-        if others := sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)):
-            yield f"its layer_types hold {', '.join(others)}: only {' and '.join(_LAYER_TYPES)} are known"
+        yield from _attention_of_config(config, known=_LAYER_TYPES)
+
+
+def _attention_of_config(config: Any, *, known: tuple[str, ...]) -> Iterator[str]:
+    for field, effect in _OTHER_ATTENTION.items():
+        if value := getattr(config, field, None):
+            yield f"its config has {field}={value}, which {effect}"
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - set(known)):
+        yield f"its layer_types hold {', '.join(others)}: only {' and '.join(_LAYER_TYPES)} are known"
 
 
 def _beside_the_layers(decoder: nn.Module, path: str) -> Iterator[str]:

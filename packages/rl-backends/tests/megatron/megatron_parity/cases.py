@@ -43,6 +43,7 @@ OTHER_MESHES = {  # for cells of their own
     "PP4": (4, {PP: 4}, 0.35),
     "PP2×2 chunks": (2, {PP: 2, VP: 2}, 0.55),
     "PP2×3 chunks": (2, {PP: 2, VP: 3}, 0.55),
+    "EP2×PP2×2 chunks": (4, {EP: 2, PP: 2, VP: 2}, 0.4),
     "TP2+SP×PP2×2 chunks": (4, {TP: 2, PP: 2, VP: 2, **SP}, 0.3),
     "DP2×PP2×2 chunks, distributed optimizer": (4, {PP: 2, VP: 2, **DISTRIBUTED}, 0.55),
 }
@@ -198,6 +199,7 @@ def apart():
         ),
         cell("Llama, 6 layers", "PP2×3 chunks", "packed", note="one row a pass", micro_batch_size=1),
         cell("Llama, 4 layers", "TP2+SP×PP2×2 chunks", "packed", tied=True),
+        cell("Qwen3-MoE, 4 layers", "EP2×PP2×2 chunks", "padded", tied=True),
         cell(
             "Llama, 4 layers",
             "DP2×PP2×2 chunks, distributed optimizer",

@@ -47,6 +47,11 @@ FAMILIES = {  # config class, model class, what differs
             "rope_theta": 1e6,
         },
     ),
+    "Qwen3-MoE, 4 layers": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 4},
+    ),
     "Qwen3-MoE, router as it is": (
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
