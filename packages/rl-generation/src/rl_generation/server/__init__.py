@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP server over any streaming engine. Knows HTTP and text; knows no model and no training.
+"""An OpenAI-compatible HTTP server: vLLM's own app over its engine, a subset of that over any other that streams.
 
 The one package here that needs starlette and uvicorn: `pip install "rl-generation[server]"`. The engine stays its
 caller's: a server that ends leaves it running.
