@@ -17,3 +17,13 @@ def versions_are_collected_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "collect_versions", functools.cache(run.collect_versions))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_are_not_predicted():
+    """A run of a test takes less time than its prediction, which rl-launcher's tests have; runs in processes of their
+    own are predicted here, too."""
+    run = importlib.import_module("rl_launcher.run.run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "predict_in_background", lambda *_, **__: None)
+        yield
