@@ -120,11 +120,11 @@ def test_megatron_core_reads_it_by_itself(world, tmp_path, on_ranks):
         return tensors
 
     (tensors,) = on_ranks(rank_0, ranks=1)
-    expected = world.make_model("Llama").state_dict()
+    expected = world.make_model("Llama", **conversions.KINDS["Llama"]).state_dict()
     torch.testing.assert_close(
         tensors["embedding.word_embeddings.weight"], expected["model.embed_tokens.weight"], rtol=0, atol=0
     )
-    assert tensors["decoder.layers.self_attention.linear_qkv.weight"].shape == (2, 64, 32)  # layers, rows, hidden
+    assert tensors["decoder.layers.self_attention.linear_qkv.weight"].shape == (4, 64, 32)  # layers, rows, hidden
     tracker = conversions.only(tmp_path / "conversions") / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "release"
 
