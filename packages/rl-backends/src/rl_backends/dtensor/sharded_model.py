@@ -321,7 +321,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DT
         if config.context_parallel_size > 1 and config.sequence_packing:
             # Where rows lie is other numbers in each pack, for each of which attention would be compiled anew.
             for _, attention in attention_modules(model):
-                attention._compiled_call_impl = torch.compiler.disable(attention._call_impl)  # noqa: SLF001 - as nn.Module.compile sets it
+                eager = torch.compiler.disable(attention._call_impl)  # type: ignore[no-untyped-call]  # noqa: SLF001
+                attention._compiled_call_impl = eager  # noqa: SLF001 - what nn.Module.compile sets
         for layer in stacked_layers(model).values():
             layer.compile()
     axes, copies = sharding_axes(config), config.data_parallel_replicate_size
