@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,43 @@ def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd
         foreign.close()
         foreign.unlink()
     assert capfd.readouterr().err == ""
+
+
+OWNER = """
+import multiprocessing, os, sys
+from rl_generation.child_process import process_stat
+from rl_generation.vllm.leftovers import EngineFolder, Keeper
+import holding
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    engine = context.Process(target=holding.hold, args=(theirs,))
+    engine.start()
+    memory, _ = ours.recv()
+    folder = EngineFolder()
+    folder.note([engine.pid])
+    Keeper({engine.pid: process_stat(engine.pid).started}, folder)
+    print(engine.pid, folder.path, memory.lstrip("/"), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_engine_of_a_program_that_is_killed_ends_with_it_and_leaves_nothing(tmp_path):
+    (tmp_path / "owner.py").write_text(OWNER)
+    path = os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, str(tmp_path / "owner.py")]
+    with subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": path}) as owner:
+        engine, folder, memory = owner.stdout.readline().split()
+        assert Path("/dev/shm", memory).exists()
+        owner.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        while Path(folder).exists() or Path("/dev/shm", memory).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        stat = process_stat(int(engine))
+        assert stat is None
 
 
 def test_the_end_of_processes_waits_for_workers_that_had_to_be_killed():

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rl_generation.vllm.leftovers import remove_abandoned
 from rl_launcher.checks.doctor import (
     EXTRAS,
     NEEDS,
@@ -29,6 +31,7 @@ from rl_launcher.checks.doctor_findings import (
     descriptors,
     disk,
     hub_cache,
+    left_behind,
     memory,
     run_probe,
     shared_memory,
@@ -225,3 +228,33 @@ def test_the_doctor_imports_nothing_heavy_and_prints_one_line_of_json():
     line, last = done.stdout.splitlines()
     assert json.loads(line)["exit_code"] == 1  # nothing was found, so nothing is ready
     assert last == "1 []"
+
+
+KILLED_ENGINE = """
+import sys
+from multiprocessing import resource_tracker, shared_memory
+from rl_generation.vllm.leftovers import EngineFolder
+folder, memory = EngineFolder(), shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(memory._name, "shared_memory")  # as where Python's tracker was killed, too
+folder.note([])
+print(folder.path, f"/dev/shm/{memory.name.lstrip('/')}", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_doctor_finds_what_a_killed_engine_left_and_the_next_engine_removes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where both look
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    command = [sys.executable, "-c", KILLED_ENGINE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as killed, subprocess.Popen(command, **pipes) as living:
+        folders, files = zip(*(map(Path, each.stdout.readline().split()) for each in (killed, living)), strict=True)
+        killed.kill()
+        killed.wait()
+        found = left_behind(PATIENCE_S)
+        assert (found.state, found.figures["folders"]) == ("limited", [str(folders[0])])
+        assert str(files[0]) not in found.figures["files"], "it is the next run's to remove"
+        remove_abandoned()
+        assert [path.exists() for path in (*folders, *files)] == [False, True, False, True]
+        assert left_behind(PATIENCE_S).figures["folders"] == []
+        living.communicate("")

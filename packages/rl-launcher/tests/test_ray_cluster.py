@@ -85,6 +85,13 @@ def test_a_cluster_that_never_starts_is_a_refusal_and_leaves_nothing(ray, runtim
     assert folders_in(tmp_path) == []
 
 
+def test_a_cluster_whose_import_was_interrupted_is_closed_without_importing_it_again(runtime, monkeypatch):
+    broken = ModuleType("ray")  # as Python leaves it: is_initialized and all else are missing
+    monkeypatch.setitem(sys.modules, "ray", broken)
+    runtime.close()
+    runtime._folder = SimpleNamespace(remove=lambda: None)
+
+
 def test_no_attempt_begins_after_the_start_timeout_and_other_errors_are_not_tried_again(ray, runtime):
     ray.errors = [Exception(SLOW)]
     with pytest.raises(ClusterError, match=r"attempt 1; no other begins after cluster\.start_timeout_s=600"):

@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import functools
 import queue
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -20,6 +22,7 @@ import torch
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import uniproc_executor
 
 from rl_generation.errors import EngineOptionError
 from rl_generation.vllm.randomness import Randomness
@@ -43,7 +46,7 @@ def check_process_group() -> None:
 
 
 @contextlib.contextmanager
-def core_in_this_process(*, owns_process_group: bool) -> Iterator[None]:
+def core_in_this_process(*, owns_process_group: bool, folder: Path) -> Iterator[None]:
     """Have the `AsyncLLM` that is made meanwhile keep its core here, on the event loop of its maker.
 
     One engine at a time is made in a process (`runtime.environment` sees to that).
@@ -51,9 +54,13 @@ def core_in_this_process(*, owns_process_group: bool) -> Iterator[None]:
     Args:
         owns_process_group: Whether a start that fails destroys the default process group, which vLLM has made by then
             and which would stand in the way of the next engine.
+        folder: For the file by which the ranks of its process group find one another.
     """
     randomness, theirs = Randomness(), EngineCoreClient.make_async_mp_client
+    store_of = getattr(uniproc_executor, "get_file_store_init_method", None)  # since 0.32; before, they had a port
     EngineCoreClient.make_async_mp_client = staticmethod(functools.partial(_Client, randomness=randomness))
+    if store_of is not None:
+        uniproc_executor.get_file_store_init_method = lambda: f"file://{folder}/{uuid.uuid4().hex}"
     try:
         with randomness.while_started():
             yield
@@ -66,6 +73,8 @@ def core_in_this_process(*, owns_process_group: bool) -> Iterator[None]:
         raise
     finally:
         EngineCoreClient.make_async_mp_client = staticmethod(theirs)
+        if store_of is not None:
+            uniproc_executor.get_file_store_init_method = store_of
 
 
 @final

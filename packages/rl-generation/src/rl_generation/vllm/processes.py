@@ -7,17 +7,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from rl_generation.child_process import process_stat
-from rl_generation.vllm.leftovers import SHARED_MEMORY, mapped_shared_memory
+from rl_generation.vllm.leftovers import SHARED_MEMORY, VLLM, mapped_shared_memory
 
 __all__ = ["EngineProcesses"]
 
-PREFIX = "vllm_dist_"
-"""What vLLM's ranks on a CPU call their shared memory, which they leave even at a clean end."""
 KILL_TIMEOUT_S = 30.0
 """How long a process that was killed may take to end; only one that waits in the kernel takes that long."""
 
@@ -43,12 +41,17 @@ class EngineProcesses:
         """Of all that were found, living or not."""
         return tuple(self._started)
 
+    @property
+    def started(self) -> Mapping[int, int]:
+        """Process id → start of all that were found, living or not."""
+        return self._started
+
     def survey(self) -> None:
         """Look for further processes and shared memory."""
         for process_id, started in _below({root.pid for root in self.roots}).items():
             self._started[process_id] = started
             mapped = mapped_shared_memory(process_id).values()
-            self._files |= {path for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith(PREFIX)}
+            self._files |= {path for path in mapped if path.parent == SHARED_MEMORY and path.name.startswith(VLLM)}
 
     def dead(self) -> str | None:
         """Say which root or worker is dead, and how it ended where that is known; None where all live."""

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import functools
 import gc
-import shutil
+import getpass
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
 from rl_generation.event_loop import EventLoop
 from rl_generation.vllm.health import Health
-from rl_generation.vllm.leftovers import Leftovers
+from rl_generation.vllm.leftovers import EngineFolder, Keeper, Leftovers
 from rl_generation.vllm.outputs import logp_hint, version_of
 from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, refusal
 from rl_generation.vllm.processes import EngineProcesses
@@ -51,7 +52,7 @@ class RunningLLM:
         logp_hint: What a LogpError says besides.
     """
 
-    def __init__(self, events: EventLoop, llm: Any, *, statistics: Sequence[Statistics], folder: Path) -> None:
+    def __init__(self, events: EventLoop, llm: Any, *, statistics: Sequence[Statistics], folder: EngineFolder) -> None:
         self.llm = llm
         self.version, self.fed, self.asleep = 0, False, False
         self.logp_hint = ""
@@ -59,6 +60,8 @@ class RunningLLM:
         self._events, self._statistics, self._folder = events, statistics, folder
         self._processes = EngineProcesses(_roots(llm.engine_core))
         self._leftovers = Leftovers(self._processes.process_ids)
+        folder.note(self._processes.process_ids)
+        self._keeper = Keeper(self._processes.started, folder) if self._processes.roots else None
         self.health = Health(llm, self._processes)
         self._tell_vllm = llm.update_weight_version
         llm.update_weight_version = self._commit
@@ -71,11 +74,11 @@ class RunningLLM:
             EngineOptionError: vLLM refuses the options, or this process has a process group of somebody else's.
             EngineDeadError: It could not start.
         """
-        folder = Path(tempfile.mkdtemp(prefix="rl-"))  # of vLLM's sockets, which it would leave behind
+        folder = EngineFolder()
         try:
             return events.run(_start(events, prepared, own_process=own_process, folder=folder, version=version))
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
             raise
 
     @property
@@ -150,11 +153,13 @@ class RunningLLM:
         if context is not None:
             self.llm.shutdown(timeout=timeout_s)
         self._processes.end(timeout_s=timeout_s)
+        if self._keeper is not None:
+            self._keeper.dismiss()
         self._leftovers.remove()
         if context is not None:
             self._events.run(_settle(self.llm))
             _terminate(context)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     async def _end(self, *, in_process: bool) -> None:
         self._processes.survey()
@@ -244,7 +249,9 @@ def check_not_importing_main() -> None:
         )
 
 
-async def _start(events: EventLoop, prepared: Prepared, *, own_process: bool, folder: Path, version: int) -> RunningLLM:
+async def _start(
+    events: EventLoop, prepared: Prepared, *, own_process: bool, folder: EngineFolder, version: int
+) -> RunningLLM:
     from vllm import AsyncEngineArgs, envs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -264,9 +271,13 @@ async def _start(events: EventLoop, prepared: Prepared, *, own_process: bool, fo
         external = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
         if not external:
             check_process_group()
-        place = core_in_this_process(owns_process_group=not external)
+        place = core_in_this_process(owns_process_group=not external, folder=folder.path)
     envs.disable_envs_cache()  # an engine in this process may have frozen what it read
-    variables = {"VLLM_RPC_BASE_PATH": str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
+    variables = {"VLLM_RPC_BASE_PATH": str(folder.path), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
+    if own_process:  # what its processes leave among temporary files goes with the folder, and compiled kernels do not
+        kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        variables["TMPDIR"] = str(folder.path)
+        variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kernels))
     try:
         with environment(variables), place:
             # Of the batch sizes that vLLM chooses by itself, those for throughput.

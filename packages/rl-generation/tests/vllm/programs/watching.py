@@ -47,7 +47,7 @@ def left_of(files):
 
 def folder(engine):
     """Where the sockets of its processes are."""
-    return engine._running._folder
+    return engine._running._folder.path
 
 
 def living(process_ids):

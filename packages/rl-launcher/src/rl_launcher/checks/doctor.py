@@ -158,6 +158,7 @@ def _findings(versions: dict[str, str], timeout_s: float) -> tuple[Finding, ...]
         ),
         partial(doctor_findings.trackers, versions),
         partial(doctor_findings.shared_memory, timeout_s),
+        partial(doctor_findings.left_behind, timeout_s),
         doctor_findings.memory,
         doctor_findings.disk,
         doctor_findings.hub_cache,

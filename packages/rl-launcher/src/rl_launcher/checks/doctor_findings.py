@@ -181,6 +181,28 @@ def shared_memory(timeout_s: float, folder: str = "/dev/shm") -> Finding:  # noq
     )
 
 
+LEFT: dict[str, Any] = {"folders": [], "files": [], "bytes": 0}
+
+
+def left_behind(timeout_s: float) -> Finding:
+    """Look for what killed runs left: folders of clusters and engines, and shared memory that nobody has mapped."""
+    probe = run_probe("left_behind", timeout_s=timeout_s)
+    folders, files, size = (probe.figures.get(name) or nothing for name, nothing in LEFT.items())
+    parts = [f"{len(folders)} folders of killed runs, as {folders[0]}; the next run removes them"] if folders else []
+    if files:
+        owners = "of Python or vLLM programs that were killed, if not of another container"
+        parts.append(f"{len(files)} files that no process of this machine has mapped, {_gib(size)}, {owners}")
+    return _found(
+        "leftovers",
+        "looked for files of killed runs",
+        "; ".join(parts) or "none",
+        failure=probe.failure,
+        limited=bool(parts),
+        hint=f"remove such files once no other container uses them: rm {files[0]}" if files else "",
+        **probe.figures,
+    )
+
+
 def descriptors() -> Finding:
     """Read how many files and sockets a process may hold open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

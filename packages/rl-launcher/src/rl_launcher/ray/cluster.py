@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_backends.checkpoints.folders import write_text
+from rl_generation.vllm.leftovers import remove_abandoned
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.actor_host import ActorHost, accelerators
 from rl_launcher.ray.node_memory import MeasureNode, NodeMemory, measure_node
@@ -122,6 +123,8 @@ class RayRuntime:
         self._services: tuple[ProcessInfo, ...] = ()
         """Ray's raylet and GCS, where they were started here."""
         self._closed = False
+        self._ray: Any = None
+        """The module, once it is imported."""
 
     @classmethod
     def start(cls, config: ClusterConfig, placement: Placement, *, run_dir: Path) -> "RayRuntime":
@@ -289,16 +292,15 @@ class RayRuntime:
             self._closed = True
         for actor in (*self._starting, *self._actors.values()):
             actor.kill()
-        with contextlib.suppress(ImportError):
-            import ray
-            from ray.util import remove_placement_group
+        # What a signal has interrupted the import of is not imported anew: it would be there in part.
+        if (ray := self._ray) is not None and ray.is_initialized():
+            if self._group is not None:
+                with contextlib.suppress(Exception):  # Ray itself may be what has failed
+                    from ray.util import remove_placement_group
 
-            if ray.is_initialized():
-                if self._group is not None:
-                    with contextlib.suppress(Exception):  # Ray itself may be what has failed
-                        remove_placement_group(self._group)
-                if self._folder is not None or self.config.address is not None:
-                    ray.shutdown()
+                    remove_placement_group(self._group)
+            if self._folder is not None or self.config.address is not None:
+                ray.shutdown()
         if self._folder is not None:
             self._folder.remove()
 
@@ -313,6 +315,7 @@ class RayRuntime:
                 "cluster.runtime=ray needs Ray, which is not installed: pip install 'rl-launcher[ray]'; or set "
                 "cluster.runtime=in_process"
             ) from error
+        self._ray = ray
         if ray.is_initialized():
             if config.address is not None:
                 raise ClusterError(f"cluster.address={config.address}: this process is connected to Ray already")
@@ -548,6 +551,7 @@ class _TemporaryFolder:
         # A short path, wherever TMPDIR is: the names of the sockets in it may have 107 bytes.
         parent = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()  # noqa: S108 - mkdtemp makes our own
         remove_abandoned_folders(Path(parent))
+        remove_abandoned()
         self.path = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
         # Locked before it gets its name: an unlocked file of that name means that the owner is gone.
         unlocked = Path(self.path, f"{OWNER}.new")
@@ -562,9 +566,17 @@ class _TemporaryFolder:
         self._lock.close()
 
 
-def remove_abandoned_folders(parent: Path) -> None:
-    """Remove the folders of clusters whose driver is gone."""
+def abandoned_folders(parent: Path) -> list[Path]:
+    """The folders of clusters whose driver is gone."""
+    found = []
     for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError), owner.open("r+") as file:  # another user's, or locked by its living owner
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(owner.parent, ignore_errors=True)
+            found.append(owner.parent)
+    return found
+
+
+def remove_abandoned_folders(parent: Path) -> None:
+    """Remove the folders of clusters whose driver is gone."""
+    for folder in abandoned_folders(parent):
+        shutil.rmtree(folder, ignore_errors=True)
