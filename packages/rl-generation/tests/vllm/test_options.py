@@ -235,9 +235,9 @@ def test_a_generate_has_no_limit_of_time_unless_somebody_sets_one(path, monkeypa
     with VllmEngine(tiny.options(path)) as engine:
         answer = samples.Samples._answer
 
-        def noted(self, sample):
+        def noted(self, sample, *request):
             seen.append(sample.manner.timeout_s)
-            return answer(self, sample)
+            return answer(self, sample, *request)
 
         monkeypatch.setattr(samples.Samples, "_answer", noted)
         engine.generate([[5]], GREEDY)
