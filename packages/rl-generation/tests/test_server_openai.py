@@ -167,9 +167,11 @@ def test_stop_tokens_bad_words_and_the_engines_own_end(served):
     assert [len(choice.token_ids) for choice in endless] == [50] * 4
 
 
-def test_max_tokens_missing_is_the_rest_of_the_context(served):
+def test_max_tokens_missing_is_16_of_a_completion_and_the_rest_of_the_context_of_a_chat(served):
     choice = complete(served, seed=0, extra_body={"ignore_eos": True}).choices[0]
-    assert (len(choice.token_ids), choice.finish_reason) == (160 - 3, "length")
+    assert (len(choice.token_ids), choice.finish_reason) == (16, "length")
+    answer = chat(served, seed=0, extra_body={"ignore_eos": True})
+    assert answer.usage.total_tokens == 160
 
 
 def test_tokens_can_be_named_by_their_ids(served):

@@ -114,6 +114,19 @@ def test_a_step_whose_weights_are_gone_says_so_and_replays_the_rest(recipe):
     assert (first.stage, first.row, first.recorded - first.recomputed) == ("reward", 3, pytest.approx(1.0))
 
 
+def test_a_run_of_another_program_is_replayed_as_far_as_no_model_is_needed(recipe):
+    _, directory = start(recipe)
+    directory.origins.unlink()
+    directory.recipe.write_text("learning_rate: 0.1\n")
+    step = directory.steps[8]
+    with recompute(directory, step) as stages:
+        found = {each.stage: each.outcome for each in replay(step, stages).results}
+    assert found["advantage"] == "same"
+    assert found["logp"] == "not replayed"
+    with pytest.raises(Refusal, match="another program"), recompute(directory, step, weights=directory.path):
+        pass
+
+
 def test_an_advantage_of_greedy_responses_says_that_they_are_gone_and_the_rest_is_replayed(recipe):
     _, directory = start(
         recipe, "grpo.objective={preset: remax}", "grpo.max_num_steps=2", "grpo.steps_per_generation=1"

@@ -1,7 +1,7 @@
 """What a client asks to be generated, from the fields of its body. Does not run anything.
 
-The fields are OpenAI's, and vLLM's extensions of them. Where the two differ from this package: `max_tokens` missing
-means the rest of the context in both routes, and of several prompts in one request each draws by its own seed
+The fields are OpenAI's, and vLLM's extensions of them: a chat without `max_tokens` has the rest of the context, a
+completion 16 tokens. Where they differ from this package: of several prompts in one request each draws by its own seed
 (`Sampling.spread`), so that a request is answered as `engine.generate(prompts, sampling)` would. Text parts of a
 message are joined by line breaks, and the role "developer" is the template's "system", as in vLLM.
 """
@@ -85,6 +85,8 @@ def read_completion(
         for prompt in _prompts(fields.anything("prompt"), bounds)
     ]
     max_tokens = fields.integer("max_tokens")
+    if max_tokens is None:
+        max_tokens = 16  # OpenAI's, and vLLM's
     return _read(
         fields,
         prompts,

@@ -50,6 +50,8 @@ def recompute(
 ) -> Iterator[Mapping[str, Recompute]]:
     """Functions that compute the stages of `step` again, by stage; they hold the models until the context ends.
 
+    Of a run that another program has recorded there are none, so that what needs no model is still replayed.
+
     Args:
         run: the run that recorded the step.
         step: one of its steps, of a stage among `REPLAYED`.
@@ -57,11 +59,17 @@ def recompute(
         objects: Python objects that the run was started with.
 
     Raises:
-        Refusal: the step is of another stage, or the run has no recipe.
+        Refusal: the step is of another stage, or `weights` are given of a run that rl-launcher did not record.
         ValueError: the parts cannot be built.
     """
-    if not run.recipe.is_file():
-        raise Refusal(f"{run.path} has no recipe.yaml, which says how its stages are computed")
+    if not run.origins.is_file():  # which this package writes beside each recipe of its own
+        if weights is not None:
+            raise Refusal(
+                f"{run.path} was recorded by another program than rl-launcher, which alone knows the model that "
+                f"--weights are of: leave it out"
+            )
+        yield {}
+        return
     overrides = [] if weights is None else [f"policy.model_name={weights}", "policy.revision=null"]
     recipe: Recipe = load_recipe(run.recipe, schema=Recipe, overrides=overrides).value
     config = recipe.stages.get(step.stage)
