@@ -35,8 +35,8 @@ def completion(body, limits=LIMITS, **bounds):
     )
 
 
-def chat(body):
-    return read_chat(fields(CHAT | body), tokenizer=TOKENIZER, limits=LIMITS, bounds=ServerLimits())
+def chat(body, limits=LIMITS):
+    return read_chat(fields(CHAT | body), tokenizer=TOKENIZER, limits=limits, bounds=ServerLimits())
 
 
 def test_every_setting_reaches_the_sampling():
@@ -59,9 +59,12 @@ def test_every_setting_reaches_the_sampling():
     assert request.sampling == Sampling(**expected | {"n": 1, "max_new_tokens": 4})
 
 
-def test_nothing_given_is_the_default_sampling_to_the_end_of_the_context():
+def test_nothing_given_is_the_default_sampling_of_16_tokens_or_of_a_chat_to_the_end_of_the_context():
     asked = completion({})
-    assert asked.requests[0].sampling == Sampling(max_new_tokens=62)
+    assert asked.requests[0].sampling == Sampling(max_new_tokens=16)
+    (request,) = chat({"max_tokens": None}).requests
+    assert request.sampling == Sampling(max_new_tokens=64 - len(request.prompt))
+    assert completion({"prompt": [5] * 60}).requests[0].sampling == Sampling(max_new_tokens=4)
     assert [asked.stream, asked.logp, asked.token_ids] == [False] * 3
 
 
@@ -265,10 +268,11 @@ def test_a_number_beyond_all_floats_is_refused():
         Fields(b'{"temperature": 1e999}').number("temperature")
 
 
-def test_an_engine_without_a_limit_needs_max_tokens():
+def test_an_engine_without_a_limit_needs_max_tokens_of_a_chat():
     endless = Limits(vocab_size=len(TOKENIZER), max_length=None, tokenizer=TOKENIZER)
     with pytest.raises(HttpError, match="max_tokens is needed"):
-        completion({}, limits=endless)
+        chat({"max_tokens": None}, limits=endless)
+    assert completion({}, limits=endless).requests[0].sampling.max_new_tokens == 16
     assert completion({"max_tokens": 5}, limits=endless).requests[0].sampling.max_new_tokens == 5
 
 

@@ -85,13 +85,12 @@ def read_completion(
         for prompt in _prompts(fields.anything("prompt"), bounds)
     ]
     max_tokens = fields.integer("max_tokens")
-    if max_tokens is None:
-        max_tokens = 16  # OpenAI's, and vLLM's
     return _read(
         fields,
         prompts,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
+        default_tokens=16,  # OpenAI's, and vLLM's
         logp=logp is not None,
         top_logp=_top_logp("logprobs", logp),
         limits=limits,
@@ -195,6 +194,7 @@ def _read(
     top_logp: int,
     limits: Limits,
     bounds: ServerLimits,
+    default_tokens: int | None = None,
     tools: ToolUse | None = None,
     tool_schema: str | None = None,
 ) -> GenerationRequest:
@@ -222,7 +222,7 @@ def _read(
         samplings = [
             replace(
                 each,
-                max_new_tokens=_room(prompt, limits) if max_tokens is None else max_tokens,
+                max_new_tokens=_room(prompt, limits, default_tokens) if max_tokens is None else max_tokens,
                 min_new_tokens=minimum,
             )
             for prompt, each in zip(prompts, sampling.spread(len(prompts)), strict=True)
@@ -336,12 +336,15 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
     return bool(options.get("include_usage", False))
 
 
-def _room(prompt: Sequence[int], limits: Limits) -> int:
-    """Tokens until the context is full; 1 where it is already, so that the check of the context speaks."""
+def _room(prompt: Sequence[int], limits: Limits, most: int | None) -> int:
+    """Tokens until the context is full, at `most`; 1 where it is already, so that the check of the context speaks."""
+    if limits.max_length is None and most is not None:
+        return most
     if limits.max_length is None:
         message = "max_tokens is needed: this engine knows no end of the context, to which it would default"
         raise HttpError(400, message, param="max_tokens", code="missing_field")
-    return max(1, limits.max_length - len(prompt))
+    room = max(1, limits.max_length - len(prompt))
+    return room if most is None else min(most, room)
 
 
 def _prompts(prompt: Any, bounds: ServerLimits) -> list[Any]:
