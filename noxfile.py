@@ -201,8 +201,8 @@ for _package in REPO.packages.values():
 
 @nox.session(python=PYTHON, tags=["quick"])
 def integration(session: nox.Session) -> None:
-    """Test the packages together, in real processes."""
-    install(session, REPO, [*REPO.packages], groups=["test"], requirements=MEGATRON)
+    """Test the packages together, in real processes, and the code blocks of the documents."""
+    install(session, REPO, [*REPO.packages], groups=["test"], requirements=[*MEGATRON, *group(TOOLS, "scripts"), "nox"])
     session.run("pytest", "tests-integration", *session.posargs, env=OFFLINE)
 
 
