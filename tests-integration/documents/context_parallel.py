@@ -1,7 +1,5 @@
 """Two ranks along the axis cp, and rows of 30 tokens."""
 
-import atexit
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -10,7 +8,6 @@ from rl_parallel_plans import apply_context_parallel, apply_fsdp, sequence_posit
 
 torch.manual_seed(0)
 mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-atexit.register(torch.distributed.destroy_process_group)
 shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 51}
 model = Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=4, num_key_value_heads=2))
 ids = torch.arange(60).view(2, 30) % 51

@@ -1,7 +1,5 @@
 """Two ranks along the axis pp, and two microbatches."""
 
-import atexit
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -15,7 +13,6 @@ from rl_parallel_plans import (
 
 torch.manual_seed(0)
 mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
-atexit.register(torch.distributed.destroy_process_group)
 shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 51}
 model = Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=4, num_key_value_heads=2))
 plan = plan_for(model, tp=1)
