@@ -1,5 +1,6 @@
 """vLLM's own weight transfer, with real classes of vLLM's: what goes wrong on that way is found, and named."""
 
+import contextlib
 from importlib.util import find_spec
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: nox runs these tests in the cell that has it", allow_module_level=True)
 
+import faulty_worker
 import file_transfer
 import tiny
 import torch
@@ -19,10 +21,11 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 
 from rl_refit import ModuleSink, ModuleSource, Refit
 from rl_refit.digest import digest_regions
-from rl_refit.errors import CoverageError, DigestError, RefitError
+from rl_refit.errors import CoverageError, DigestError, PoisonedError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.vllm import WORKER_EXTENSION
+from rl_refit.vllm.transfer_sink import TransferSink
 from rl_refit.vllm.weight_transfer import SourceForVllm, SourceFromVllm, UpdateCheck
 
 OLD, NEW = 0, 1
@@ -91,6 +94,113 @@ def test_a_source_that_does_not_feed_the_engine_is_refused_before_the_first_byte
     partial = SourceForVllm(ModuleSource(tiny.policy("qwen3", NEW), exclude="model.norm.weight"))
     with pytest.raises(CoverageError, match=r"are not fed:\n  model\.norm\.weight: never written"):
         UpdateCheck(llm, partial)
+
+
+class Transfer:
+    """A `TransferSink` of the engine, and what its test wants to see and to break."""
+
+    def __init__(self, llm, like, folder, *, compare=True):
+        self.events, self.wire, self.client = [], lambda tensors: None, file_transfer.Client(llm)
+
+        def trainer(client, source):
+            self.events.append("met")
+            info = file_transfer.Folder(folder=folder, rank=0)
+            made = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+            made.wire = lambda tensors: (self.events.append("sent"), self.wire(tensors))
+            return made
+
+        @contextlib.contextmanager
+        def paused():
+            self.events.append("paused")
+            yield
+            self.events.append("goes on")
+
+        self.sink = TransferSink(self.client, trainer, like=like, paused=paused, engine=llm if compare else None)
+
+
+def files_source(seed):
+    """The tensors that a checkpoint's files hold."""
+    return ModuleSource(tiny.policy("qwen3", seed), exclude=["*inv_freq", "lm_head.weight"])
+
+
+def test_a_refit_stages_verifies_and_only_then_hands_over(llm, checkpoints, served, tmp_path):
+    transfer = Transfer(llm, checkpoints("qwen3", OLD), tmp_path)
+    report = Refit(files_source(NEW), transfer.sink)(version=7)
+    assert transfer.events == ["met", "paused", "sent", "goes on"]
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+    assert llm.get_weight_version() == "7"
+    assert "model.norm.weight" not in report.unreadable
+    unread = Refit(files_source(OLD), Transfer(llm, checkpoints("qwen3", OLD), tmp_path, compare=False).sink)(version=8)
+    assert set(unread.unreadable) == files_source(OLD).manifest().by_name.keys()
+
+
+def test_a_refit_that_is_given_up_before_the_decision_does_not_reach_the_engine(llm, checkpoints, tmp_path):
+    class BreakingOff(type(files_source(NEW))):
+        def shards(self, names):
+            yield from list(super().shards(names))[:3]
+            raise OSError("the trainer's disk is full")
+
+    transfer = Transfer(llm, checkpoints("qwen3", OLD), tmp_path)
+    with pytest.raises(OSError, match="disk is full"):
+        Refit(BreakingOff(tiny.policy("qwen3", NEW), exclude=["*inv_freq", "lm_head.weight"]), transfer.sink)(version=1)
+    transfer.sink.check()
+    with pytest.raises(CoverageError):
+        Refit(ModuleSource(tiny.policy("qwen3", NEW), exclude=["model.norm.weight"]), transfer.sink)(version=1)
+    assert transfer.events == []
+
+
+def test_wrong_weights_poison_until_a_refit_succeeds(llm, checkpoints, served, tmp_path):
+    transfer = Transfer(llm, checkpoints("qwen3", OLD), tmp_path)
+    refit = Refit(files_source(NEW), transfer.sink)
+    transfer.wire = lambda tensors: tensors["model.norm.weight"].view(torch.int32)[5].bitwise_xor_(1)
+    with pytest.raises(DigestError, match=r"model\.norm\.weight"):
+        refit(version=1)
+    with pytest.raises(PoisonedError, match="could not be confirmed after the commit"):
+        transfer.sink.check()
+    transfer.wire = lambda tensors: None
+    refit(version=2)
+    transfer.sink.check()
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+
+
+def test_an_update_that_breaks_off_poisons_for_good(llm, checkpoints, tmp_path):
+    from rl_refit.vllm.reload import _put_back
+
+    transfer = Transfer(llm, checkpoints("qwen3", OLD), tmp_path)
+    refit = Refit(files_source(NEW), transfer.sink)
+    [model] = llm.apply_model(lambda model: model)
+    faulty_worker.break_loader(model, 4)
+    with pytest.raises(OSError, match="a fault after 4 tensors"):
+        refit(version=1)
+    with pytest.raises(PoisonedError, match="the commit of version 1 failed with OSError"):
+        transfer.sink.check()
+    with pytest.raises(PoisonedError, match="start the engine anew, and make a new TransferSink"):
+        refit(version=2)
+    _put_back(model)  # in place of an engine that is started anew
+    Refit(files_source(NEW), Transfer(llm, checkpoints("qwen3", OLD), tmp_path).sink)(version=3)
+
+
+def test_vllm_brings_what_it_had_received_of_an_update_that_broke_off_into_the_next_one(llm, served, tmp_path):
+    """Why that poisons for good; fails once vLLM can give an update up."""
+    from rl_refit.vllm.reload import _put_back
+
+    [model] = llm.apply_model(lambda model: model)
+    broken, whole = trainer_of(llm, our_source(2), tmp_path), trainer_of(llm, our_source(NEW), tmp_path)
+
+    def only_a_part_of_a_layer(tensors):
+        query = "model.layers.0.self_attn.q_proj.weight"
+        part = {query: tensors[query], "no such tensor": torch.zeros(1)}
+        tensors.clear()
+        tensors.update(part)
+
+    broken.wire = only_a_part_of_a_layer
+    with pytest.raises(ValueError, match="no such tensor"):
+        broken.send_weights()
+    with pytest.raises(AttributeError, match="weight_loader"):  # the layer is full with one part of each update
+        whole.send_weights()
+    _put_back(model)
+    whole.send_weights()
+    assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
 
 
 @pytest.mark.slow  # an engine of two processes
