@@ -61,6 +61,9 @@ def test_an_update_by_vllms_own_way_is_compared_with_what_the_engine_holds(llm, 
     assert {"model.norm.weight", "model.layers.1.self_attn.q_norm.weight"} <= compared
     assert check() == source.digest()
     assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
+    UpdateCheck(llm, our_source(NEW))
+    with pytest.raises(RefitError, match="another UpdateCheck was made of this engine"):
+        check()
 
 
 def test_a_wrong_weight_and_a_lost_one_are_found_in_the_engine_and_named(llm, tmp_path):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, final
@@ -120,7 +121,8 @@ class UpdateCheck:
     is not paused for it: call it between the update and whatever may change the weights next.
 
     Args:
-        engine: A `vllm.LLM` or an `AsyncLLM`, made with `worker_extension_cls=WORKER_EXTENSION`.
+        engine: A `vllm.LLM` or an `AsyncLLM`, made with `worker_extension_cls=WORKER_EXTENSION`. Of several
+            checks of one engine, the last that was made works.
         source: What the trainer's engine is given. From now on it digests the workers' boxes too.
         constant: Patterns of engine tensors, by vLLM's names, that need no feeding.
         loop: The event loop that runs an `AsyncLLM`; found where the check is made in it, or the engine has generated.
@@ -141,6 +143,7 @@ class UpdateCheck:
         timeout_s: float = 600.0,
     ) -> None:
         self._engine, self._source = engine_of(engine, loop=loop, pause=None, timeout_s=timeout_s), source
+        self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
         answers = self._call("rl_refit_inspect", manifest.to_json(), asdict(config), source.ties)
         rows = rows_of(manifest, config, ties=source.ties)
@@ -180,7 +183,7 @@ class UpdateCheck:
         return self._source.digest()
 
     def _call(self, method: str, *args: object) -> list[Any]:
-        answers = self._engine.call(method, *args)
+        answers = self._engine.call(method, self._token, *args)
         raise_errors(answers)
         return answers
 

@@ -389,7 +389,7 @@ class RefitWorker:
 
     _rl_refit_end: WorkerEnd | None = None
     _rl_refit_sink: WorkerSink
-    _rl_refit_reader: WorkerSink
+    _rl_refit_check: tuple[str, WorkerSink]
 
     @answering
     def rl_refit_join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> Answer:
@@ -444,28 +444,40 @@ class RefitWorker:
     # For weights that come by another way than a refit; see `rl_refit.vllm.weight_transfer`.
 
     @answering
-    def rl_refit_inspect(self, source: str, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001
-        """What the engine needs of the source that has this manifest."""
+    def rl_refit_inspect(  # noqa: PLR0917  (over RPC)
+        self,
+        token: str,
+        source: str,
+        config: Mapping[str, Any],
+        ties: bool,  # noqa: FBT001
+    ) -> Answer:
+        """What the engine needs of the source that has this manifest; from now on `token` is the engine's check."""
 
         def ask(what: str) -> None:
             raise RefitError(f"nothing is refitted here, so there is no driver to {what}")
 
-        self._rl_refit_reader = WorkerSink(self, ask)
-        self._rl_refit_reader.source = Manifest.from_json(source)
-        return self._rl_refit_reader.survey(NeedsConfig.of(config), ties=ties)
+        self._rl_refit_check = token, WorkerSink(self, ask)
+        self._reader(token).source = Manifest.from_json(source)
+        return self._reader(token).survey(NeedsConfig.of(config), ties=ties)
 
     @answering
-    def rl_refit_boxes(self, config: Mapping[str, Any], fed: Sequence[str]) -> Answer:
+    def rl_refit_boxes(self, token: str, config: Mapping[str, Any], fed: Sequence[str]) -> Answer:
         """The boxes of `fed` that this worker holds, as name, offsets and shape; what cannot be read, and why."""
-        settled = self._rl_refit_reader.settle(NeedsConfig.of(config), fed, room=False)
-        boxes = self._rl_refit_reader.fed_boxes()
+        settled = self._reader(token).settle(NeedsConfig.of(config), fed, room=False)
+        boxes = self._reader(token).fed_boxes()
         return {**settled, "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in boxes]}
 
     @answering
-    def rl_refit_digest(self) -> Answer:
+    def rl_refit_digest(self, token: str) -> Answer:
         """By tensor, the digest of what the parameters now hold of these boxes, without what cannot be read."""
-        reader = self._rl_refit_reader
+        reader = self._reader(token)
         return {"digests": dict(reader.digest(reader.fed_boxes()).tensors)}
+
+    def _reader(self, token: str) -> WorkerSink:
+        latest, reader = self._rl_refit_check
+        if token != latest:
+            raise RefitError("another UpdateCheck was made of this engine since this one; make a new one")
+        return reader
 
     @property
     def _end(self) -> WorkerEnd:
