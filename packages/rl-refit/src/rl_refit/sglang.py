@@ -86,7 +86,7 @@ class SglangSink:
         self._like, self._folder = Path(like), Path(folder).absolute() / self._server.name
         self._requests, self._timeout_s = requests, timeout_s
         # Nobody is served from here, so it is written in place.
-        self._fresh = _empty_like(self._like)
+        self._fresh = empty_like(self._like)
         self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
         self._version = CommittedVersion()
         self._poison: str | None = None
@@ -313,8 +313,12 @@ class _Server:
         return answer
 
 
-def _empty_like(folder: Path) -> dict[str, Tensor]:
-    """A tensor for each that the folder's safetensors files hold, by their headers."""
+def empty_like(folder: Path) -> dict[str, Tensor]:
+    """A tensor for each that the folder's safetensors files hold, by their headers.
+
+    Raises:
+        RefitError: It is no checkpoint of safetensors files.
+    """
     try:
         tensors = [each for each in read_checkpoint(folder).tensors if each.tied_to is None]
     except (OSError, ValueError) as error:

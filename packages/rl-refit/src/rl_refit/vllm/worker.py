@@ -208,8 +208,10 @@ class WorkerSink:
         model = self._worker.model_runner.get_model()
         return {**found.answer, "live_ties": _live_ties(model), "repaired": repaired}
 
-    def settle(self, config: NeedsConfig, fed: Sequence[str]) -> Answer:
+    def settle(self, config: NeedsConfig, fed: Sequence[str], *, room: bool = True) -> Answer:
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
+
+        Without `room` nothing can be staged, and only `digest` is of use.
 
         Returns:
             The bytes of these boxes; the tensors that cannot be read back after a commit, with the reason; and how many
@@ -249,12 +251,17 @@ class WorkerSink:
         kept = [meta for meta in metas if meta is not None]
         roots = {meta.name for meta in kept if meta.tied_to is None}
         self._manifest = Manifest(tuple(meta for meta in kept if meta.tied_to is None or meta.tied_to in roots))
-        self._allocate(wanted)
+        self._allocate(wanted if room else {})
         return {
             "bytes": sum(tensor.nbytes for held in self._bank.values() for _, tensor in held),
             "reloaded": len(self._reloaded),
             "unreadable": unreadable,
         }
+
+    def fed_boxes(self) -> list[Region]:
+        """Those that this worker holds of the tensors which must be sent."""
+        fed = (meta for meta in self._manifest.tensors if meta.travels)
+        return [box for meta in fed for box in meta.regions_on(self._worker.rank)]
 
     def _allocate(self, wanted: Mapping[str, Sequence[Region]]) -> None:
         assert self.source is not None
@@ -382,6 +389,7 @@ class RefitWorker:
 
     _rl_refit_end: WorkerEnd | None = None
     _rl_refit_sink: WorkerSink
+    _rl_refit_check: tuple[str, WorkerSink]
 
     @answering
     def rl_refit_join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> Answer:
@@ -432,6 +440,44 @@ class RefitWorker:
         if self._rl_refit_end is not None and self._rl_refit_end.belongs(token):
             self._rl_refit_end.leave(living)
         return {}
+
+    # For weights that come by another way than a refit; see `rl_refit.vllm.weight_transfer`.
+
+    @answering
+    def rl_refit_inspect(  # noqa: PLR0917  (over RPC)
+        self,
+        token: str,
+        source: str,
+        config: Mapping[str, Any],
+        ties: bool,  # noqa: FBT001
+    ) -> Answer:
+        """What the engine needs of the source that has this manifest; from now on `token` is the engine's check."""
+
+        def ask(what: str) -> None:
+            raise RefitError(f"nothing is refitted here, so there is no driver to {what}")
+
+        self._rl_refit_check = token, WorkerSink(self, ask)
+        self._reader(token).source = Manifest.from_json(source)
+        return self._reader(token).survey(NeedsConfig.of(config), ties=ties)
+
+    @answering
+    def rl_refit_boxes(self, token: str, config: Mapping[str, Any], fed: Sequence[str]) -> Answer:
+        """The boxes of `fed` that this worker holds, as name, offsets and shape; what cannot be read, and why."""
+        settled = self._reader(token).settle(NeedsConfig.of(config), fed, room=False)
+        boxes = self._reader(token).fed_boxes()
+        return {**settled, "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in boxes]}
+
+    @answering
+    def rl_refit_digest(self, token: str) -> Answer:
+        """By tensor, the digest of what the parameters now hold of these boxes, without what cannot be read."""
+        reader = self._reader(token)
+        return {"digests": dict(reader.digest(reader.fed_boxes()).tensors)}
+
+    def _reader(self, token: str) -> WorkerSink:
+        latest, reader = self._rl_refit_check
+        if token != latest:
+            raise RefitError("another UpdateCheck was made of this engine since this one; make a new one")
+        return reader
 
     @property
     def _end(self) -> WorkerEnd:
