@@ -273,6 +273,8 @@ class RecordedDecoding:
             for name in held
         ]
         self._live = self._held()
+        self._changes = 0
+        """Calls without a break before which some of these were replaced."""
 
     @property
     def num_replayed(self) -> int:
@@ -288,6 +290,12 @@ class RecordedDecoding:
             # Other tensors than before, which recordings do not know of.
             self._shapes.clear()
             self._live = held
+            self._changes += 1
+            if self._changes > USES_BEFORE:  # no refit does that
+                self.why_not = "its parameters or buffers are other tensors at each step"
+                return forward(*inputs)
+        else:
+            self._changes = 0
         known = self._shapes.get(shape)
         if known is None:
             known = self._shapes[shape] = _Shape()
