@@ -40,8 +40,8 @@ def test_the_outermost_block_counts_and_new_garbage_is_found_inside():
         assert made() is None
         with long_lived():
             pass
-        assert gc.get_freeze_count() > 0
-    assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() > 0.9 * before
+    assert gc.get_freeze_count() < 0.1 * before
 
 
 def test_what_became_garbage_inside_though_it_was_there_before_is_found_afterwards():
