@@ -251,10 +251,11 @@ def test_doctor_finds_what_a_killed_engine_left_and_the_next_engine_removes_it(t
         folders, files = zip(*(map(Path, each.stdout.readline().split()) for each in (killed, living)), strict=True)
         killed.kill()
         killed.wait()
-        found = left_behind(PATIENCE_S)
-        assert (found.state, found.figures["folders"]) == ("limited", [str(folders[0])])
+        found = left_behind(PATIENCE_S)  # and what other tests have killed meanwhile
+        assert found.state == "limited"
+        assert [str(path) in found.figures["folders"] for path in folders] == [True, False]
         assert str(files[0]) not in found.figures["files"], "it is the next run's to remove"
         remove_abandoned()
         assert [path.exists() for path in (*folders, *files)] == [False, True, False, True]
-        assert left_behind(PATIENCE_S).figures["folders"] == []
+        assert str(folders[0]) not in left_behind(PATIENCE_S).figures["folders"]
         living.communicate("")
