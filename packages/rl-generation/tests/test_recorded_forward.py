@@ -93,7 +93,7 @@ def test_hooks_of_the_model_are_called_at_every_step(tiny):
     [
         ("gpt2", "not recorded: it asks for the value of a tensor (torch.Tensor.__contains__)"),
         ("llama_longrope", "not recorded: it"),  # by release: its own frequencies, or other buffers each time
-        ("qwen3_moe", "not recorded: the shape of a result depends on values (aten."),
+        ("qwen3_moe", "not recorded: "),  # by release: shapes that depend on values, or an index that is one
     ],
 )
 def test_a_model_whose_python_depends_on_values_runs_as_it_is_and_says_so(tiny, family, reason):

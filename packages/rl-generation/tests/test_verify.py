@@ -95,7 +95,7 @@ def test_responses_begin_and_end_on_both_sides_of_a_place(tiny):
     [
         pytest.param({"sliding_window": 64}, {"sliding_window": None}, id="without its window", marks=pytest.mark.slow),
         pytest.param({"sliding_window": 64}, {"sliding_window": 65}, id="with a window of one more"),
-        pytest.param({"rope_parameters": ROPE}, {}, id="without its rope scaling"),
+        pytest.param({"rope_scaling": ROPE, "head_dim": 8}, {}, id="without its rope scaling"),
     ],
 )
 def test_an_engine_that_is_wrong_from_some_length_on_fails_by_default(tiny, right, wrong):
