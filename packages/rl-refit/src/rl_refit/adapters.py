@@ -24,13 +24,13 @@ from rl_refit.digest import Digest, digest_regions
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.sink import CommittedVersion, ModuleSink
+from rl_refit.sink import ModuleSink, VersionedSink
 from rl_refit.source import NamedTensors
 
 __all__ = ["AdapterSink"]
 
 
-class AdapterSink:
+class AdapterSink(VersionedSink):
     """The adapter of an engine, whole on this rank. A `WeightSink`.
 
     Args:
@@ -60,8 +60,7 @@ class AdapterSink:
         self._fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
         self._load, self._unload, self._read = load, unload, read
-        self._version = CommittedVersion()
-        self._poison: str | None = None
+        super().__init__()
         self._open = False
         self._slots = 0
         self._waiting: tuple[int, Any] | None = None
@@ -76,11 +75,6 @@ class AdapterSink:
     def device(self) -> torch.device:
         """Where tensors are staged."""
         return self._stage.device
-
-    @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first."""
-        return self._version.value
 
     @property
     def current(self) -> Any:
@@ -103,19 +97,6 @@ class AdapterSink:
         """
         if self._poison is not None:
             raise PoisonedError(f"{self._poison}; refit successfully before using the adapter", phase="commit")
-
-    def poison(self, reason: str) -> None:
-        """Refuse the adapter until a refit succeeds; its version does not count any more."""
-        self._poison = reason
-        self._version.withdraw()
-
-    def repeat(self) -> None:
-        """Take the version that was just committed once more."""
-        self._version.repeat()
-
-    def rewind(self, version: int) -> None:
-        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
-        self._version.rewind(version)
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction.

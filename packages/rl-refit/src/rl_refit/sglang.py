@@ -34,7 +34,7 @@ from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.explain.checkpoint import read_checkpoint
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.sink import CommittedVersion, ModuleSink
+from rl_refit.sink import ModuleSink, VersionedSink
 from rl_refit.source import NamedTensors
 
 __all__ = ["SglangSink"]
@@ -47,7 +47,7 @@ ASK_S = 30.0
 
 
 @final
-class SglangSink:
+class SglangSink(VersionedSink):
     """The weights of a server of SGLang. A `WeightSink` of one rank; several servers are several ranks.
 
     Args:
@@ -88,18 +88,12 @@ class SglangSink:
         # Nobody is served from here, so it is written in place.
         self._fresh = empty_like(self._like)
         self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
-        self._version = CommittedVersion()
-        self._poison: str | None = None
+        super().__init__()
         self._open = False
         self._written: Path | None = None
         """The folder of the version that waits for its commit."""
         self._told: list[Path] = []
         """Folders that the server was told to load: it may have any since the last commit, or go back to that one."""
-
-    @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first."""
-        return self._version.value
 
     def check(self) -> None:
         """Pass if the server has the weights that were committed: asks it, since it may have been started anew.
@@ -116,19 +110,6 @@ class SglangSink:
                 f"started anew, or somebody else has updated it; refit before using it",
                 phase="commit",
             )
-
-    def poison(self, reason: str) -> None:
-        """Refuse the server's weights until a refit succeeds; their version does not count any more."""
-        self._poison = reason
-        self._version.withdraw()
-
-    def repeat(self) -> None:
-        """Take the version that was just committed once more."""
-        self._version.repeat()
-
-    def rewind(self, version: int) -> None:
-        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
-        self._version.rewind(version)
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction.

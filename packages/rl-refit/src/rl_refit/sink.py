@@ -58,8 +58,37 @@ class _Transaction:
     """Whether the module's own memory was written."""
 
 
+class VersionedSink:
+    """What sinks have in common: the version that they committed, and whether they are poisoned."""
+
+    def __init__(self) -> None:
+        self._version = CommittedVersion()
+        self._poison: str | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version last committed; None before the first. Says nothing about a poisoned sink."""
+        return self._version.value
+
+    def poison(self, reason: str) -> None:
+        """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
+
+        A version that was committed just before does not count any more, so that the same can be refitted again.
+        """
+        self._poison = reason
+        self._version.withdraw()
+
+    def repeat(self) -> None:
+        """Take the version that was just committed once more: others did not come through with it."""
+        self._version.repeat()
+
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        self._version.rewind(version)
+
+
 @final
-class ModuleSink:
+class ModuleSink(VersionedSink):
     """Every parameter and every buffer of `module`, persistent or not. A `WeightSink`.
 
     "staged" and "swap" cost one more copy of the weights, from the first piece that does not stay. One thread
@@ -117,18 +146,12 @@ class ModuleSink:
         self._memory: set[tuple[torch.device, int]] = set()
         self._needed: dict[str, int] = {}
         self._open: _Transaction | None = None
-        self._version = CommittedVersion()
-        self._poison: str | None = None
+        super().__init__()
 
     @property
     def device(self) -> torch.device:
         """Where the module is."""
         return self._reader.device
-
-    @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first. Says nothing about a poisoned sink."""
-        return self._version.value
 
     @property
     def poisoned(self) -> bool:
@@ -195,22 +218,6 @@ class ModuleSink:
         with self._turns:
             self._writing = False
             self._turns.notify_all()
-
-    def poison(self, reason: str) -> None:
-        """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
-
-        A version that was committed just before does not count any more, so that the same can be refitted again.
-        """
-        self._poison = reason
-        self._version.withdraw()
-
-    def repeat(self) -> None:
-        """Take the version that was just committed once more: others did not come through with it."""
-        self._version.repeat()
-
-    def rewind(self, version: int) -> None:
-        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
-        self._version.rewind(version)
 
     def manifest(self) -> Manifest:
         """What the module holds now.

@@ -27,7 +27,7 @@ from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.sglang import empty_like
-from rl_refit.sink import CommittedVersion, ModuleSink
+from rl_refit.sink import ModuleSink, VersionedSink
 from rl_refit.source import NamedTensors, StateDictSource
 from rl_refit.vllm.weight_transfer import SourceForVllm, UpdateCheck
 
@@ -35,7 +35,7 @@ __all__ = ["TransferSink"]
 
 
 @final
-class TransferSink:
+class TransferSink(VersionedSink):
     """The weights of what a client of vLLM's weight transfer reaches. A `WeightSink` of one rank.
 
     Args:
@@ -73,14 +73,8 @@ class TransferSink:
         self._client, self._make = _Client(client), trainer
         self._trainer: Any = None
         self._paused, self.device = paused, torch.device(device)
-        self._version = CommittedVersion()
-        self._poison: str | None = None
+        super().__init__()
         self._torn = self._open = False
-
-    @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first."""
-        return self._version.value
 
     def check(self) -> None:
         """Pass if the last commit succeeded. The four calls ask an engine nothing: one started anew is not found out.
@@ -90,19 +84,6 @@ class TransferSink:
         """
         if self._poison is not None:
             raise PoisonedError(f"{self._poison}; refit successfully before using the engine", phase="commit")
-
-    def poison(self, reason: str) -> None:
-        """Refuse the engine's weights until a refit succeeds; their version does not count any more."""
-        self._poison = reason
-        self._version.withdraw()
-
-    def repeat(self) -> None:
-        """Take the version that was just committed once more."""
-        self._version.repeat()
-
-    def rewind(self, version: int) -> None:
-        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
-        self._version.rewind(version)
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction.

@@ -1,6 +1,6 @@
 """vLLM's own weight transfer with rl-refit's checks: its trainer engines (NCCL, IPC …), its client, its `WeightSource`.
 
-Weights of ours by vLLM's way, in the trainer's process, which has vLLM; and see that they arrived:
+Send our weights over vLLM's transport, from a trainer's process that has vLLM installed, and check that they arrived:
 
     source = SourceForVllm(ModuleSource(policy))
     check = UpdateCheck(llm, source)  # made with worker_extension_cls=WORKER_EXTENSION; proves coverage
@@ -8,7 +8,7 @@ Weights of ours by vLLM's way, in the trainer's process, which has vLLM; and see
     trainer.send_weights()
     check()
 
-A vLLM `WeightSource` that somebody has written, by our way: `Refit(SourceFromVllm(theirs), sink)`.
+Refit from an existing vLLM `WeightSource`: `Refit(SourceFromVllm(theirs), sink)`.
 
 vLLM's update writes into the weights that serve, so `UpdateCheck` finds wrong weights, and does not keep the old ones:
 that takes a `VllmSink`.

@@ -22,7 +22,7 @@ from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
-from rl_refit.sink import CommittedVersion, assemble, places_of, refuse_incomplete
+from rl_refit.sink import VersionedSink, assemble, places_of, refuse_incomplete
 from rl_refit.vllm import cpu_workarounds
 from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
 from rl_refit.vllm.reload import reload_from
@@ -52,7 +52,7 @@ class _Transaction:
 
 
 @final
-class WorkerSink:
+class WorkerSink(VersionedSink):
     """The parameters of one worker. A `WeightSink` of one rank.
 
     Args:
@@ -71,8 +71,7 @@ class WorkerSink:
         self._reloaded: dict[str, TensorMeta] = {}
         self._bank: dict[str, list[Holding]] = {}
         self._open: _Transaction | None = None
-        self._version = CommittedVersion()
-        self._poison: str | None = None
+        super().__init__()
         self.received = 0
         """Bytes staged in the last transaction."""
 
@@ -80,11 +79,6 @@ class WorkerSink:
     def device(self) -> torch.device:
         """The worker's."""
         return torch.device(self._worker.device)
-
-    @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first."""
-        return self._version.value
 
     @property
     def poison_reason(self) -> str | None:
@@ -95,19 +89,6 @@ class WorkerSink:
         """Pass if the weights are whole."""
         if self._poison is not None:
             raise PoisonedError(self._poison, phase="commit")
-
-    def poison(self, reason: str) -> None:
-        """See `WeightSink`."""
-        self._poison = reason
-        self._version.withdraw()
-
-    def repeat(self) -> None:
-        """See `WeightSink`."""
-        self._version.repeat()
-
-    def rewind(self, version: int) -> None:
-        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
-        self._version.rewind(version)
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction; the first time for a source, have the driver survey the engine.
