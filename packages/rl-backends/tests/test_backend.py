@@ -360,6 +360,7 @@ def test_a_row_with_an_image_token_is_refused_by_name(sequence_packing):
         text_config={"model_type": "llama", **text},
         vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **vision},
         image_token_index=60,
+        tie_word_embeddings=False,
     )
     model = transformers.LlavaForConditionalGeneration(config)
     try:

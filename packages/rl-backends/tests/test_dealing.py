@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pickle
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ FOUR = {"CP2 x DP2": ("dtensor", {"context_parallel_size": 2, "sequence_packing"
 NIGHTLY = os.environ.get("PARITY", "quick") != "quick"  # as for the tables of parity
 if NIGHTLY:
     FOUR |= {"TP2 x DP2": ("dtensor", {"tensor_parallel_size": 2}, ROWS)}
-if find_spec("megatron") is not None:
+if list(metadata.distributions(name="megatron-core")):
     TWO |= {"Megatron DP2": ("megatron", {}, ROWS)}
     TWO |= {"Megatron PP2": ("megatron", {"pipeline_model_parallel_size": 2}, ROWS)}
     if NIGHTLY:

@@ -13,6 +13,7 @@ import conversions
 import pytest
 import torch
 from forked import RanksFailedError
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from rl_backends.errors import CheckpointError
 from rl_backends.megatron.config import explain_megatron_checkpoint_dir, megatron_checkpoint_dir
@@ -100,6 +101,10 @@ def test_bfloat16_stays_what_it_is_on_disk_and_becomes_what_the_model_is(world, 
     torch.testing.assert_close(wide, {name: part.float() for name, part in narrow.items()}, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(
+    "strides" in TensorProperties.__dataclass_fields__,
+    reason="megatron-core 0.16 reads no plain tensors, not even its own, with torch 2.15: empty() has no strides",
+)
 def test_megatron_core_reads_it_by_itself(world, tmp_path, on_ranks):
     model = conversions.save(world, tmp_path / "model")
 

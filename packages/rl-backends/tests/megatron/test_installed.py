@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -140,4 +141,8 @@ def test_the_first_import_is_silent_and_changes_no_filter_and_no_logger():
         [sys.executable, "-W", "error", "-c", FIRST_IMPORT], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")
+    # torchao 0.18, which transformers imports where it is installed, logs these with torch 2.15.
+    others = re.compile(
+        r"^W.* torch/utils/_pytree\.py.* register_constant\(\) on Enum subclasses is deprecated.*\n", re.MULTILINE
+    )
+    assert (done.stdout, others.sub("", done.stderr)) == ("", "")

@@ -435,6 +435,7 @@ def _forget_gathered_gradients(module: FSDPModule) -> None:
     state: Any = module._get_fsdp_state()  # noqa: SLF001 - no public one
     for group in state._fsdp_param_groups:  # noqa: SLF001
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 all of it is in `.grad`
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None  # noqa: SLF001

@@ -11,6 +11,7 @@ runs a kernel is the same for all kernels of a part:
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,9 +100,10 @@ def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]]) -> 
     found = 0
     for path, module in model.named_modules():
         forward = type(module).forward
-        if not isinstance(forward, types.FunctionType) or ROPE not in forward.__code__.co_names:
+        plain = inspect.unwrap(forward)  # transformers decorates some with a renaming of arguments
+        if not isinstance(plain, types.FunctionType) or ROPE not in plain.__code__.co_names:
             continue
-        _check_rotation(path, module, forward.__globals__[ROPE])
+        _check_rotation(path, module, plain.__globals__[ROPE])
         module.forward = types.MethodType(_with_rope(forward, op), module)
         found += 1
     if not found:
@@ -111,8 +113,14 @@ def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]]) -> 
 
 @functools.cache
 def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tensor]]) -> types.FunctionType:
-    names = {**forward.__globals__, ROPE: op}
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is None:
+        names, closure = {**forward.__globals__, ROPE: op}, forward.__closure__
+    else:  # the same decorator, around a copy of what it decorates
+        copied = types.CellType(_with_rope(inner, op))
+        names = forward.__globals__
+        closure = tuple(copied if cell.cell_contents is inner else cell for cell in forward.__closure__ or ())
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 

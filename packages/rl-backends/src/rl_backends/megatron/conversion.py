@@ -390,6 +390,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     ALLOWED = frozenset(
         {
             ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),  # Python 3.13's name of the same
             ("torch", "Size"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
