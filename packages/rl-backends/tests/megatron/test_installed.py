@@ -141,8 +141,6 @@ def test_the_first_import_is_silent_and_changes_no_filter_and_no_logger():
         [sys.executable, "-W", "error", "-c", FIRST_IMPORT], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    # torchao 0.18, which transformers imports where it is installed, logs these with torch 2.15.
-    others = re.compile(
-        r"^W.* torch/utils/_pytree\.py.* register_constant\(\) on Enum subclasses is deprecated.*\n", re.MULTILINE
-    )
+    # What torch 2.15 logs of torchao 0.18, which transformers imports where it is, and of a CUDA without a GPU.
+    others = re.compile(r"^W.* torch/utils/(_pytree|cpp_extension)\.py:.*\n", re.MULTILINE)
     assert (done.stdout, others.sub("", done.stderr)) == ("", "")

@@ -184,6 +184,20 @@ def read_conversion(folder: str | Path, *, found: bool = True, check: bool = Tru
     return Conversion(folder=Path(folder), found=found, **body)
 
 
+def _reading() -> Any:
+    """Return how megatron-core reads tensors; its own way stops at `TensorProperties.strides`, new in torch 2.15."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    class Reading(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+        def load_tensors_metadata(self, checkpoint_dir: Path, metadata: Any = None) -> Any:
+            for stored in metadata.state_dict_metadata.values() if metadata else ():
+                if properties := getattr(stored, "properties", None):
+                    vars(properties).pop("strides", None)
+            return super().load_tensors_metadata(checkpoint_dir, metadata)
+
+    return Reading()
+
+
 def load_weights(conversion: Conversion, chunks: Sequence[Any]) -> None:
     """Fill a model of any layout in place, cast to its dtype; every rank must call it.
 
@@ -204,7 +218,7 @@ def load_weights(conversion: Conversion, chunks: Sequence[Any]) -> None:
         with warnings.catch_warnings():  # what torch says of how megatron-core 0.16.1 loads
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
             warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-            loaded = load(parts, str(conversion.weights), strict=StrictHandling.RAISE_ALL)
+            loaded = load(parts, str(conversion.weights), _reading(), strict=StrictHandling.RAISE_ALL)
     except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
         raise CheckpointError(f"{conversion.weights} does not hold this model: {describe_failure(error)}") from error
     with torch.no_grad():
