@@ -9,34 +9,26 @@ from rl_parallel_plans.forecast.report import PhasePeak
 
 GIB = 2**30
 MIB = 2**20
+WORKING_MEMORY = "working memory"
 KINDS = {
     "parameters": "parameters",
+    "reference": "reference",
     "gradients": "gradients",
     "unsharded gradients": "gradients",
     "optimizer state": "optimizer state",
-    "reference": "reference",
+    "unsharded parameters": "gathered parameters",
     "activations": "activations",
     "recomputed activations": "activations",
-    "unsharded parameters": "gathered parameters",
 }
 """What the count calls things, in the words of a table; everything else is working memory."""
-
-COLUMNS = (
-    "parameters",
-    "reference",
-    "gradients",
-    "optimizer state",
-    "gathered parameters",
-    "activations",
-    "working memory",
-)
+COLUMNS = tuple(dict.fromkeys((*KINDS.values(), WORKING_MEMORY)))
 
 
 def by_column(phase: PhasePeak) -> dict[str, int]:
     """The categories of a phase in the words of the table."""
     found = dict.fromkeys(COLUMNS, 0)
     for category, size in phase.by_category.items():
-        found[KINDS.get(category, "working memory")] += size
+        found[KINDS.get(category, WORKING_MEMORY)] += size
     return found
 
 
