@@ -1,7 +1,6 @@
 """Claims about metrics of a step: they follow from the batch and its cut, and mean the same for every cut."""
 
 import contextlib
-import json
 import os
 
 import pytest
@@ -105,7 +104,6 @@ def test_a_meter_gives_the_figures_of_a_step(world):
     assert (metrics.grad_norm, metrics.skipped, metrics.skipped_steps) == (2.5, False, 0)
     assert metrics.mfu_unknown is None
     assert metrics.as_dict()["router/load"] == 1.25
-    assert json.loads(metrics.as_json())["tokens"] == metrics.tokens
     assert "load balance" in metrics.render()
 
 
@@ -187,7 +185,6 @@ def test_memory_counts_storages_once_and_by_category(world):
     assert full.total() == full.total("cpu") == 4 * weights + 4 * len(list(model.parameters())) + buffers
     assert full.cuda is None
     assert 0 < full.resident <= full.peak_resident
-    assert json.loads(full.as_json())["by_device"]["cpu"]["parameters"] == weights
     assert "optimizer state" in full.render()
 
 

@@ -373,7 +373,6 @@ class Backend(ABC):
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
         self._offloader: Offloader | None = None
-        self._offload_directory: Path | None = None
         self._gradient: Literal["none", "zero", "some"] = "none"
         """What `forward_backward` has accumulated since the last step; "zero" of batches with nothing trainable."""
         self.version = 0
@@ -562,17 +561,16 @@ class Backend(ABC):
             ValueError: a part that is none, or another place than where some parts are already.
         """
         place = None if directory is None else Path(directory)
-        if self._offloader is None or place != self._offload_directory:
+        if self._offloader is None or place != self._offloader.directory:
             if self._offloader is not None:
                 if self._offloader.away:
                     raise ValueError(
                         f"directory={place}, and {', '.join(self._offloader.away)} went to "
-                        f"{self._offload_directory or 'the host'}: call onload() before choosing another place"
+                        f"{self._offloader.directory or 'the host'}: call onload() before choosing another place"
                     )
                 self._offloader.close()
-            to: Literal["host", "disk"] = "host" if place is None else "disk"
-            self._offloader = Offloader(self.model, to=to, directory=place, extra=self._extra_memory)
-            self._offload_directory = place  # kept, and its memory used again, until another place is chosen
+            # Kept, and its memory used again, until another place is chosen.
+            self._offloader = Offloader(self.model, directory=place, extra=self._extra_memory)
         self._before_offload()
         report = self._offloader.offload(self._torch_optimizers(), parts=parts)
         if "weights" in parts:

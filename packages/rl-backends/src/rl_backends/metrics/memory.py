@@ -4,9 +4,8 @@ Each storage is counted once: ties and views have no memory of their own, and of
 Activations are not counted; on a GPU they are in what the allocator says beyond the categories. Waits for no device.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ class MemoryUse:
     def category(self, name: str) -> int:
         """Of one category on all devices."""
         return sum(categories.get(name, 0) for categories in self.by_device.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    def as_json(self) -> str:
-        """One line of JSON with every figure."""
-        return json.dumps(self.as_dict())
 
     def render(self) -> str:
         """A table for people, in MiB."""

@@ -9,11 +9,11 @@ by events on the stream of a GPU; figures are computed, and a GPU is waited for,
     meter.metrics()
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -51,17 +51,6 @@ class _Pass:
     cut: Sequence[Sequence[Microbatch]]
     start: Any
     end: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    passes: list[_Pass]
-    start: Any
-    end: Any
-    outcome: StepOutcome
-    skipped_steps: int
-    peaks: tuple[int | None, int | None]
-    device_used: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +114,16 @@ class StepMetrics:
         """The figures that are known, flat, for a logger; of memory the bytes by category and the peaks."""
         values = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
         values |= {f"router/{name}": value for name, value in self.router.items()}
-        return {name: float(value) for name, value in (values | _flat_memory(self.memory)).items()}
-
-    def as_json(self) -> str:
-        """One line of JSON with every figure."""
-        return json.dumps(asdict(self))
+        if (memory := self.memory) is not None:
+            values |= {
+                f"memory/{device}/{category.replace(' ', '_')}_bytes": size
+                for device, categories in memory.by_device.items()
+                for category, size in categories.items()
+            }
+            values |= {f"memory/cuda_{name}_bytes": size for name, size in (memory.cuda or {}).items()}
+            values |= {} if memory.resident is None else {"memory/resident_bytes": memory.resident}
+            values |= {} if memory.peak_resident is None else {"memory/peak_resident_bytes": memory.peak_resident}
+        return {name: float(value) for name, value in values.items()}
 
     def render(self) -> str:
         """One line for people."""
@@ -255,7 +249,8 @@ class StepMeter:
     memory: Callable[[], MemoryUse] | None = None
     """What takes the account of memory, when metrics are asked for."""
     _passes: list[_Pass] = field(default_factory=list, init=False)
-    _step: _Step | None = field(default=None, init=False)
+    _pending: Callable[[], StepMetrics] | None = field(default=None, init=False)
+    """Computes the figures of the last step, when they are asked for."""
     _metrics: StepMetrics | None = field(default=None, init=False)
     _skipped_steps: int = field(default=0, init=False)
 
@@ -304,8 +299,17 @@ class StepMeter:
             peaks: tuple[int | None, int | None] = (None, None)
             if self.device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
                 peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-            end, used = self._now(), device_used_bytes(self.device)
-            self._step, self._passes = _Step(self._passes, start, end, outcome, self._skipped_steps, peaks, used), []
+            self._pending = partial(
+                self._figures,
+                self._passes,
+                outcome,
+                optim=(start, self._now()),
+                skipped_steps=self._skipped_steps,
+                peak_allocated_bytes=peaks[0],
+                peak_reserved_bytes=peaks[1],
+                device_used_bytes=device_used_bytes(self.device),
+            )
+            self._passes = []
         if failure is not None:
             raise failure
 
@@ -315,8 +319,8 @@ class StepMeter:
         Args:
             memory: take the account of memory, as it is now; that looks at every parameter.
         """
-        if self._step is not None:
-            self._metrics, self._step = self._figures(self._step), None
+        if self._pending is not None:
+            self._metrics, self._pending = self._pending(), None
         if self._metrics is None or self.memory is None or not memory:
             return self._metrics
         return replace(self._metrics, memory=self.memory())
@@ -329,61 +333,50 @@ class StepMeter:
         event.record()
         return event
 
-    def _work(self, one: _Pass) -> Work:
-        asked = one.asked.sum(dim=1, dtype=torch.int32) if one.asked.ndim > 1 else one.asked
-        return work_of(
-            one.cut,
-            lengths=one.lengths.cpu(),
-            asked=asked.cpu(),
-            flops=self.flops if isinstance(self.flops, ModelFlops) else None,
-            layout=self.layout,
-            token_multiple=self.token_multiple,
-            recomputed=self.recomputed,
-        )
-
-    def _figures(self, step: _Step) -> StepMetrics:
-        work = self._work(step.passes[0])
-        for each in step.passes[1:]:
-            work += self._work(each)
-        outcome = step.outcome
-        passed, optim = sum(_seconds(each.start, each.end) for each in step.passes), _seconds(step.start, step.end)
-        seconds = passed + optim
+    def _figures(
+        self, passes: Sequence[_Pass], outcome: StepOutcome, *, optim: tuple[Any, Any], **known: Any
+    ) -> StepMetrics:
+        work: Work | None = None
+        for each in passes:
+            asked = each.asked.sum(dim=1, dtype=torch.int32) if each.asked.ndim > 1 else each.asked
+            of_pass = work_of(
+                each.cut,
+                lengths=each.lengths.cpu(),
+                asked=asked.cpu(),
+                flops=self.flops if isinstance(self.flops, ModelFlops) else None,
+                layout=self.layout,
+                token_multiple=self.token_multiple,
+                recomputed=self.recomputed,
+            )
+            work = of_pass if work is None else work + of_pass
+        assert work is not None
+        unknown = None
+        if isinstance(self.flops, ModelError):
+            unknown = f"unknown: {self.flops}"
+        elif self.peak_flops_per_s is None:
+            unknown = f"unknown: no data sheet's peak for {self.device}; pass peak_flops_per_s"
+        passed, optim_s = sum(_seconds(each.start, each.end) for each in passes), _seconds(*optim)
+        seconds, peak = passed + optim_s, self.peak_flops_per_s
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
         hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self.num_ranks
         return StepMetrics(
-            tokens=work.tokens,
-            tokens_read=work.tokens_read,
+            **{each.name: getattr(work, each.name) for each in fields(Work) if each.name != "rank_costs"},
             padding_share=work.padding_share,
-            asked_tokens=work.asked_tokens,
-            microbatches=work.microbatches,
-            repeated_microbatches=work.repeated_microbatches,
             load_balance=work.load_balance,
             forward_backward_s=passed,
-            optim_s=optim,
+            optim_s=optim_s,
             tokens_per_s=work.tokens / seconds,
             tokens_per_s_per_rank=work.tokens / seconds / self.num_ranks,
-            model_flops=work.model_flops,
-            hardware_flops=work.hardware_flops,
             flops_per_s_per_rank=each_rank,
-            mfu=None if each_rank is None or self.peak_flops_per_s is None else each_rank / self.peak_flops_per_s,
-            hfu=None if hardware is None or self.peak_flops_per_s is None else hardware / self.peak_flops_per_s,
-            mfu_unknown=self._why_no_mfu(),
+            mfu=None if each_rank is None or peak is None else each_rank / peak,
+            hfu=None if hardware is None or peak is None else hardware / peak,
+            mfu_unknown=unknown,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
-            skipped_steps=step.skipped_steps,
             router=dict(outcome.router),
-            peak_allocated_bytes=step.peaks[0],
-            peak_reserved_bytes=step.peaks[1],
-            device_used_bytes=step.device_used,
             memory=None,
+            **known,
         )
-
-    def _why_no_mfu(self) -> str | None:
-        if isinstance(self.flops, ModelError):
-            return f"unknown: {self.flops}"
-        if self.peak_flops_per_s is None:
-            return f"unknown: no data sheet's peak for {self.device}; pass peak_flops_per_s"
-        return None
 
 
 def _seconds(start: Any, end: Any) -> float:
@@ -392,17 +385,3 @@ def _seconds(start: Any, end: Any) -> float:
         return float(end - start)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1000.0
-
-
-def _flat_memory(memory: MemoryUse | None) -> dict[str, float]:
-    if memory is None:
-        return {}
-    flat = {
-        f"memory/{device}/{category.replace(' ', '_')}_bytes": size
-        for device, categories in memory.by_device.items()
-        for category, size in categories.items()
-    }
-    flat |= {f"memory/cuda_{name}_bytes": size for name, size in (memory.cuda or {}).items()}
-    flat |= {} if memory.resident is None else {"memory/resident_bytes": memory.resident}
-    flat |= {} if memory.peak_resident is None else {"memory/peak_resident_bytes": memory.peak_resident}
-    return {name: float(size) for name, size in flat.items()}
