@@ -7,12 +7,14 @@ and then takes a few steps over longer rows, for tokens a second and MFU. What c
 
 import argparse
 import functools
+import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any
 
 from torch import Tensor
 
@@ -26,15 +28,14 @@ from rl_backends.commands.comparison import (
     plain_result,
     save_small_model,
 )
-from rl_backends.commands.console import say, show, show_json
 from rl_backends.commands.flags import chosen_config
+from rl_backends.commands.verify import TOLERANCES
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import MissingDependencyError
-from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels import KERNELS, KernelsConfig
 from rl_backends.optimizers import OptimizerConfig
 
-TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 FLOAT8_TOLERANCE = 0.5
 """Of 3 or 2 bits of mantissa, over the largest entry of each tensor."""
 TIMED_STEPS = 3
@@ -61,33 +62,22 @@ def verify_each_kernel(arguments: argparse.Namespace) -> int:
     started, cells = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="rl-backends-verify-") as name:
         folder = Path(name)
-        small = save_small_model(
-            arguments.model,
-            folder / "model",
-            tp=1,
-            keep_heads=True,
-            shrink=not arguments.no_shrink,
-            seed=arguments.seed,
-            revision=arguments.revision,
-            trust_remote_code=arguments.trust_remote_code,
-        )
+        small = save_small_model(arguments, folder / "model", tp=1, keep_heads=True)
         words = {"vocabulary": small.vocabulary, "padding": small.padding, "seed": arguments.seed}
         truth = plain_result(folder / "model", make_rows(rows=5, **words))
-        show(f"{small.described} on {arguments.device} against plain transformers in float32")
+        print(f"{small.described} on {arguments.device} against plain transformers in float32", flush=True)
         for choice, changes in _choices():
-            say(choice)
+            print(choice, file=sys.stderr)
             cells.append(_cell(choice, base, changes, folder / "model", truth, words, arguments.tolerance))
-            show(_line(cells[-1]))
+            print(_line(cells[-1]), flush=True)
     holds = all(cell.holds is not False for cell in cells)
     ran = sum(cell.holds is not None for cell in cells)
-    show(
-        f"{ran} choices ran, {len(cells) - ran} were refused; "
-        + ("all are within their tolerance" if holds else "NOT all are within their tolerance")
-    )
+    within = "all are within their tolerance" if holds else "NOT all are within their tolerance"
+    print(f"{ran} choices ran, {len(cells) - ran} were refused; {within}")
     if arguments.json:
         figures = {"model": arguments.model, "small_model": small.described, "device": arguments.device}
         figures |= {"cells": [asdict(cell) for cell in cells], "seconds": round(time.monotonic() - started, 3)}
-        show_json({**figures, "holds": holds})
+        print(json.dumps({**figures, "holds": holds}, allow_nan=False))
     return 0 if holds else 1
 
 
@@ -97,27 +87,14 @@ def _choices() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain torch, packed rows", {"sequence_packing": True}
     yield "compile, padded rows", {"compile": True}
     yield "loss_chunk_size=3", {"kernels": {"loss_chunk_size": 3}}
-    hints = get_type_hints(KernelsConfig)
-    for field in fields(KernelsConfig):
-        for value in _values(hints[field.name]):
-            if value in (field.default, None):
-                continue
-            if field.name == "attention":
-                for packed in (False, True):
-                    rows = "packed" if packed else "padded"
-                    changes = {"kernels": {"attention": value}, "sequence_packing": packed}
-                    yield f"attention={value}, {rows} rows", changes
-            else:
-                yield f"{field.name}={value}", {"kernels": {field.name: value}}
-                if field.name == "float8":
-                    yield f"{field.name}={value}, emulated", {"kernels": {"float8": value, "float8_emulate": True}}
-
-
-def _values(hint: Any) -> Iterator[str]:
-    """Of a Literal, and of one that may be None too."""
-    for each in (hint, *get_args(hint)):
-        if getattr(each, "__origin__", None) is Literal:
-            yield from get_args(each)
+    for part, name in KERNELS:
+        if part == "attention":
+            for packed, rows in ((False, "padded"), (True, "packed")):
+                yield f"attention={name}, {rows} rows", {"kernels": {part: name}, "sequence_packing": packed}
+        else:
+            yield f"{part}={name}", {"kernels": {part: name}}
+            if part == "float8":
+                yield f"float8={name}, emulated", {"kernels": {"float8": name, "float8_emulate": True}}
 
 
 def _cell(  # noqa: PLR0917 - the parts of a comparison
