@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_backends.batching.microbatches import ModelInputs
+from rl_backends.batching.microbatches import ModelInputs, make_inputs
 from rl_backends.dtensor.sharded_model import ShardedModel
 from rl_backends.errors import ModelError
 from rl_backends.rank_agreement import largest_on_any_rank, told_by_last_rank
@@ -33,7 +33,16 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     """
     if not all(has_numbers(to_local_if_dtensor(parameter)) for parameter in sharded.model.parameters()):
         return
-    inputs = _inputs(sharded)
+    shard, limits = sharded.sequence_shard, sharded.row_dealing.limits
+    length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
+    inputs = make_inputs(
+        ((torch.arange(length) * 7 + 3) % sharded.vocabulary_size)[None],
+        torch.tensor([length]),
+        torch.ones(1, length, dtype=torch.bool),
+        layout=limits.layout,
+        offset=0,  # at each token of this rank's own: how likely that token was to follow itself
+        shard=shard,
+    ).to(sharded.config.device)
     ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
     theirs = _from_logits(sharded, inputs)
     sharded.reshard()
@@ -45,23 +54,6 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
             f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
             f"architecture, or report this one"
         )
-
-
-def _inputs(sharded: ShardedModel) -> ModelInputs:
-    shard, packed = sharded.sequence_shard, sharded.config.sequence_packing
-    length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
-    tokens = (torch.arange(length) * 7 + 3) % sharded.vocabulary_size
-    own = torch.arange(length) if shard is None else shard.positions(length)
-    return ModelInputs(
-        tokens=tokens[own][None],
-        position_ids=own[None] if shard is not None or packed else None,
-        cu_seq_lens=torch.tensor([0, length], dtype=torch.int32) if packed else None,
-        longest=length,
-        row_lengths=(length,) if packed else None,
-        at=torch.arange(len(own)),
-        targets=tokens[own],
-        into=own,
-    ).to(sharded.config.device)
 
 
 def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
