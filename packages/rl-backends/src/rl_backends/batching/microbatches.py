@@ -25,6 +25,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -38,48 +39,43 @@ from rl_backends.examples import BatchT, TokenBatch
 Groups = list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """On one microbatch."""
-
-    units: int
-    """Most units."""
-    tokens: int | None
-    """Most tokens, as the model reads them."""
-
-
-def padded_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int = 0) -> Groups:
-    """Cut a rank's units into neighbours in the order of lengths: as few groups as `bounds` allow, at least `number`.
+def padded_groups(
+    units: Sequence[int], tokens: Sequence[int], *, most_units: int, most_tokens: int | None, number: int = 0
+) -> Groups:
+    """Cut a rank's units into neighbours in the order of lengths: as few groups as possible, but at least `number`.
 
     units: unit numbers, in descending order of `tokens`.
     tokens: of each unit (by its number), padded to its own longest row.
+    most_units, most_tokens: of a group; tokens as the model reads them.
     """
     ordered = [tokens[unit] for unit in units]
-    wanted = max(number, len(_starts(ordered, bounds.units, bounds.tokens)))
+    wanted = max(number, len(_starts(ordered, most_units, most_tokens)))
     # The smallest bound on tokens that still gives that number of runs makes them alike.
-    most_tokens = None
     if ordered:
-        most_tokens, high = ordered[0], ordered[0] * bounds.units
-        if bounds.tokens is not None:
-            high = max(most_tokens, min(high, bounds.tokens))
-        while most_tokens < high:
-            middle = (most_tokens + high) // 2
-            if len(_starts(ordered, bounds.units, middle)) <= wanted:
+        low, high = ordered[0], ordered[0] * most_units
+        if most_tokens is not None:
+            high = max(low, min(high, most_tokens))
+        while low < high:
+            middle = (low + high) // 2
+            if len(_starts(ordered, most_units, middle)) <= wanted:
                 high = middle
             else:
-                most_tokens = middle + 1
-    starts = _starts(ordered, bounds.units, most_tokens)
+                low = middle + 1
+        most_tokens = low
+    starts = _starts(ordered, most_units, most_tokens)
     groups = [list(units[start:end]) for start, end in zip(starts, [*starts, len(units)][1:], strict=True)]
     if len(groups) < wanted:
         groups = _split_up(groups, lambda group: tokens[group[0]] * len(group), wanted)
     return sorted(groups, key=lambda group: (-tokens[group[0]] * len(group), group))
 
 
-def packed_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int = 0) -> Groups:
+def packed_groups(
+    units: Sequence[int], tokens: Sequence[int], *, most_units: int, most_tokens: int | None, number: int = 0
+) -> Groups:
     """As `padded_groups`, for rows without padding: the tokens of a microbatch are the sum of its units'."""
-    fitted = _best_fit(units, tokens, bounds)
+    fitted = _best_fit(units, tokens, most_units=most_units, most_tokens=most_tokens)
     wanted = max(number, len(fitted))
-    groups = _spread(units, tokens, bounds, number=min(wanted, len(units)))
+    groups = spread(units, tokens, number=min(wanted, len(units)), most_units=most_units, most_load=most_tokens)
     if groups is None:
         groups = _split_up(fitted, lambda group: sum(tokens[unit] for unit in group), wanted)
     return sorted(groups, key=lambda group: (-sum(tokens[unit] for unit in group), group))
@@ -110,10 +106,10 @@ def _split_up(groups: Groups, size: Callable[[list[int]], int], number: int) -> 
     return [group for _, group in whole] + [group for _, _, group in heap]
 
 
-def _best_fit(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Groups:
+def _best_fit(units: Sequence[int], tokens: Sequence[int], *, most_units: int, most_tokens: int | None) -> Groups:
     """Each unit, longest first, into the fullest group that still takes it (best fit decreasing: Johnson, 1973)."""
-    if bounds.tokens is None:
-        return [list(units[start : start + bounds.units]) for start in range(0, len(units), bounds.units)]
+    if most_tokens is None:
+        return [list(units[start : start + most_units]) for start in range(0, len(units), most_units)]
     groups: Groups = []
     free: list[tuple[int, int]] = []
     for unit in units:
@@ -121,29 +117,36 @@ def _best_fit(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Gr
         if found < len(free):
             left, index = free.pop(found)
         else:
-            left, index = bounds.tokens, len(groups)
+            left, index = most_tokens, len(groups)
             groups.append([])
         groups[index].append(unit)
-        if len(groups[index]) < bounds.units:
+        if len(groups[index]) < most_units:
             insort(free, (left - tokens[unit], index))
     return groups
 
 
-def _spread(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int) -> Groups | None:
-    """Exactly `number` groups of like numbers of tokens, longest units first; None where the bounds do not let it."""
+def spread(
+    units: Sequence[int], loads: Sequence[int], *, number: int, most_units: int, most_load: int | None = None
+) -> Groups | None:
+    """Exactly `number` groups of like loads: each unit, in the order of `units`, to the group with the least load.
+
+    loads: of each unit (by its number).
+
+    Given the largest first this is LPT (Graham, 1969). Returns None where a unit fits into no group.
+    """
     groups: Groups = [[] for _ in range(number)]
-    loads = [(0, index) for index in range(number)]
+    open_groups = [(0, index) for index in range(number)]
     for unit in units:
-        if not loads:
+        if not open_groups:
             return None
-        load, index = loads[0]
-        if bounds.tokens is not None and load + tokens[unit] > bounds.tokens:
+        load, index = open_groups[0]
+        if most_load is not None and load + loads[unit] > most_load:
             return None
         groups[index].append(unit)
-        if len(groups[index]) < bounds.units:
-            heapq.heapreplace(loads, (load + tokens[unit], index))
+        if len(groups[index]) < most_units:
+            heapq.heapreplace(open_groups, (load + loads[unit], index))
         else:
-            heapq.heappop(loads)
+            heapq.heappop(open_groups)
     return groups
 
 
@@ -185,16 +188,6 @@ class SequenceShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPlaces:
-    """How attention finds the rows in a pack that has the tokens which rows begin with alike once; see `prefixes`."""
-
-    of_rows: Int[Tensor, " N"]
-    """Place in the pack of each token of each row, row by row."""
-    of_pack: Int[Tensor, " t"]
-    """The reverse: for each place of the pack, one of the rows' tokens that is read there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """Tokens as the model reads them, and the tokens that it is asked about."""
 
@@ -221,20 +214,17 @@ class ModelInputs:
     row_lengths: tuple[int, ...] | None = None
     """Tokens of each packed row, the differences of `cu_seq_lens`, as numbers of the host; None where rows are padded.
     """
-    shared: SharedPlaces | None = None
-    """Where `cu_seq_lens` are of rows that share what they begin with; None where each is read by itself."""
+    places_of_rows: Int[Tensor, " N"] | None = None
+    """Place in the pack of each token of each row, row by row, where rows share what they begin with (see `prefixes`);
+    `cu_seq_lens` are then of these. None where each row is read by itself."""
+    places_of_pack: Int[Tensor, " t"] | None = None
+    """The reverse: for each place of the pack, one of the rows' tokens that is read there."""
 
     def to(self, device: str | torch.device) -> "ModelInputs":
         """The same on `device`."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device) if isinstance(value := getattr(self, field.name), Tensor) else value
-            for field in fields(self)
-        }
-        if self.shared is not None:
-            moved["shared"] = SharedPlaces(
-                of_rows=self.shared.of_rows.to(device), of_pack=self.shared.of_pack.to(device)
-            )
-        return replace(self, **moved)
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        there = {name: value.to(device) for name, value in own.items() if isinstance(value, Tensor)}
+        return replace(self, **there)
 
     def as_arguments(self) -> dict[str, Any]:
         """What a Hugging Face decoder is called with, by its own names."""
@@ -244,8 +234,8 @@ class ModelInputs:
         if self.cu_seq_lens is not None:
             arguments |= {"cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
             arguments |= {"max_length_q": self.longest, "max_length_k": self.longest}
-        if self.shared is not None:
-            arguments |= {"places_of_rows": self.shared.of_rows, "places_of_pack": self.shared.of_pack}
+        if self.places_of_rows is not None:
+            arguments |= {"places_of_rows": self.places_of_rows, "places_of_pack": self.places_of_pack}
         return arguments
 
 
@@ -329,35 +319,29 @@ def of_one_shape(inputs: Sequence[ModelInputs]) -> list[ModelInputs]:
     """
     rows = max(each.tokens.shape[0] for each in inputs)
     tokens = max(each.tokens.shape[1] for each in inputs)
-    return [
-        _more_columns(each, rows=rows, tokens=tokens) if each.cu_seq_lens is None else _another_row(each, tokens)
-        for each in inputs
-    ]
-
-
-def _more_columns(inputs: ModelInputs, *, rows: int, tokens: int) -> ModelInputs:
-    held_rows, held = inputs.tokens.shape
-    padded = F.pad(inputs.tokens, (0, tokens - held, 0, rows - held_rows))
-    at = inputs.at // held * tokens + inputs.at % held
-    return replace(inputs, tokens=padded, at=at, longest=tokens)
-
-
-def _another_row(inputs: ModelInputs, tokens: int) -> ModelInputs:
-    missing = tokens - inputs.tokens.shape[1]
-    if not missing:
-        return inputs
-    assert inputs.position_ids is not None
-    assert inputs.cu_seq_lens is not None
-    assert inputs.row_lengths is not None
-    positions = torch.arange(missing, device=inputs.position_ids.device)[None]
-    return replace(
-        inputs,
-        tokens=F.pad(inputs.tokens, (0, missing)),
-        position_ids=torch.cat([inputs.position_ids, positions], dim=1),
-        cu_seq_lens=F.pad(inputs.cu_seq_lens, (0, 1), value=tokens),
-        row_lengths=(*inputs.row_lengths, missing),
-        longest=max(inputs.longest, missing),
-    )
+    made = []
+    for each in inputs:
+        held_rows, held = each.tokens.shape
+        if each.cu_seq_lens is None:
+            padded = F.pad(each.tokens, (0, tokens - held, 0, rows - held_rows))
+            at = each.at // held * tokens + each.at % held
+            made.append(replace(each, tokens=padded, at=at, longest=tokens))
+        elif missing := tokens - held:
+            assert each.position_ids is not None
+            assert each.row_lengths is not None
+            positions = torch.arange(missing, device=each.position_ids.device)[None]
+            another = replace(
+                each,
+                tokens=F.pad(each.tokens, (0, missing)),
+                position_ids=torch.cat([each.position_ids, positions], dim=1),
+                cu_seq_lens=F.pad(each.cu_seq_lens, (0, 1), value=tokens),
+                row_lengths=(*each.row_lengths, missing),
+                longest=max(each.longest, missing),
+            )
+            made.append(another)
+        else:
+            made.append(each)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,29 +398,15 @@ def row_cost(length: int) -> int:
 def share_out(costs: Sequence[int], *, num_ranks: int) -> list[list[int]]:
     """The units of each rank, dearest first; all ranks get ceil(units / num_ranks) at most.
 
-    The dearest unit that is left goes to the rank with the least load that still takes units (LPT: Graham, 1969). Units
-    dealt in turn are taken instead where their dearest rank is cheaper.
+    They are spread; units dealt in turn are taken instead where their dearest rank is cheaper.
     """
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable: ties in the order of the batch
     if num_ranks == 1:
         return [order]
     dealt = [order[rank::num_ranks] for rank in range(num_ranks)]
-    balanced = _least_loaded_first(order, costs, num_ranks=num_ranks)
+    balanced = spread(order, costs, number=num_ranks, most_units=-(-len(order) // num_ranks))
+    assert balanced is not None  # there is room for all units
     return min((balanced, dealt), key=lambda ranks: max(sum(costs[unit] for unit in units) for units in ranks))
-
-
-def _least_loaded_first(order: Sequence[int], costs: Sequence[int], *, num_ranks: int) -> list[list[int]]:
-    most = -(-len(order) // num_ranks)
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    for unit in order:
-        load, rank = loads[0]
-        ranks[rank].append(unit)
-        if len(ranks[rank]) < most:
-            heapq.heapreplace(loads, (load + costs[unit], rank))
-        else:
-            heapq.heappop(loads)
-    return ranks
 
 
 _ROWS_CHECKED_AT_A_TIME = 256
@@ -526,12 +496,12 @@ def cut_lengths(
         share.sort(key=tokens.__getitem__, reverse=True)  # stable: ties stay in the order of the batch
 
     # As few microbatches as the bounds allow, then as many on every rank as on the one that needs most.
-    group, bounds = packed_groups if packed else padded_groups, Bounds(limits.rows // unit, limits.tokens)
-    ranks = [group(share, tokens, bounds) for share in shares]
+    groups = packed_groups if packed else padded_groups
+    group = partial(groups, tokens=tokens, most_units=limits.rows // unit, most_tokens=limits.tokens)
+    ranks = [group(share) for share in shares]
     number = max(limits.fewest, *map(len, ranks))
     ranks = [
-        own if len(own) == number else group(share, tokens, bounds, number=number)
-        for share, own in zip(shares, ranks, strict=True)
+        own if len(own) == number else group(share, number=number) for share, own in zip(shares, ranks, strict=True)
     ]
     number = max(limits.fewest, *map(len, ranks))
 
