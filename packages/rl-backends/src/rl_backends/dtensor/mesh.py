@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.process_group import once_per_process_group
+from rl_backends.rank_agreement import once_per_process_group
 
 __all__ = ["AXES", "axis_of", "make_mesh", "require_device", "rows_of", "sharding_axes", "sizes_of"]
 
