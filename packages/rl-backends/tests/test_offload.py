@@ -141,7 +141,6 @@ def test_on_a_cpu_nothing_moves_to_the_host_and_the_rules_are_the_same(world):
     assert report.bytes_moved == dict.fromkeys(PARTS, 0)
     assert report.freed_bytes == report.host_bytes == 0
     assert report.notes == ("device is cpu: everything is in host memory already, and nothing was moved or freed",)
-    assert "device is cpu" in report.render()
     with pytest.raises(RuntimeError, match=r"offloaded to the host; call onload\(\) first"):
         run(model)
     offloader.onload()

@@ -74,23 +74,6 @@ class OffloadReport:
             return None
         return self.before.resident - self.after.resident
 
-    def render(self) -> str:
-        """For people."""
-        parts = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in self.bytes_moved.items()) or "nothing"
-        freed = f"{self.freed_bytes / 2**20:,.1f} MiB freed"
-        where = f"to {self.to}" if self.action == "offload" else f"from {self.to}"
-        back = "" if self.given_back_bytes is None else f", {self.given_back_bytes / 2**20:,.1f} MiB given back"
-        return "\n".join(
-            [
-                f"{self.action} {where} in {self.seconds:.3g} s: {parts}; {freed}{back}",
-                *(f"note: {note}" for note in self.notes),
-                "before:",
-                self.before.render(),
-                "after:",
-                self.after.render(),
-            ]
-        )
-
 
 class Offloader:
     """Moves parts of `model` and its optimizers.

@@ -223,7 +223,7 @@ class ModelInputs:
     def to(self, device: str | torch.device) -> "ModelInputs":
         """The same on `device`."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        there = {name: value.to(device) for name, value in own.items() if isinstance(value, Tensor)}
+        there: dict[str, Any] = {name: value.to(device) for name, value in own.items() if isinstance(value, Tensor)}
         return replace(self, **there)
 
     def as_arguments(self) -> dict[str, Any]:

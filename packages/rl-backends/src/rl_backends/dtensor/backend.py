@@ -336,7 +336,33 @@ class DTensorBackend(Backend):
 
     def explain(self) -> str:
         """The mesh, which rule shards which parameter and why, the adapters and the optimizer."""
-        return describe(self._distributed, optimizers=self._optimizers)
+        sharded, config, model, optimizers = self._distributed, self.config, self.model, self._optimizers
+        axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
+        wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
+        # Dtypes of the parameters and of the optimizer's state as they are now, not as they were asked for.
+        parameters = [each for each in model.parameters() if each.is_floating_point()]
+        states = [state for each in self._torch_optimizers() for state in each.state.values()]
+        moments = [each for state in states for each in state.values() if isinstance(each, Tensor)]
+        lines = [
+            f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, "
+            + _dtypes("trained weights", [each for each in parameters if each.requires_grad])
+            + _dtypes(", frozen weights", [each for each in parameters if not each.requires_grad])
+            # Not the number of steps, which is one element.
+            + _dtypes(", optimizer state", [each for each in moments if each.numel() > 1 and each.is_floating_point()]),
+            *sharded.kernels.lines,
+            sharded.plan.explain(),
+        ]
+        if config.device == "cpu" and (num_gpus := torch.cuda.device_count()):
+            lines.append(
+                f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them"
+            )
+        ignored = ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)
+        lines += [f"ignored: {each}" for each in ignored]
+        if getattr(model, "peft_config", None) is not None:
+            lines.append(adapter_size(model).explain())
+        if optimizers is not None:
+            lines.append(optimizers.explain())
+        return "\n".join(lines)
 
     def _release(self) -> None:
         self._distributed.close()
@@ -345,33 +371,6 @@ class DTensorBackend(Backend):
     def _head(self) -> Head:
         """How logits are read, and by which kernel; ModelError without a language-model head."""
         return Head.of(self._skeleton, self.config.kernels)
-
-
-# ---- A backend in words: its mesh, its plan, what it holds in which dtype, its adapters, its optimizer.
-
-
-def describe(sharded: ShardedModel, *, optimizers: Optimizers | None) -> str:
-    """Several lines; dtypes are those of the parameters and of the optimizer's state as they are now."""
-    config, model = sharded.config, sharded.model
-    axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
-    wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
-    parameters = [each for each in model.parameters() if each.is_floating_point()]
-    lines = [
-        f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, "
-        + _dtypes("trained weights", [each for each in parameters if each.requires_grad])
-        + _dtypes(", frozen weights", [each for each in parameters if not each.requires_grad])
-        + ("" if optimizers is None else _dtypes(", optimizer state", _state(optimizers))),
-        *sharded.kernels.lines,
-        sharded.plan.explain(),
-    ]
-    if config.device == "cpu" and (num_gpus := torch.cuda.device_count()):
-        lines.append(f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them")
-    lines += [f"ignored: {each}" for each in ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)]
-    if getattr(model, "peft_config", None) is not None:
-        lines.append(adapter_size(model).explain())
-    if optimizers is not None:
-        lines.append(optimizers.explain())
-    return "\n".join(lines)
 
 
 def ignored_settings(model: nn.Module, *, router_aux_loss_coef: float) -> list[str]:
@@ -401,9 +400,3 @@ def _dtypes(what: str, tensors: list[Tensor]) -> str:
     total = sum(elements.values())
     shares = [f"{dtype} ({count / total:.1%})" for dtype, count in elements.most_common()]
     return f"{what} in {' and '.join(elements if len(elements) == 1 else shares)}" if total else ""
-
-
-def _state(optimizers: Optimizers) -> list[Tensor]:
-    """Moments: state of more than one element, which the number of steps is not."""
-    values = [value for each in optimizers.each for state in each.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, Tensor) and value.numel() > 1 and value.is_floating_point()]

@@ -156,7 +156,7 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
         ("mlp", replace_mlps, "MLPs"),
     )
     for part, put, things in replacements:
-        if (kernel := by_part.get(part)) is None:  # type: ignore[assignment]
+        if (kernel := by_part.get(part)) is None:
             lines.append(f"kernel of {part}: torch, the model's own code")
         else:
             assert kernel.op is not None, f"{kernel} has no op"

@@ -41,19 +41,6 @@ class MemoryUse:
         """Of one category on all devices."""
         return sum(categories.get(name, 0) for categories in self.by_device.values())
 
-    def render(self) -> str:
-        """A table for people, in MiB."""
-        rows = [
-            (category, device, categories[category])
-            for device, categories in self.by_device.items()
-            for category in CATEGORIES
-            if categories.get(category)
-        ]
-        rows += [(f"allocator: {name}", "cuda", size) for name, size in (self.cuda or {}).items()]
-        rows += [("process: resident", "host", self.resident)] if self.resident is not None else []
-        rows += [("process: peak", "host", self.peak_resident)] if self.peak_resident is not None else []
-        return "\n".join(f"{name:<27} {device:<7} {size / 2**20:>12,.1f} MiB" for name, device, size in rows)
-
 
 def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> MemoryUse:
     """What `model` and `optimizers` hold on this rank now. Parameters that FSDP2 has left gathered are sharded first.

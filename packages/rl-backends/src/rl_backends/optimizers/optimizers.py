@@ -260,7 +260,10 @@ def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr
         # multiple of a block, are kept in full. torchao compiles its step with torch.compile, once for each shape.
         quantized: torch.optim.Optimizer = AdamW8bit(parts, lr=lr, betas=config.betas, eps=config.eps, block_size=256)
         return quantized
-    implementation = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+    implementation: dict[str, Any] = {
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+    }
     # Ask torch, which otherwise tells at the first step: one step of one element of each kind.
     local = [to_local_if_dtensor(each) for group in groups for each in group.parameters]
     for device, dtype in {(each.device, each.dtype) for each in local}:
