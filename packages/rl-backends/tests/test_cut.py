@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.batching.microbatches import MicrobatchLimits, cut, cut_all, row_cost, share_out
+from rl_backends.batching.microbatches import MicrobatchLimits, cut_all, row_cost, share_out
 from rl_backends.errors import BatchError
 
 WIDTH = 13
@@ -74,7 +74,7 @@ def test_each_row_counts_once_within_the_limits_and_all_ranks_have_equally_many(
         assert all(start % unit == 0 for start in starts)
         assert rows == [start + row for start in starts for row in range(unit)]
     for rank, microbatches in enumerate(ranks):
-        alone = cut(examples, limits=limits, rank=rank, num_ranks=num_ranks, token_multiple=multiple)
+        alone = cut_all(examples, limits=limits, num_ranks=num_ranks, token_multiple=multiple)[rank]
         assert [(m.rows.tolist(), m.width, m.counted) for m in alone] == [
             (m.rows.tolist(), m.width, m.counted) for m in microbatches
         ]
@@ -119,7 +119,7 @@ def test_a_rank_without_rows_repeats_the_shortest_and_does_not_count_it(world):
     first, second = cut_all(batch(world, [4, 9, 2]), limits=MicrobatchLimits(rows=1), num_ranks=2)
     assert [(m.rows.tolist(), m.counted) for m in first] == [([1], True), ([2], False)]
     assert [(m.rows.tolist(), m.counted) for m in second] == [([0], True), ([2], True)]
-    alone = cut(batch(world, [4]), limits=MicrobatchLimits(), rank=1, num_ranks=2)
+    alone = cut_all(batch(world, [4]), limits=MicrobatchLimits(), num_ranks=2)[1]
     assert [(m.rows.tolist(), m.width, m.counted) for m in alone] == [([0], 4, False)]
 
 
@@ -191,7 +191,7 @@ def test_a_row_over_the_bound_on_tokens_is_named_with_the_setting(world):
 
 def test_a_unit_larger_than_a_microbatch_is_refused(world):
     with pytest.raises(BatchError, match="micro_batch_size must be at least 2"):
-        cut(batch(world, [3, 4], kind="Pairs"), limits=MicrobatchLimits(rows=1), rank=0, num_ranks=1)
+        cut_all(batch(world, [3, 4], kind="Pairs"), limits=MicrobatchLimits(rows=1), num_ranks=1)[0]
 
 
 def test_half_a_unit_is_refused(world):
@@ -243,12 +243,12 @@ def test_a_field_is_cut_along_tokens_by_its_declaration_and_not_by_its_size(worl
     for size in (WIDTH, 16):
         features = torch.arange(3.0 * size).view(3, size)
         examples = WithFeatures(**vars(plain), features=features)
-        for microbatch in cut(examples, limits=limits, rank=0, num_ranks=1):
+        for microbatch in cut_all(examples, limits=limits, num_ranks=1)[0]:
             rows = microbatch.of(examples, device="cpu")
             assert torch.equal(rows.features, features[microbatch.rows])
             assert rows.tokens.shape == (1, microbatch.width)
     undeclared = Undeclared(**vars(plain), features=torch.zeros(3, 16))
     with pytest.raises(BatchError, match=r"features is \[3, 16\], and tokens are \[3, 13\].*row_fields: ClassVar"):
-        cut(undeclared, limits=limits, rank=0, num_ranks=1)
+        cut_all(undeclared, limits=limits, num_ranks=1)[0]
     with pytest.raises(BatchError, match=r"features is \[2\], and the batch has 3 rows"):
-        cut(Undeclared(**vars(plain), features=torch.zeros(2)), limits=limits, rank=0, num_ranks=1)
+        cut_all(Undeclared(**vars(plain), features=torch.zeros(2)), limits=limits, num_ranks=1)[0]

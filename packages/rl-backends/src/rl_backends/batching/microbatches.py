@@ -432,13 +432,6 @@ class MicrobatchLimits:
             raise ValueError(f"tokens={self.tokens} must be >= 1, or None for no bound")
 
 
-def cut(
-    examples: TokenBatch, *, limits: MicrobatchLimits, rank: int, num_ranks: int, token_multiple: int = 1
-) -> list[Microbatch]:
-    """The microbatches of one rank; see `cut_all`."""
-    return cut_all(examples, limits=limits, num_ranks=num_ranks, token_multiple=token_multiple)[rank]
-
-
 def cut_all(
     examples: TokenBatch,
     *,

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
-from rl_backends.batching.microbatches import Microbatch, ModelInputs
+from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.head_check import check_head
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
+from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading import initialise, open_model
@@ -40,12 +40,23 @@ from rl_backends.lora import (
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, host_group, raise_together, sums_of_last_rank
-from rl_backends.readers import Head, Reader, has_language_model_head
+from rl_backends.rank_agreement import (
+    add_up,
+    host_group,
+    largest_on_any_rank,
+    raise_together,
+    sums_of_last_rank,
+    told_by_last_rank,
+)
+from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
 from rl_backends.reference import ReferenceModel, without_weights
-from rl_parallel_plans import NamedShard, named_shards
-
-__all__ = ["DTensorBackend"]
+from rl_parallel_plans import (
+    NamedShard,
+    get_logprobs_from_vocab_parallel_logits,
+    named_shards,
+    to_local_if_dtensor,
+)
+from rl_parallel_plans.dtensor import has_numbers
 
 
 def cast_to_master_weights(model: nn.Module) -> None:
@@ -371,6 +382,70 @@ class DTensorBackend(Backend):
     def _head(self) -> Head:
         """How logits are read, and by which kernel; ModelError without a language-model head."""
         return Head.of(self._skeleton, self.config.kernels)
+
+
+# ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.
+#
+# An architecture may do to its logits what no field of its configuration tells. One forward of a few tokens with the
+# model's own logits finds out, before anything is trained on numbers that are wrong.
+
+NUM_TOKENS = 8
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Nats. Rounding is far below; a scale that was missed is far above, unless all logits are near 0."""
+
+
+@torch.no_grad()
+def check_head(sharded: ShardedModel, head: Head) -> None:
+    """Compare on every rank; all must call it. Weights without numbers, as in a dry run, have nothing to compare.
+
+    Raises:
+        ModelError: on every rank; the model's own logits give other log-probabilities on one of them.
+    """
+    if not all(has_numbers(to_local_if_dtensor(parameter)) for parameter in sharded.model.parameters()):
+        return
+    shard, limits = sharded.sequence_shard, sharded.row_dealing.limits
+    length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
+    inputs = make_inputs(
+        ((torch.arange(length) * 7 + 3) % sharded.vocabulary_size)[None],
+        torch.tensor([length]),
+        torch.ones(1, length, dtype=torch.bool),
+        layout=limits.layout,
+        offset=0,  # at each token of this rank's own: how likely that token was to follow itself
+        shard=shard,
+    ).to(sharded.config.device)
+    ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
+    theirs = _from_logits(sharded, inputs)
+    sharded.reshard()
+    apart = largest_on_any_rank((ours - theirs).abs().max())
+    if apart > TOLERANCE[sharded.config.precision]:
+        raise ModelError(
+            f"{type(sharded.model).__qualname__} gives log-probabilities from its own logits that differ by "
+            f"{apart:.3g} nats from lm_head(hidden states) with logit_scale={head.logit_scale} and "
+            f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
+            f"architecture, or report this one"
+        )
+
+
+def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
+    def logp(model: Any, each: ModelInputs) -> Tensor:
+        logits = model(**each.as_arguments(), use_cache=False).logits
+        return get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
+
+    if sharded.pipeline is None:
+        return logp(sharded.model, inputs)
+    kept: list[Tensor] = []
+
+    def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+        found = logp(model, each)
+        if number == 0:
+            kept.append(found)
+        return found.sum()
+
+    sharded.run_pipeline([inputs], use, backward=False)
+    return told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)[0]
+
+
+# ---- What `explain` tells of the model.
 
 
 def ignored_settings(model: nn.Module, *, router_aux_loss_coef: float) -> list[str]:

@@ -9,8 +9,6 @@ from rl_backends.kernels import KernelsConfig
 from rl_backends.kernels.table import static_problems
 from rl_backends.lora.config import LoraConfig
 
-__all__ = ["DTensorConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorConfig:

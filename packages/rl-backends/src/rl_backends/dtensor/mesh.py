@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.rank_agreement import once_per_process_group
 
-__all__ = ["AXES", "axis_of", "make_mesh", "require_device", "rows_of", "sharding_axes", "sizes_of"]
-
 AXES = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")
 ROW_AXES = ("dp_replicate", "dp", "ep")
 """Axes each rank of which has rows of its own."""

@@ -50,8 +50,6 @@ from rl_parallel_plans import (
 from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.structure import retie, stacked_layers, tied_names
 
-__all__ = ["ShardedModel", "copy_of", "forget_pass"]
-
 METHOD = "read_hidden_states"
 """The method's name on the model. FSDP2 must know it, to gather parameters around it as it does around `forward`."""
 

@@ -24,8 +24,6 @@ from rl_backends.packing.enable import attention_modules
 if TYPE_CHECKING:
     from rl_backends.dtensor.config import DTensorConfig
 
-__all__ = ["KERNELS", "Kernel", "KernelsInUse", "Part", "apply_kernels", "register_kernel", "static_problems"]
-
 Part = Literal["attention", "loss", "norm", "rope", "mlp", "float8"]
 FLOAT8_CAPABILITY = (8, 9)
 

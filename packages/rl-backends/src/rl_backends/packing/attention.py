@@ -29,8 +29,6 @@ from torch.autograd.function import once_differentiable
 
 from rl_backends.errors import ModelError
 
-__all__ = ["AttentionKernel", "block_masks", "packed_attention", "padded_attention"]
-
 AttentionKernel = Literal["sdpa", "flex", "varlen", "flash"]
 
 LARGEST_HEAD = 256

@@ -17,8 +17,6 @@ from torch import nn
 from rl_backends.errors import ModelError
 from rl_backends.packing.attention import AttentionKernel, packed_attention, padded_attention
 
-__all__ = ["attention_modules", "enable_packing", "enable_padded_kernel"]
-
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "text_encoder")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
