@@ -150,8 +150,8 @@ class Offloader:
             self._handles += refuse_steps(optimizers, self.require)
         except BaseException:
             self._allow(wanted)
-            for part in wanted:
-                self._forget(part)
+            for store in self._stores_of(wanted):
+                store.clear()
             raise
         for part, storages in found.items():
             self._away[part] = storages
@@ -190,8 +190,9 @@ class Offloader:
             raise
         for part in found:
             del self._away[part]
-            self._forget(part)
-        self._allow(tuple(found))
+        for store in self._stores_of(found):
+            store.clear()
+        self._allow(found)
         report = self._report("onload", found, before=before, start=start, asked=parts)
         if not self._away:
             self._optimizers.clear()
@@ -246,11 +247,10 @@ class Offloader:
             self._stores[part] = HostStore(pinned=pinned) if self.directory is None else DiskStore(self.directory)
         return self._stores[part]
 
-    def _forget(self, part: Part) -> None:
-        if part in self._stores:
-            self._stores[part].clear()
+    def _stores_of(self, parts: Collection[Part]) -> "list[HostStore | DiskStore]":
+        return [store for part, store in self._stores.items() if part in parts]
 
-    def _allow(self, parts: Sequence[Part]) -> None:
+    def _allow(self, parts: Collection[Part]) -> None:
         if "weights" in parts:
             for module, name, parameter in self._replaced:
                 module._parameters[name] = parameter  # noqa: SLF001 - the inverse of put_placeholders
@@ -471,7 +471,12 @@ class DiskStore:
 
         folder = Path(tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory))
         self._delete = weakref.finalize(self, shutil.rmtree, str(folder), ignore_errors=True)
-        for number, group in enumerate(self._groups(pieces)):
+        groups: list[list[Tensor]] = [[]]
+        for piece in pieces:
+            if groups[-1] and sum(each.numel() for each in groups[-1]) + piece.numel() > self._file_bytes:
+                groups.append([])
+            groups[-1].append(piece)
+        for number, group in enumerate(groups):
             path = folder / f"{number}.safetensors"
             try:
                 save_file({str(index): piece.cpu() for index, piece in enumerate(group)}, path)
@@ -497,13 +502,3 @@ class DiskStore:
         if self._delete is not None:
             self._delete()
         self._delete, self._files = None, []
-
-    def _groups(self, pieces: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        group: list[Tensor] = []
-        for piece in pieces:
-            if group and sum(each.numel() for each in group) + piece.numel() > self._file_bytes:
-                yield group
-                group = []
-            group.append(piece)
-        if group:
-            yield group

@@ -108,10 +108,18 @@ def _of_conversion(conversion: Path, target: Path, arguments: argparse.Namespace
 
 
 def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, Any]:
+    from rl_backends.loading import load_tokenizer
+
+    tokenizer, files = None, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if arguments.tokenizer and any((source.folder / name).is_file() for name in files):
+        asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+        tokenizer = load_tokenizer(source.model_name, **asked)
+    elif arguments.tokenizer:
+        print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
     return {
         "dtype": None if arguments.dtype is None else getattr(torch, arguments.dtype),
         "max_shard_bytes": int(arguments.max_shard_gib * GIB),
-        "tokenizer": _tokenizer(source, arguments) if arguments.tokenizer else None,
+        "tokenizer": tokenizer,
     }
 
 
@@ -134,13 +142,3 @@ def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterat
             load({key: whole_tensor(tensor)}, storage_reader=reader, planner=ShardLoadPlanner())
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)
-
-
-def _tokenizer(source: "ModelSource", arguments: argparse.Namespace) -> Any:
-    from rl_backends.loading import load_tokenizer
-
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    if not any((source.folder / name).is_file() for name in names):
-        print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
-        return None
-    return load_tokenizer(source.model_name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rl_backends.dry_run.result import format_bytes
+from rl_backends.dry_run.explanation import format_bytes
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_backends.dry_run.result import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
+from rl_backends.dry_run.explanation import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of

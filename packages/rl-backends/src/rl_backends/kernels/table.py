@@ -160,7 +160,10 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
             assert kernel.op is not None, f"{kernel} has no op"
             lines.append(f"kernel of {part}: {kernel.name}, {kernel.is_what}, in {put(model, kernel.op)} {things}")
     lines.append(_apply_float8(model, config))
-    return KernelsInUse(attention=attention, windows=_windows(model) if attention == "flex" else (), lines=tuple(lines))
+    windows: set[int] = set()
+    if attention == "flex":
+        windows = {int(getattr(each, "sliding_window", None) or 0) for _, each in attention_modules(model)}
+    return KernelsInUse(attention=attention, windows=tuple(sorted(windows)), lines=tuple(lines))
 
 
 def _missing(kernel: Kernel) -> Iterator[str]:
@@ -202,11 +205,6 @@ def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[AttentionK
             return name, "; ".join([f"{name}, {kernel.is_what} (auto, packed rows on a GPU)", *passed_over])
         passed_over.append(f"not {name}: {', '.join(reasons)}")
     return "sdpa", "; ".join([f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto)", *passed_over])
-
-
-def _windows(model: nn.Module) -> tuple[int, ...]:
-    """Sliding windows of the model's attentions; 0 where one has none."""
-    return tuple(sorted({int(getattr(each, "sliding_window", None) or 0) for _, each in attention_modules(model)}))
 
 
 def _of_flash(model: nn.Module, config: "DTensorConfig", *, caps: bool) -> Iterator[str]:
