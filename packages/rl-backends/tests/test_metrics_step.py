@@ -12,7 +12,7 @@ from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits, cut_
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.metrics import ModelFlops, StepMeter, memory_by_category
 from rl_backends.metrics.flops import AttentionFlops, TokenFlops
-from rl_backends.metrics.step import work_of
+from rl_backends.metrics.step import Pass, work_of
 
 CPU = torch.device("cpu")
 FLOPS = ModelFlops(layers=TokenFlops(10.0, 20.0), head=TokenFlops(3.0, 6.0), attention=(AttentionFlops(None, 1.0),))
@@ -32,7 +32,8 @@ def cut_by_hand():
 
 def test_work_is_what_one_counts_by_hand():
     lengths, asked = torch.tensor([4, 2, 3]), torch.tensor([3, 1, 2])
-    work = work_of(cut_by_hand(), lengths=lengths, asked=asked, flops=FLOPS, layout="padded", token_multiple=4)
+    one = Pass(cut_by_hand(), lengths, asked)
+    work = work_of([one], flops=FLOPS, layout="padded", token_multiple=4)
     assert (work.tokens, work.tokens_read, work.asked_tokens) == (9, 16, 6)
     assert (work.microbatches, work.repeated_microbatches) == (2, 1)
     assert work.padding_share == 1 - 9 / 16
@@ -41,13 +42,13 @@ def test_work_is_what_one_counts_by_hand():
     assert work.rank_costs == (2 * read + 5 * 9, read + 9)
     assert work.load_balance == pytest.approx(2 * (2 * read + 45) / (3 * read + 54))
     assert work.hardware_flops == 4 * read + 7 * (9 + 3)  # logits are made twice, and one token in vain
-    again = work_of(
-        cut_by_hand(), lengths=lengths, asked=asked, flops=FLOPS, layout="padded", token_multiple=4, recomputed=True
-    )
+    again = work_of([one], flops=FLOPS, layout="padded", token_multiple=4, recomputed=True)
     assert again.hardware_flops == 4 * (4 * 40 + 4 * 10) + 7 * (9 + 3)
     assert again.model_flops == work.model_flops
-    assert (work + work).rank_costs == tuple(2 * cost for cost in work.rank_costs)
-    assert (work + work).load_balance == work.load_balance
+    twice = work_of([one, one], flops=FLOPS, layout="padded", token_multiple=4)
+    assert twice.rank_costs == tuple(2 * cost for cost in work.rank_costs)
+    assert twice.load_balance == work.load_balance
+    assert (twice.tokens, twice.microbatches) == (18, 4)
 
 
 @settings(max_examples=30, deadline=None)
@@ -65,7 +66,7 @@ def test_tokens_and_model_flops_do_not_depend_on_the_cut(world, lengths, rows, r
         tokens=torch.ones(len(lengths), 9, dtype=torch.int64), lengths=lengths, trainable=trainable, weight=lengths
     )
     cut = cut_all(examples, limits=MicrobatchLimits(rows=rows, layout=layout), num_ranks=ranks)
-    work = work_of(cut, lengths=lengths, asked=lengths - 1, flops=FLOPS, layout=layout)
+    work = work_of([Pass(cut, lengths, lengths - 1)], flops=FLOPS, layout=layout)
     assert work.tokens == int(lengths.sum())
     assert work.asked_tokens == int((lengths - 1).sum())
     assert work.model_flops == float(FLOPS.of_rows(lengths, lengths - 1).sum())

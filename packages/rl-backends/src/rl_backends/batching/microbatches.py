@@ -23,7 +23,7 @@ the model reads at a time, n asked tokens, k words. A unit is `rows_per_unit` co
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -34,7 +34,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.examples import BatchT, TokenBatch, check_examples, row_fields
 
 Groups = list[list[int]]
 
@@ -367,22 +367,6 @@ class Microbatch:
         return cut
 
 
-def row_fields(examples: TokenBatch) -> Collection[str]:
-    """The fields of more than one dim that are of rows and not of tokens, which `row_fields` of the class names."""
-    named: Collection[str] = getattr(examples, "row_fields", ())
-    return named
-
-
-def moved(examples: BatchT, *, device: str) -> BatchT:
-    """The same examples on `device`; themselves where they are there."""
-    instance = cast("Any", examples)
-    tensors = {field.name: getattr(instance, field.name) for field in fields(instance)}
-    if all(tensor.device.type == device for tensor in tensors.values()):
-        return examples
-    there: BatchT = replace(instance, **{name: tensor.to(device) for name, tensor in tensors.items()})
-    return there
-
-
 _TOKENS_AT_WHICH_ATTENTION_IS_HALF = 24576
 
 
@@ -407,9 +391,6 @@ def share_out(costs: Sequence[int], *, num_ranks: int) -> list[list[int]]:
     balanced = spread(order, costs, number=num_ranks, most_units=-(-len(order) // num_ranks))
     assert balanced is not None  # there is room for all units
     return min((balanced, dealt), key=lambda ranks: max(sum(costs[unit] for unit in units) for units in ranks))
-
-
-_ROWS_CHECKED_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,7 +431,7 @@ def cut_all(
         vocabulary_size: ids are below it; None does not look at them.
     """
     lengths: list[int] = examples.lengths.tolist()
-    check_examples(examples, lengths, limits, vocabulary_size=vocabulary_size)
+    check_examples(examples, lengths, most_rows=limits.rows, vocabulary_size=vocabulary_size)
     return cut_lengths(
         lengths,
         limits=limits,
@@ -508,73 +489,3 @@ def cut_lengths(
             rows = [each * unit + row for each in (own[index] if counted else [shortest]) for row in range(unit)]
             cut[-1].append(Microbatch(torch.tensor(rows), max(lengths[row] for row in rows), counted))
     return cut
-
-
-def check_examples(
-    examples: TokenBatch, lengths: list[int], limits: MicrobatchLimits, *, vocabulary_size: int | None
-) -> None:
-    """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `cut_all`.
-
-    lengths: `examples.lengths`, on the host.
-    """
-    if not lengths:
-        raise BatchError("the batch has no rows (B=0): there is nothing to compute; do not ask with an empty batch")
-    tokens, trainable = examples.tokens, examples.trainable
-    num_tokens = tokens.shape[1]
-    for row, length in enumerate(lengths):
-        if not 1 <= length <= num_tokens:
-            raise BatchError(
-                f"row {row} has length {length}, where tokens hold {num_tokens}: lengths must be from 1 to that; "
-                f"leave out rows without tokens"
-            )
-
-    # A field is cut along its tokens by what its class says of it: by its shape, one of [B, 16] would be cut where rows
-    # have 16 tokens, and nowhere else.
-    for field in fields(cast("Any", examples)):
-        shape = tuple(getattr(examples, field.name).shape)
-        if shape[:1] != (len(lengths),):
-            raise BatchError(f"{field.name} is {list(shape)}, and the batch has {len(lengths)} rows: give [B, ...]")
-        if len(shape) > 1 and shape[1] != num_tokens and field.name not in row_fields(examples):
-            raise BatchError(
-                f"{field.name} is {list(shape)}, and tokens are {[len(lengths), num_tokens]}: give a number for each "
-                f"token, or name the field in `row_fields: ClassVar = ({field.name!r},)` of "
-                f"{type(examples).__qualname__}, if it is of rows"
-            )
-
-    # Nothing precedes the first token to predict it from, and padding must not train. Rows of like length at a time:
-    # columns that are padding to all of them need no comparison.
-    if bool(trainable[:, 0].any()):
-        row = int(trainable[:, 0].int().argmax())
-        raise BatchError(f"row {row}: its first token is marked trainable, and nothing precedes it to predict it from")
-    of_rows = examples.lengths.to(trainable.device)
-    for rows in torch.split(of_rows.argsort(), _ROWS_CHECKED_AT_A_TIME):
-        shortest, longest = int(of_rows[rows[0]]), int(of_rows[rows[-1]])
-        padding = torch.arange(shortest, longest, device=of_rows.device) >= of_rows[rows, None]
-        if bool(trainable[rows, longest:].any()) or bool((trainable[rows, shortest:longest] & padding).any()):
-            beyond = torch.arange(num_tokens, device=of_rows.device) >= of_rows[rows, None]
-            within, column = (trainable[rows] & beyond).nonzero()[0].tolist()
-            row = int(rows[within])
-            raise BatchError(
-                f"row {row}: token {column} is marked trainable, and its length is {lengths[row]}: "
-                f"padding is nothing to train on"
-            )
-
-    unit = examples.rows_per_unit
-    if len(lengths) % unit:
-        raise BatchError(f"{len(lengths)} rows, of which {unit} belong together each: B must be a multiple of {unit}")
-    if unit > limits.rows:
-        raise BatchError(
-            f"{unit} rows belong together, and a microbatch holds {limits.rows}; micro_batch_size must be at "
-            f"least {unit}"
-        )
-
-    # Ids of tokens that are not padding; rows are looked at one by one only where some id is wrong.
-    if vocabulary_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary_size:
-        real = torch.arange(num_tokens, device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
-        wrong = (real & ((tokens < 0) | (tokens >= vocabulary_size))).nonzero()
-        if len(wrong):
-            row, column = wrong[0].tolist()
-            raise BatchError(
-                f"row {row}: token {column} has the id {int(tokens[row, column])}, and the model's ids are from 0 to "
-                f"{vocabulary_size - 1}: give the tokens of the model's own tokenizer"
-            )

@@ -36,6 +36,7 @@ from rl_backends.errors import ModelError
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.optimizers import table
 from rl_backends.reference import without_weights
 from rl_parallel_plans import as_json
 from rl_parallel_plans.forecast.report import PhasePeak
@@ -172,7 +173,7 @@ class DryRun:
         smallest = self.peak.num_bytes / 50
         return "\n".join(
             [
-                *aligned([[row[i] for i in used] for row in rows]),
+                *table([[row[i] for i in used] for row in rows], right=True),
                 "",
                 f"peak: {format_bytes(self.peak.num_bytes)} in {self.peak.name}; most of it:",
                 *(
@@ -198,15 +199,6 @@ def format_bytes(num_bytes: int) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.2f} {name}"
     return f"{num_bytes} B"
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Cells as lines: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        for row in rows
-    ]
 
 
 # ---- The whole explanation.
@@ -388,7 +380,7 @@ def _told(document: Mapping[str, Any], dry_run: DryRun) -> Iterator[str]:
             rows.append([name, each.axes, f"{each.ranks}", f"{each.count:,}", format_bytes(each.num_bytes)])
     if len(rows) > 1:
         yield "\nsent and received by each rank, of the whole tensors"
-        yield from aligned(rows)
+        yield from table(rows, right=True)
 
 
 def _count(elements: int) -> str:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from functools import partial
-from operator import add
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from rl_backends.batching.dealing import DealtRows, trainable_of
@@ -43,19 +42,25 @@ class StepOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class Pass:
     """Over all microbatches of a batch: what it did, and when."""
 
-    lengths: Tensor
-    asked: Tensor
     cut: Sequence[Sequence[Microbatch]]
-    start: Any
-    end: Any
+    """Microbatches of each data-parallel rank, as `cut_all` gives them."""
+    lengths: Int[Tensor, " B"]
+    """Tokens of each row of the batch that are not padding."""
+    asked: Shaped[Tensor, "B *T"]
+    """Which tokens something is wanted of, `[B, T]`, or of how many of each row, `[B]`."""
+    start: Any = None
+    end: Any = None
+
+
+# ---- What a step has to do: arithmetic on the host, since every rank knows the lengths of the whole batch and its cut.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """One optimizer step and the passes before it, of all ranks together unless said otherwise."""
+class Work:
+    """Of all ranks together, unless said otherwise."""
 
     tokens: int
     """Of rows, without padding."""
@@ -71,6 +76,83 @@ class StepMetrics:
     """That did not count."""
     load_balance: float
     """FLOPs of the most expensive rank over the mean of all: 1 is perfect."""
+    model_flops: float | None
+    """That the mathematics of the step needs; see `ModelFlops`."""
+    hardware_flops: float | None
+    """With padding, repetitions, and what is computed again in backward."""
+    rank_costs: tuple[float, ...]
+    """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
+    not known."""
+
+
+def work_of(
+    passes: Sequence[Pass],
+    *,
+    flops: ModelFlops | None,
+    layout: Layout,
+    token_multiple: int = 1,
+    recomputed: bool = False,
+) -> Work:
+    """Add up what `passes` make all ranks do.
+
+    Args:
+        passes: one or more, over the same ranks.
+        flops: what a token of the model costs; None where that is not known.
+        layout: whether rows are padded to the longest of their microbatch.
+        token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
+        recomputed: whether backward computes the layers again.
+    """
+    # Every row that is read, those of repeated microbatches again: its number among the rows of all passes, its rank.
+    microbatches, of_rank, numbers, num_rows = list[Microbatch](), list[int](), list[Tensor](), 0
+    for each in passes:
+        for rank, own in enumerate(each.cut):
+            microbatches += own
+            of_rank += [rank] * len(own)
+            numbers += [microbatch.rows + num_rows for microbatch in own]
+        num_rows += len(each.lengths)
+    counts = (each.asked.sum(dim=1, dtype=torch.int64) if each.asked.ndim > 1 else each.asked for each in passes)
+    lengths, asked = torch.cat([each.lengths.cpu() for each in passes]), torch.cat([count.cpu() for count in counts])
+    sizes, rows = torch.tensor([len(each.rows) for each in microbatches]), torch.cat(numbers)
+    counted = torch.tensor([each.counted for each in microbatches]).repeat_interleave(sizes)
+    ranks = torch.tensor(of_rank).repeat_interleave(sizes)
+
+    real, wanted = lengths[rows], asked[rows]
+    read = -(-real // token_multiple) * token_multiple
+    if layout == "padded":
+        widths = [-(-each.width // token_multiple) * token_multiple for each in microbatches]
+        read = torch.tensor(widths).repeat_interleave(sizes)
+    cost = read.double() if flops is None else flops.of_rows(read, wanted)
+    costs = torch.zeros(len(passes[0].cut), dtype=torch.float64).index_add_(0, ranks, cost * counted)
+    model_flops = hardware_flops = None
+    if flops is not None:
+        model_flops = float((flops.of_rows(real, wanted) * counted).sum())
+        # The head makes its logits a second time in backward always; the layers only where they are checkpointed.
+        if recomputed:
+            hardware_flops = float(flops.of_rows(read, wanted, recomputed=True).sum())
+        else:
+            hardware_flops = float(cost.sum()) + float(wanted.sum()) * flops.head.forward
+    tokens, tokens_read, total = int((real * counted).sum()), int(read.sum()), float(costs.sum())
+    return Work(
+        tokens=tokens,
+        tokens_read=tokens_read,
+        padding_share=1.0 - tokens / tokens_read,
+        asked_tokens=int((wanted * counted).sum()),
+        microbatches=sum(max(map(len, each.cut)) for each in passes),
+        repeated_microbatches=sum(not each.counted for each in microbatches),
+        load_balance=float(costs.max()) * len(costs) / total,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        rank_costs=tuple(costs.tolist()),
+    )
+
+
+# ---- The figures of a step.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics(Work):
+    """One optimizer step and the passes before it, of all ranks together unless said otherwise."""
+
     forward_backward_s: float
     """Seconds in `forward_backward`."""
     optim_s: float
@@ -79,10 +161,6 @@ class StepMetrics:
     """Real tokens over the seconds of both."""
     tokens_per_s_per_rank: float
     """The same, divided by all ranks of the run."""
-    model_flops: float | None
-    """That the mathematics of the step needs; see `ModelFlops`."""
-    hardware_flops: float | None
-    """With padding, repetitions, and what is computed again in backward."""
     flops_per_s_per_rank: float | None
     """Model FLOPs a second, of one rank."""
     mfu: float | None
@@ -137,95 +215,6 @@ class StepMetrics:
         )
 
 
-# ---- What a step has to do: arithmetic on the host, since every rank knows the lengths of the whole batch and its cut.
-#
-# Axes: B rows of the batch, T tokens, R rows that are read (those of repeated microbatches again).
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Of all ranks together, unless said otherwise; the names are those of `StepMetrics`."""
-
-    tokens: int
-    tokens_read: int
-    asked_tokens: int
-    microbatches: int
-    repeated_microbatches: int
-    model_flops: float | None
-    hardware_flops: float | None
-    rank_costs: tuple[float, ...]
-    """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
-    not known."""
-
-    def __add__(self, other: "Work") -> "Work":
-        def added(a: Any, b: Any) -> Any:
-            if a is None or b is None:
-                return None
-            return tuple(map(add, a, b)) if isinstance(a, tuple) else a + b
-
-        return Work(**{each.name: added(getattr(self, each.name), getattr(other, each.name)) for each in fields(Work)})
-
-    @property
-    def padding_share(self) -> float:
-        """Of the tokens that are read, those that no row has."""
-        return 1.0 - self.tokens / self.tokens_read if self.tokens_read else 0.0
-
-    @property
-    def load_balance(self) -> float:
-        """The most expensive rank over the mean: 1 is perfect, 2 leaves half of the machine waiting."""
-        total = sum(self.rank_costs)
-        return max(self.rank_costs) * len(self.rank_costs) / total if total else 1.0
-
-
-def work_of(
-    cut: Sequence[Sequence[Microbatch]],
-    *,
-    lengths: Int[Tensor, " B"],
-    asked: Int[Tensor, " B"],
-    flops: ModelFlops | None,
-    layout: Layout,
-    token_multiple: int = 1,
-    recomputed: bool = False,
-) -> Work:
-    """Add up what `cut` makes all ranks do.
-
-    Args:
-        cut: microbatches of each data-parallel rank, as `cut_all` gives them.
-        lengths: tokens of each row of the batch that are not padding.
-        asked: tokens of each row that something is wanted of.
-        flops: what a token of the model costs; None where that is not known.
-        layout: whether rows are padded to the longest of their microbatch.
-        token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
-        recomputed: whether backward computes the layers again.
-    """
-    microbatches = [each for rank in cut for each in rank]
-    sizes = torch.tensor([len(each.rows) for each in microbatches])
-    rows = torch.cat([each.rows for each in microbatches]) if microbatches else torch.zeros(0, dtype=torch.int64)
-    counted = torch.tensor([each.counted for each in microbatches]).repeat_interleave(sizes)
-    rank = torch.tensor([r for r, each in enumerate(cut) for _ in each]).repeat_interleave(sizes)
-    real, wanted = lengths[rows], asked[rows]
-    read = -(-real // token_multiple) * token_multiple
-    if layout == "padded":
-        widths = [-(-each.width // token_multiple) * token_multiple for each in microbatches]
-        read = torch.tensor(widths).repeat_interleave(sizes)
-    cost = read.double() if flops is None else flops.of_rows(read, wanted)
-    costs = torch.zeros(len(cut), dtype=torch.float64).index_add_(0, rank, cost * counted)
-    # The head makes its logits a second time in backward always; the layers only where they are checkpointed.
-    again = 0.0 if flops is None else float(wanted.sum()) * flops.head.forward * (not recomputed)
-    return Work(
-        tokens=int((real * counted).sum()),
-        tokens_read=int(read.sum()),
-        asked_tokens=int((wanted * counted).sum()),
-        microbatches=max(map(len, cut), default=0),
-        repeated_microbatches=sum(not each.counted for each in microbatches),
-        model_flops=None if flops is None else float((flops.of_rows(real, wanted) * counted).sum()),
-        hardware_flops=None
-        if flops is None
-        else float((flops.of_rows(read, wanted, recomputed=True) if recomputed else cost).sum()) + again,
-        rank_costs=tuple(costs.tolist()),
-    )
-
-
 # ---- The meter.
 
 
@@ -248,7 +237,7 @@ class StepMeter:
     """Of one device, in the dtype of the computation; None where it is not known."""
     memory: Callable[[], MemoryUse] | None = None
     """What takes the account of memory, when metrics are asked for."""
-    _passes: list[_Pass] = field(default_factory=list, init=False)
+    _passes: list[Pass] = field(default_factory=list, init=False)
     _pending: Callable[[], StepMetrics] | None = field(default=None, init=False)
     """Computes the figures of the last step, when they are asked for."""
     _metrics: StepMetrics | None = field(default=None, init=False)
@@ -283,7 +272,7 @@ class StepMeter:
             self._passes.clear()
             raise
         wanted = trainable_of(examples) if asked is None else asked
-        self._passes.append(_Pass(examples.lengths, wanted, cut, start, self._now()))
+        self._passes.append(Pass(cut, examples.lengths, wanted, start, self._now()))
 
     @contextmanager
     def optim_step(self) -> Iterator[StepOutcome]:
@@ -334,22 +323,15 @@ class StepMeter:
         return event
 
     def _figures(
-        self, passes: Sequence[_Pass], outcome: StepOutcome, *, optim: tuple[Any, Any], **known: Any
+        self, passes: Sequence[Pass], outcome: StepOutcome, *, optim: tuple[Any, Any], **known: Any
     ) -> StepMetrics:
-        work: Work | None = None
-        for each in passes:
-            asked = each.asked.sum(dim=1, dtype=torch.int32) if each.asked.ndim > 1 else each.asked
-            of_pass = work_of(
-                each.cut,
-                lengths=each.lengths.cpu(),
-                asked=asked.cpu(),
-                flops=self.flops if isinstance(self.flops, ModelFlops) else None,
-                layout=self.layout,
-                token_multiple=self.token_multiple,
-                recomputed=self.recomputed,
-            )
-            work = of_pass if work is None else work + of_pass
-        assert work is not None
+        work = work_of(
+            passes,
+            flops=self.flops if isinstance(self.flops, ModelFlops) else None,
+            layout=self.layout,
+            token_multiple=self.token_multiple,
+            recomputed=self.recomputed,
+        )
         unknown = None
         if isinstance(self.flops, ModelError):
             unknown = f"unknown: {self.flops}"
@@ -360,9 +342,7 @@ class StepMeter:
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
         hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self.num_ranks
         return StepMetrics(
-            **{each.name: getattr(work, each.name) for each in fields(Work) if each.name != "rank_costs"},
-            padding_share=work.padding_share,
-            load_balance=work.load_balance,
+            **{each.name: getattr(work, each.name) for each in fields(Work)},
             forward_backward_s=passed,
             optim_s=optim_s,
             tokens_per_s=work.tokens / seconds,
