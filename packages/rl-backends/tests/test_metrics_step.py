@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits, cut_all
+from rl_backends.batching.dealing import RowDealing
+from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.metrics import ModelFlops, StepMeter, memory_by_category
 from rl_backends.metrics.flops import AttentionFlops, TokenFlops
@@ -65,7 +66,7 @@ def test_tokens_and_model_flops_do_not_depend_on_the_cut(world, lengths, rows, r
     examples = world.Examples(
         tokens=torch.ones(len(lengths), 9, dtype=torch.int64), lengths=lengths, trainable=trainable, weight=lengths
     )
-    cut = cut_all(examples, limits=MicrobatchLimits(rows=rows, layout=layout), num_ranks=ranks)
+    cut = RowDealing(rank=0, limits=MicrobatchLimits(rows=rows, layout=layout), num_ranks=ranks).cut(examples)
     work = work_of([Pass(cut, lengths, lengths - 1)], flops=FLOPS, layout=layout)
     assert work.tokens == int(lengths.sum())
     assert work.asked_tokens == int((lengths - 1).sum())
@@ -81,7 +82,7 @@ def test_tokens_and_model_flops_do_not_depend_on_the_cut(world, lengths, rows, r
 
 def test_a_meter_gives_the_figures_of_a_step(world):
     examples = world.make_examples(rows=4)
-    cut = cut_all(examples, limits=MicrobatchLimits(rows=2), num_ranks=2)
+    cut = RowDealing(rank=0, limits=MicrobatchLimits(rows=2), num_ranks=2).cut(examples)
     measured = meter(num_ranks=4, peak_flops_per_s=1e9)
     assert measured.metrics() is None
     with measured.forward_backward(examples, cut):
@@ -110,7 +111,7 @@ def test_a_meter_gives_the_figures_of_a_step(world):
 
 def test_mfu_is_unknown_by_name_and_never_guessed(world):
     examples = world.make_examples(rows=2)
-    cut = cut_all(examples, limits=MicrobatchLimits(), num_ranks=1)
+    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
     reasons = []
     for flops in (FLOPS, ModelError("Odd holds experts")):
         measured = StepMeter(flops, device=CPU, num_ranks=1)
@@ -135,7 +136,7 @@ def test_mfu_is_unknown_by_name_and_never_guessed(world):
 
 def test_a_failed_pass_is_forgotten_and_a_skipped_step_is_counted(world):
     examples = world.make_examples(rows=2)
-    cut = cut_all(examples, limits=MicrobatchLimits(), num_ranks=1)
+    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
     measured = meter()
     with measured.forward_backward(examples, cut):
         pass
@@ -162,7 +163,7 @@ def test_a_failed_pass_is_forgotten_and_a_skipped_step_is_counted(world):
 def test_asked_tokens_may_be_given(world):
     examples = world.make_examples(rows=3)
     measured = meter()
-    cut = cut_all(examples, limits=MicrobatchLimits(), num_ranks=1)
+    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
     with measured.forward_backward(examples, cut, asked=torch.ones(3, dtype=torch.int64)):
         pass
     with measured.optim_step():
@@ -200,7 +201,7 @@ def test_resident_memory_is_that_of_the_process(world):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="seconds by events, and the allocator, need a GPU")
 def test_on_a_gpu_seconds_are_those_of_its_stream(world):
     examples = world.make_examples(rows=2)
-    cut = cut_all(examples, limits=MicrobatchLimits(), num_ranks=1)
+    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
     device = torch.device("cuda")
     big = torch.ones(4096, 4096, device=device)
     model = torch.nn.Linear(8, 8, device=device)

@@ -92,8 +92,8 @@ def moved(examples: BatchT, *, device: str) -> BatchT:
 _ROWS_CHECKED_AT_A_TIME = 256
 
 
-def check_examples(examples: TokenBatch, lengths: list[int], *, most_rows: int, vocabulary_size: int | None) -> None:
-    """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `cut_all`.
+def check_examples(examples: TokenBatch, lengths: list[int], *, most_rows: int, vocabulary_size: int) -> None:
+    """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `RowDealing.cut`.
 
     lengths: `examples.lengths`, on the host.
     most_rows: of a microbatch.
@@ -149,7 +149,7 @@ def check_examples(examples: TokenBatch, lengths: list[int], *, most_rows: int, 
         )
 
     # Ids of tokens that are not padding; rows are looked at one by one only where some id is wrong.
-    if vocabulary_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary_size:
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary_size:
         real = torch.arange(num_tokens, device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
         wrong = (real & ((tokens < 0) | (tokens >= vocabulary_size))).nonzero()
         if len(wrong):

@@ -1,10 +1,4 @@
-"""Cut the examples of a step over ranks and microbatches, and make the model inputs of each.
-
-`cut_all` gives every rank equally many microbatches, because the collectives of a sharded model must be entered by all
-ranks equally often: a rank with too few rows repeats the shortest one of the batch and does not count it. First as few
-microbatches as the bounds allow; then, of as many as all ranks must have, alike ones, because the largest decides the
-memory of a step. Every rank computes the whole cut from the same lengths and takes its own part: ties go by index, and
-costs are integers.
+"""Microbatches of the rows of a step, of like size, and the model inputs of each. `RowDealing.cut` makes them.
 
 `make_inputs` lays the b rows of a microbatch, of which the longest has w tokens, out in one of two layouts:
 
@@ -25,7 +19,6 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -33,8 +26,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch, check_examples, row_fields
+from rl_backends.examples import BatchT, row_fields
 
 Groups = list[list[int]]
 
@@ -411,81 +403,3 @@ class MicrobatchLimits:
             raise ValueError(f"rows={self.rows} must be >= 1")
         if self.tokens is not None and self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be >= 1, or None for no bound")
-
-
-def cut_all(
-    examples: TokenBatch,
-    *,
-    limits: MicrobatchLimits,
-    num_ranks: int,
-    token_multiple: int = 1,
-    vocabulary_size: int | None = None,
-) -> list[list[Microbatch]]:
-    """The microbatches of each rank, equally many, those with most tokens first.
-
-    Args:
-        examples: the whole batch.
-        limits: of one microbatch.
-        num_ranks: data-parallel ranks.
-        token_multiple: what a row's tokens are rounded up to: 2 · ranks under context parallelism.
-        vocabulary_size: ids are below it; None does not look at them.
-    """
-    lengths: list[int] = examples.lengths.tolist()
-    check_examples(examples, lengths, most_rows=limits.rows, vocabulary_size=vocabulary_size)
-    return cut_lengths(
-        lengths,
-        limits=limits,
-        num_ranks=num_ranks,
-        token_multiple=token_multiple,
-        rows_per_unit=examples.rows_per_unit,
-    )
-
-
-def cut_lengths(
-    lengths: Sequence[int], *, limits: MicrobatchLimits, num_ranks: int, token_multiple: int = 1, rows_per_unit: int = 1
-) -> list[list[Microbatch]]:
-    """The same of rows of which nothing is known but their `lengths`."""
-    # Tokens that the model reads of each unit, where it is alone in a microbatch.
-    unit, packed = rows_per_unit, limits.layout == "packed"
-    units = [lengths[start : start + unit] for start in range(0, len(lengths), unit)]
-    if packed:
-        tokens = [sum(token_multiple * -(-length // token_multiple) for length in rows) for rows in units]
-    else:
-        tokens = [unit * token_multiple * -(-max(rows) // token_multiple) for rows in units]
-    if limits.tokens is not None and max(tokens) > limits.tokens:
-        worst = max(range(len(tokens)), key=tokens.__getitem__)
-        row = max(range(worst * unit, (worst + 1) * unit), key=lengths.__getitem__)
-        together = "" if unit == 1 else f", and the {unit} rows that belong together"
-        raise BatchError(
-            f"row {row} has {lengths[row]} tokens{together}: {tokens[worst]} as the model reads them, more than "
-            f"micro_batch_tokens={limits.tokens}; raise it to {tokens[worst]}, or shorten the row"
-        )
-
-    # The units of each rank, dealt by what they cost; one rank has them all.
-    shares = [list(range(len(units)))]
-    if num_ranks > 1:
-        shares = share_out([sum(map(row_cost, rows)) for rows in units], num_ranks=num_ranks)
-    for share in shares:
-        share.sort()
-        share.sort(key=tokens.__getitem__, reverse=True)  # stable: ties stay in the order of the batch
-
-    # As few microbatches as the bounds allow, then as many on every rank as on the one that needs most.
-    groups = packed_groups if packed else padded_groups
-    group = partial(groups, tokens=tokens, most_units=limits.rows // unit, most_tokens=limits.tokens)
-    ranks = [group(share) for share in shares]
-    number = max(limits.fewest, *map(len, ranks))
-    ranks = [
-        own if len(own) == number else group(share, number=number) for share, own in zip(shares, ranks, strict=True)
-    ]
-    number = max(limits.fewest, *map(len, ranks))
-
-    # A rank with fewer repeats the shortest unit, uncounted.
-    shortest = min(range(len(units)), key=lambda index: (tokens[index], index))
-    cut: list[list[Microbatch]] = []
-    for own in ranks:
-        cut.append([])
-        for index in range(number):
-            counted = index < len(own)
-            rows = [each * unit + row for each in (own[index] if counted else [shortest]) for row in range(unit)]
-            cut[-1].append(Microbatch(torch.tensor(rows), max(lengths[row] for row in rows), counted))
-    return cut

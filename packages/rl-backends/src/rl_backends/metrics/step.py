@@ -46,7 +46,7 @@ class Pass:
     """Over all microbatches of a batch: what it did, and when."""
 
     cut: Sequence[Sequence[Microbatch]]
-    """Microbatches of each data-parallel rank, as `cut_all` gives them."""
+    """Microbatches of each data-parallel rank, as `RowDealing.cut` gives them."""
     lengths: Int[Tensor, " B"]
     """Tokens of each row of the batch that are not padding."""
     asked: Shaped[Tensor, "B *T"]
@@ -139,7 +139,7 @@ def work_of(
         asked_tokens=int((wanted * counted).sum()),
         microbatches=sum(max(map(len, each.cut)) for each in passes),
         repeated_microbatches=sum(not each.counted for each in microbatches),
-        load_balance=float(costs.max()) * len(costs) / total,
+        load_balance=float(costs.max()) * len(costs) / total if total else 1.0,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
         rank_costs=tuple(costs.tolist()),
