@@ -358,7 +358,12 @@ def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
     if loaded.keys() != weights.keys():
         missing = sorted(loaded.keys() ^ weights.keys())
         return Check(name=name, difference=NOT_A_NUMBER, where=", ".join(missing[:3]), holds=False)
-    differing = [key for key, tensor in weights.items() if not _same_bits(tensor, loaded[key])]
+    pairs = {key: (tensor, loaded[key]) for key, tensor in weights.items()}
+    differing = [
+        key
+        for key, (left, right) in pairs.items()
+        if not (torch.equal(left, right) and torch.equal(left.signbit(), right.signbit()))  # 0.0 equals -0.0
+    ]
     apart = max((_apart(loaded[key], weights[key]) for key in differing), default=0.0)
     return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)
 
@@ -368,7 +373,3 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right) and torch.equal(left.signbit(), right.signbit())  # 0.0 equals -0.0

@@ -7,7 +7,7 @@ Exit codes: 0 explained, and within `--device-memory-gib` where that was given; 
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config, one_of
 from rl_backends.optimizers import OptimizerConfig
@@ -46,7 +46,31 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain, and return the exit code."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
         raise ValueError(f"--device-memory-gib must be above 0; got {given}")
-    text, document, peak = (_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
+    from rl_backends.dry_run.explanation import explain, skeleton_of
+
+    source = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+    if arguments.backend == "megatron":
+        from rl_backends.commands.megatron_layout import describe_layout
+
+        skeleton = skeleton_of(arguments.model, **source)
+        text, document, peak = describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
+    else:
+        from rl_backends.lora import LoraConfig
+
+        rank, name = arguments.lora_rank, arguments.optimizer
+        explanation = explain(
+            arguments.model,
+            chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank)),
+            world_size=arguments.ranks,
+            optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
+            rows=arguments.rows,
+            length=arguments.length,
+            reference=arguments.reference or arguments.offload_reference,
+            offload_reference=arguments.offload_reference,
+            **source,
+        )
+        text, document = explanation.text(plan=not arguments.no_plan), dict(explanation.document)
+        peak = explanation.dry_run.peak.num_bytes
     print(text)
     holds = given is None or peak <= given * GIB
     if given is not None:
@@ -54,31 +78,3 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**document, "holds": holds}, allow_nan=False))
     return 0 if holds else 1
-
-
-def _megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.commands.megatron_layout import describe_layout
-    from rl_backends.dry_run.explanation import skeleton_of
-
-    skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
-    return describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
-
-
-def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.dry_run.explanation import explain
-    from rl_backends.lora import LoraConfig
-
-    rank, name = arguments.lora_rank, arguments.optimizer
-    explanation = explain(
-        arguments.model,
-        chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank)),
-        world_size=arguments.ranks,
-        optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
-        rows=arguments.rows,
-        length=arguments.length,
-        reference=arguments.reference or arguments.offload_reference,
-        offload_reference=arguments.offload_reference,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes

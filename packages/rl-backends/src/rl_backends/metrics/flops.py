@@ -155,7 +155,11 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 def matmul_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Each parameter that tokens are multiplied with, and the share of it that one token meets."""
-    shares = _shares_in_lists(module)
+    shares: dict[int, float] = {}  # of each module inside a list of experts
+    for path, each in module.named_modules():
+        if isinstance(each, nn.ModuleList) and path.rpartition(".")[2] == "experts":
+            share = _chosen(module, path) / len(each)
+            shares |= {id(part): share for expert in each for part in expert.modules()}
     for path, each in module.named_modules():
         if isinstance(each, nn.Embedding):
             continue
@@ -178,16 +182,6 @@ def attention_widths(decoder: nn.Module, hidden_size: int) -> Counter[tuple[int 
         if isinstance(getattr(module, "is_causal", None), bool):
             layers[_window(module), _width(module, path, hidden_size)] += 1
     return layers
-
-
-def _shares_in_lists(module: nn.Module) -> dict[int, float]:
-    """By identity of each module inside a list of experts: the share of its list that a token meets."""
-    shares: dict[int, float] = {}
-    for path, each in module.named_modules():
-        if isinstance(each, nn.ModuleList) and path.rpartition(".")[2] == "experts":
-            share = _chosen(module, path) / len(each)
-            shares |= {id(part): share for expert in each for part in expert.modules()}
-    return shares
 
 
 def _chosen(root: nn.Module, path: str) -> int:

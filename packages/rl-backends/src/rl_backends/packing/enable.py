@@ -175,14 +175,14 @@ def _layer(place: str, layer: nn.Module) -> Iterator[str]:
             yield f"{part} is a convolution over tokens, whose window reaches into the row before"
         elif name in _MIXERS:
             yield f"{part} mixes tokens beside attention"
-        if found := _MIXING_CALLS.search(_source(module)):
+        if found := _MIXING_CALLS.search(source_of(type(module).forward)):
             yield f"{part} calls {found[0]}...) in its forward, which may reach into the row before"
     for path, attention in attentions:
         yield from _attention(f"{where}.{_collapsed(path)} ({type(attention).__name__})", attention)
 
 
 def _attention(part: str, attention: nn.Module) -> Iterator[str]:
-    source, config = _source(attention), getattr(attention, "config", None)
+    source, config = source_of(type(attention).forward), getattr(attention, "config", None)
     if not attention.is_causal:
         yield f"{part} is not causal"
     if "ALL_ATTENTION_FUNCTIONS" not in source or not hasattr(config, "_attn_implementation"):
@@ -206,12 +206,13 @@ def _hands_on_kwargs(module: nn.Module) -> bool:
     """Whether its forward takes what it does not know by name, and gives it to something."""
     forward = inspect.unwrap(type(module).forward)
     names = [each.name for each in inspect.signature(forward).parameters.values() if each.kind is each.VAR_KEYWORD]
-    return bool(names) and len(re.findall(rf"\*\*{names[0]}\b", _source(module))) > 1
+    return bool(names) and len(re.findall(rf"\*\*{names[0]}\b", source_of(type(module).forward))) > 1
 
 
-def _source(module: nn.Module) -> str:
+def source_of(thing: Any) -> str:
+    """The source of a class or function; empty where there is none."""
     try:
-        return inspect.getsource(inspect.unwrap(type(module).forward))
+        return inspect.getsource(inspect.unwrap(thing))
     except (OSError, TypeError):
         return ""
 
