@@ -782,8 +782,8 @@ class Backend(ABC):
 
     @cached_property
     def _head(self) -> Head:
-        """How logits are read; ModelError without a language-model head."""
-        return Head.of(self._skeleton)
+        """How logits are read, and by which kernel; ModelError without a language-model head."""
+        return Head.of(self._skeleton, getattr(self.config, "kernels", None))  # Megatron has no choice of kernels
 
 
 def asked_of(rows: TokenBatch, output: Output) -> tuple[Tensor, int, Tensor | None]:

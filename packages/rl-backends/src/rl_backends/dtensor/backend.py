@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -377,11 +377,6 @@ class DTensorBackend(Backend):
 
     def _release(self) -> None:
         self._distributed.close()
-
-    @cached_property
-    def _head(self) -> Head:
-        """How logits are read, and by which kernel; ModelError without a language-model head."""
-        return Head.of(self._skeleton, self.config.kernels)
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.

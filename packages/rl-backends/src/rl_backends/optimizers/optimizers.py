@@ -102,7 +102,19 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
         )
     optimizers: list[tuple[torch.optim.Optimizer, float]] = []
     if by_muon:
-        optimizers.append((_make_muon(by_muon, config), 1.0))
+        from rl_backends.optimizers.muon import Muon
+
+        pairs = [pair for group in by_muon for pair in zip(group.parameters, group.row_dims, strict=True)]
+        muon = Muon(
+            _as_torch_has_them(by_muon, config),
+            row_dims={id(parameter): dim for parameter, dim in pairs if dim is not None},
+            lr=config.lr,
+            momentum=config.muon.momentum,
+            nesterov=config.muon.nesterov,
+            adjust_lr_fn=config.muon.adjust_lr_fn,
+            dtype=getattr(torch, config.muon.dtype),
+        )
+        optimizers.append((muon, 1.0))
     if by_adamw:
         ratio = config.muon.adamw_lr_ratio if config.name == "muon" else 1.0
         optimizers.append((_make_adamw(by_adamw, config, lr=config.lr * ratio), ratio))
@@ -234,25 +246,6 @@ def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _make_muon(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
-    from rl_backends.optimizers.muon import Muon
-
-    return Muon(
-        _as_torch_has_them(groups, config),
-        row_dims={
-            id(parameter): dim
-            for group in groups
-            for parameter, dim in zip(group.parameters, group.row_dims, strict=True)
-            if dim is not None
-        },
-        lr=config.lr,
-        momentum=config.muon.momentum,
-        nesterov=config.muon.nesterov,
-        adjust_lr_fn=config.muon.adjust_lr_fn,
-        dtype=getattr(torch, config.muon.dtype),
-    )
 
 
 def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr: float) -> torch.optim.Optimizer:
