@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
 from rl_backends.kernels.layers import float8_linears, replace_mlps, replace_norms, replace_rope
 from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
@@ -109,21 +110,16 @@ class KernelsInUse:
     lines: tuple[str, ...]
     """One for each part, for `explain`."""
 
-    def arguments(self, *, row_lengths: tuple[int, ...] | None, cu_seq_lens: Tensor | None) -> dict[str, Any]:
-        """What attention is handed beside what every decoder takes, once for all layers, so that none of them waits.
-
-        row_lengths: tokens of each packed row; None where rows are padded.
-        cu_seq_lens: int32 on the device, where each row begins, and the end of the last.
-        """
-        if row_lengths is None or cu_seq_lens is None:
+    def arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        """What attention is handed beside what every decoder takes, once for all layers, so that none of them waits."""
+        starts, lengths = inputs.cu_seq_lens, inputs.row_lengths
+        if lengths is None or starts is None:
             return {}
         if self.attention == "flex":
             from rl_backends.packing import block_masks
 
-            return {"block_masks": block_masks(cu_seq_lens, num_tokens=sum(row_lengths), windows=self.windows)}
-        if self.attention == "sdpa" and cu_seq_lens.device.type != "cpu":
-            return {"row_lengths": row_lengths}
-        return {}
+            return {"block_masks": block_masks(starts, num_tokens=sum(lengths), windows=self.windows)}
+        return {"row_lengths": lengths} if self.attention == "sdpa" and starts.device.type != "cpu" else {}
 
 
 def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
