@@ -206,14 +206,8 @@ def meet_at(
     of them. The environment variables are set that torchrun sets.
     """
     ip, port = address
-    names: dict[str, int | str] = {
-        "RANK": rank,
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": num_local_ranks,
-    }
-    names |= {"MASTER_ADDR": ip, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": num_local_ranks}
+    os.environ.update({name: str(value) for name, value in {**ranks, "MASTER_ADDR": ip, "MASTER_PORT": port}.items()})
     if ip == "127.0.0.1":  # one node: its ranks need not be reached from outside
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
