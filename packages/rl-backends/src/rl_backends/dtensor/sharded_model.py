@@ -172,14 +172,16 @@ class ShardedModel(DistributedModel):
             self._forward([inputs], reader, shapes=[shape], keep=lambda _, read: kept.extend(read))
             return tuple(told_by_last_rank(kept, self.pipeline.group, device=self.pipeline.device))
         call = getattr(self.model, METHOD)
-        read: tuple[Tensor, ...] = call(inputs, reader, shape=shape, hints=self.kernels.arguments(inputs))
+        hints = self.kernels.arguments(inputs)
+        read: tuple[Tensor, ...] = call(inputs, reader, num_places=shape[0] * shape[1], hints=hints)
         if self._context is not None:
             # Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own.
             from torch.distributed.tensor import DTensor, Partial, Replicate
 
             partial_sums = [DTensor.from_local(each, self._context, [Partial()], run_check=False) for each in read]
             read = tuple(each.redistribute(placements=[Replicate()]).to_local() for each in partial_sums)
-        return read
+        # Out here: of a view that a module under FSDP2 returns, hooks may be dropped.
+        return tuple(each.view(*shape, *each.shape[1:]) for each in read)
 
     def run_pipeline(
         self,
@@ -206,7 +208,9 @@ class ShardedModel(DistributedModel):
         self, model: Any, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
     ) -> tuple[Tensor, ...]:
         """As `read`, inside of `run_pipeline`; differentiable."""
-        return _read(model, inputs, reader, shape=shape, hints=self.kernels.arguments(inputs))
+        hints = self.kernels.arguments(inputs)
+        read = _read(model, inputs, reader, num_places=shape[0] * shape[1], hints=hints)
+        return tuple(each.view(*shape, *each.shape[1:]) for each in read)
 
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
         if self.pipeline is None:
@@ -279,9 +283,9 @@ def take_weights(model: nn.Module) -> Callable[[nn.Module], object]:
 
 
 def _read(
-    model: Any, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int], hints: dict[str, Any]
+    model: Any, inputs: ModelInputs, reader: Reader, *, num_places: int, hints: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """What the reader reads, each in its place of [*shape, ...].
+    """What the reader reads, each in its place of [num_places, ...].
 
     Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
     """
@@ -289,11 +293,7 @@ def _read(
     hidden = decoder(**inputs.as_arguments(), **hints, use_cache=False).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     several = (read,) if isinstance(read, Tensor) else read
-    places = math.prod(shape)
-    return tuple(
-        each.new_zeros(places, *each.shape[1:]).index_copy(0, inputs.into, each).view(*shape, *each.shape[1:])
-        for each in several
-    )
+    return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> nn.Module:
