@@ -36,11 +36,11 @@ from rl_backends.batching.microbatches import (
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
 from rl_backends.choices import require_temperature
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.errors import BatchError
+from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
+from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
@@ -757,8 +757,13 @@ class Backend(ABC):
     def _make_meter(self, *, recomputed: bool) -> StepMeter:
         """The meter of this backend's steps; `recomputed` tells whether backward computes every layer again."""
         device, config = torch.device(self.config.device), self.config
-        return StepMeter.of(
-            self._skeleton,
+        flops: ModelFlops | ModelError
+        try:
+            flops = ModelFlops.of(self._skeleton)
+        except ModelError as error:  # its modules do not tell, and metrics say so
+            flops = error
+        return StepMeter(
+            flops,
             device=device,
             num_ranks=dist.get_world_size(),
             layout="packed" if config.sequence_packing else "padded",

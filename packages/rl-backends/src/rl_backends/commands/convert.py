@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from rl_backends.commands.flags import add_common_flags
 from rl_backends.errors import MissingDependencyError
 from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpoint_dir
 
@@ -20,12 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     where = explain_megatron_checkpoint_dir().replace("%", "%%")
     parser.add_argument("--dir", metavar="FOLDER", help=f"where conversions lie (default: {where})")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    add_common_flags(parser)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each matrix")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="ranks that share the layers")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share the experts")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
 def run(arguments: argparse.Namespace) -> int:

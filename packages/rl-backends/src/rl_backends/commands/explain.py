@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     backend = add_model_arguments(parser, given)
     group = parser.add_argument_group("answer")
     group.add_argument("--device-memory-gib", type=float, metavar="X", help="of one device: exit 1 if it does not fit")
-    group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
     if backend == "megatron":
         add_backend_flags(parser, backend, leave_out=("peak_flops_per_s", "timeout_s"))
         return

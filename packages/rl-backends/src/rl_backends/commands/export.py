@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_backends.commands.flags import one_of
+from rl_backends.commands.flags import add_common_flags, one_of
 from rl_backends.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     parser.add_argument(
         "--tokenizer", action=argparse.BooleanOptionalAction, default=True, help="copy the source's, if it has one"
     )
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
+    add_common_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

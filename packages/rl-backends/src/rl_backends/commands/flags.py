@@ -46,8 +46,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -
     """
     parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, a hub id, or a type such as qwen3")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of the whole run (default %(default)s)")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    add_common_flags(parser)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for each in (parser, first):
         each.add_argument(
@@ -62,6 +61,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -
     except argparse.ArgumentError:
         return "dtensor"
     return backend
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what every command takes."""
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
 def add_backend_flags(parser: argparse.ArgumentParser, backend: str, *, leave_out: Sequence[str] = ()) -> None:

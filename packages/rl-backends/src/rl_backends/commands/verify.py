@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     group.add_argument(
         "--each-kernel", action="store_true", help="every choice of kernels, a cell each, on one rank of DTensor"
     )
-    group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
     add_backend_flags(parser, backend, leave_out=LEFT_OUT)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_backends.batching.dealing import DealtRows, trainable_of
 from rl_backends.batching.microbatches import Layout, Microbatch
@@ -245,14 +245,6 @@ class StepMeter:
 
     def __post_init__(self) -> None:
         refuse(out_of_bounds(self, {"> 0": "peak_flops_per_s"}))
-
-    @classmethod
-    def of(cls, model: nn.Module, **options: Any) -> "StepMeter":
-        """For a model that is not sharded yet; without FLOPs, and with the reason, where its modules do not tell."""
-        try:
-            return cls(ModelFlops.of(model), **options)
-        except ModelError as error:
-            return cls(error, **options)
 
     @contextmanager
     def forward_backward(
