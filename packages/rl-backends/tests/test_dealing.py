@@ -144,7 +144,7 @@ def test_dealt_rows_travel_as_arrays_and_values_come_back_in_order(world):
 def test_what_is_dealt_is_smaller_than_the_batch(world):
     examples = world.make_examples(rows=64, width=200)
     sent = [
-        sum(array.nbytes for array in pack(each).others["examples"].arrays.values())
+        sum(packed.array.nbytes for packed in pack(each).fields["examples"].fields.values())
         for each in dealing().deal(examples)
     ]
     whole = sum(getattr(examples, field.name).nbytes for field in dataclasses.fields(examples))

@@ -94,8 +94,7 @@ def test_logits_of_all_tokens_never_exist(found, ranks):
 
 def test_categories_are_what_arithmetic_says(world):
     from rl_backends import DTensorConfig, OptimizerConfig
-    from rl_backends.dry_run.explanation import predict
-    from rl_backends.dry_run.result import by_column
+    from rl_backends.dry_run.explanation import by_column, predict
 
     if dist.is_initialized():
         dist.destroy_process_group()

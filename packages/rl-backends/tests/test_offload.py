@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import json
 import resource
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def test_everything_comes_back_bit_for_bit_in_the_same_objects(world, tmp_path):
     model, optimizer = trained(world)
     before, objects = contents(model, optimizer), list(model.parameters())
     views = [parameter.detach()[:2] for parameter in objects]
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     left = offloader.offload([optimizer])
     assert offloader.away == PARTS
     total = left.before.total() - left.before.category("buffers")
@@ -74,7 +73,7 @@ def test_training_goes_on_as_if_nothing_had_happened(world, tmp_path):
     for offloads in (False, True):
         model, optimizer = trained(world)
         if offloads:
-            offloader = Offloader(model, to="disk", directory=tmp_path)
+            offloader = Offloader(model, directory=tmp_path)
             for parts in (PARTS, ("optimizer",), ("weights", "gradients")):
                 offloader.offload([optimizer], parts=parts)
                 offloader.onload()
@@ -87,7 +86,7 @@ def test_training_goes_on_as_if_nothing_had_happened(world, tmp_path):
 def test_parts_move_apart_from_one_another(world, tmp_path):
     model, optimizer = trained(world)
     before = contents(model, optimizer)
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     report = offloader.offload([optimizer], parts=("optimizer",))
     assert report.after.category("optimizer state") == 0
     assert report.after.category("parameters") == report.before.category("parameters") > 0
@@ -109,7 +108,7 @@ def test_parts_move_apart_from_one_another(world, tmp_path):
 
 def test_what_needs_a_part_that_is_away_is_told_to_call_onload(world, tmp_path):
     model, optimizer = trained(world)
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     offloader.require("forward_backward")
     offloader.offload([optimizer])
     everything = "weights and gradients and optimizer state"
@@ -142,13 +141,11 @@ def test_on_a_cpu_nothing_moves_to_the_host_and_the_rules_are_the_same(world):
     assert report.bytes_moved == dict.fromkeys(PARTS, 0)
     assert report.freed_bytes == report.host_bytes == 0
     assert report.notes == ("device is cpu: everything is in host memory already, and nothing was moved or freed",)
-    assert "device is cpu" in report.render()
     with pytest.raises(RuntimeError, match=r"offloaded to the host; call onload\(\) first"):
         run(model)
     offloader.onload()
     torch.testing.assert_close(contents(model, optimizer), before, rtol=0, atol=0)
     assert [p.data_ptr() for p in model.parameters()] == addresses
-    assert json.loads(report.as_json())["freed_bytes"] == 0
 
 
 def test_what_is_on_a_gpu_is_freed_after_its_copies_have_ended_and_used_after_it_is_back(world):
@@ -185,7 +182,7 @@ def test_what_is_on_a_gpu_is_freed_after_its_copies_have_ended_and_used_after_it
 def test_a_full_disk_changes_nothing(world, tmp_path):
     model, optimizer = trained(world)
     before = contents(model, optimizer)
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     import signal
 
@@ -209,7 +206,7 @@ def test_a_full_disk_changes_nothing(world, tmp_path):
 def test_a_damaged_copy_is_refused_and_everything_stays_away(world, tmp_path):
     model, optimizer = trained(world)
     before = contents(model, optimizer)
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     offloader.offload([optimizer])
     path = files(tmp_path)[-1]
     whole = path.read_bytes()
@@ -229,7 +226,7 @@ def test_a_damaged_copy_is_refused_and_everything_stays_away(world, tmp_path):
 def test_resident_memory_really_drops_and_comes_back(world, tmp_path):
     model = nn.Linear(4096, 6144, bias=False)  # 96 MiB
     before = model.weight.detach().clone()
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     size = model.weight.nbytes
     files = [world.mapped_file_bytes()]
     left = offloader.offload(parts=("weights",))
@@ -253,7 +250,7 @@ def test_weights_that_lie_in_a_file_get_memory_of_their_own_first(tmp_path):
     model.tied.weight = nn.Parameter(tensors["a"])
     assert not model.weight.untyped_storage().resizable()
     before = copy.deepcopy(list(model.parameters()))
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     offloader.offload()
     assert all(storage_bytes(p.offloaded_parameter) == 0 for p in model.parameters())
     offloader.onload()
@@ -264,7 +261,7 @@ def test_weights_that_lie_in_a_file_get_memory_of_their_own_first(tmp_path):
 def test_weights_that_other_processes_share_are_refused_by_name(tmp_path):
     model = nn.Linear(8, 8)
     model.share_memory()
-    offloader = Offloader(model, to="disk", directory=tmp_path)
+    offloader = Offloader(model, directory=tmp_path)
     with pytest.raises(RuntimeError, match=r"weight lies in memory that is shared with other processes"):
         offloader.offload()
     assert offloader.away == ()
@@ -281,8 +278,6 @@ def test_host_memory_is_used_again_and_given_back():
         store.clear()
         assert all(torch.equal(a, b) for a, b in zip(into, pieces, strict=True))
         assert store.host_bytes == 4 * 64
-    store.close()
-    assert store.host_bytes == 0
 
 
 def test_files_hold_about_as_much_as_asked_and_go_with_the_store(tmp_path):
@@ -300,14 +295,10 @@ def test_files_hold_about_as_much_as_asked_and_go_with_the_store(tmp_path):
 def test_wrong_requests_are_refused(tmp_path, monkeypatch):
     model = nn.Linear(2, 2)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users have no checks of types
-    with pytest.raises(ValueError, match=r"to='tape' must be 'host' or 'disk'"):
-        Offloader(model, to="tape")
-    with pytest.raises(ValueError, match=r"a directory is for 'disk', which needs one"):
-        Offloader(model, to="disk")
     with pytest.raises(ValueError, match=r"parts=\('buffers',\): a sequence of 'weights', 'gradients', 'optimizer'"):
         Offloader(model).offload(parts=("buffers",))
     with pytest.raises(OSError, match=r"nowhere"):
-        Offloader(model, to="disk", directory=tmp_path / "nowhere").offload()
+        Offloader(model, directory=tmp_path / "nowhere").offload()
     assert Offloader(model).onload().notes == tuple(f"{part} was here already" for part in PARTS)
 
 

@@ -24,7 +24,7 @@ def beginnings_in(inputs):
     """For each place of the pack, the tokens that lead to it, as attention unfolds them."""
     starts, found = inputs.cu_seq_lens.tolist(), {}
     for start, end in itertools.pairwise(starts):
-        places = list(dict.fromkeys(inputs.shared.of_rows[start:end].tolist()))  # the last may be repeated
+        places = list(dict.fromkeys(inputs.places_of_rows[start:end].tolist()))  # the last may be repeated
         tokens = inputs.tokens[0, places].tolist()
         for column, place in enumerate(places):
             assert found.setdefault(place, tuple(tokens[: column + 1])) == tuple(tokens[: column + 1])
@@ -44,7 +44,7 @@ def test_each_beginning_is_read_once_and_asked_tokens_are_predicted_from_their_o
     assert sorted(found.values()) == sorted(wanted)
     assert inputs.tokens.shape == (1, len(wanted))
     assert inputs.position_ids[0].tolist() == [len(found[place]) - 1 for place in range(len(wanted))]
-    assert inputs.shared.of_rows[inputs.shared.of_pack].tolist() == list(range(len(wanted)))
+    assert inputs.places_of_rows[inputs.places_of_pack].tolist() == list(range(len(wanted)))
     for at, target, into in zip(inputs.at.tolist(), inputs.targets.tolist(), inputs.into.tolist(), strict=True):
         row, column = divmod(into, width)
         assert (*found[at], target) == tuple(rows[row][: column + 1])

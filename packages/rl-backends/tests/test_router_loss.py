@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_backends.batching.microbatches import MicrobatchLimits, cut_all, make_inputs
+from rl_backends.batching.dealing import RowDealing
+from rl_backends.batching.microbatches import MicrobatchLimits, make_inputs
 from rl_backends.errors import ModelError
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.packing import enable_packing
@@ -52,9 +53,8 @@ def gradients(model):
 def watched_loss(model, watch, examples, *, limits, num_ranks=1):
     """What a backend adds up over its microbatches and ranks, backward included."""
     total = 0.0
-    for microbatch in (
-        microbatch for rank in cut_all(examples, limits=limits, num_ranks=num_ranks) for microbatch in rank
-    ):
+    ranks = RowDealing(rank=0, limits=limits, num_ranks=num_ranks).cut(examples)
+    for microbatch in (microbatch for rank in ranks for microbatch in rank):
         rows = microbatch.of(examples, device="cpu")
         inputs = make_inputs(rows.tokens, rows.lengths, rows.trainable, layout=limits.layout)
         given = {}

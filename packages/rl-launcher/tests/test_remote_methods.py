@@ -203,7 +203,7 @@ def test_of_ranks_that_share_rows_one_returns_what_an_observed_loss_has_kept(mon
                 rows, loss = arguments[0], KeepingLoss()
                 if not pipelined or self.worker._rank % 2:
                     logp = torch.full((2, 3), float(self.worker._rank), dtype=torch.bfloat16)
-                    loss.kept.append((torch.from_numpy(rows.arrays["rows"]), {"logp": logp}))
+                    loss.kept.append((torch.from_numpy(rows.fields["rows"].array), {"logp": logp}))
                 arguments = (rows, loss)
             return super().submit(method, call, *arguments, **options)
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
         prune,
         save_checkpoint,
     )
-    from rl_backends.dry_run.explanation import Explanation, explain, predict
-    from rl_backends.dry_run.result import DryRun
+    from rl_backends.dry_run.explanation import DryRun, Explanation, explain, predict
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
     from rl_backends.errors import (
@@ -62,8 +61,7 @@ _HOMES = {
     for home, names in {
         "backend": "Backend TrainingBackend",
         "checkpoints": "CheckpointState CheckpointWrite find_latest load_checkpoint prune save_checkpoint",
-        "dry_run.explanation": "explain Explanation predict",
-        "dry_run.result": "DryRun",
+        "dry_run.explanation": "DryRun explain Explanation predict",
         "dtensor.backend": "DTensorBackend",
         "dtensor.config": "DTensorConfig",
         "errors": "BatchError CheckpointError MissingDependencyError ModelError NonFiniteGradientError RankError",

@@ -1,7 +1,7 @@
 """`rl-backends`, also `python -m rl_backends`: the backend from the command line.
 
-Each command is a module of `rl_backends.commands` with `add_arguments(parser)`, perhaps `add_chosen_arguments(parser,
-given)` for flags that depend on others, and `run(arguments) -> int`, imported when it is chosen and not before.
+Each command is a module of `rl_backends.commands` with `add_arguments(parser, given)`, whose flags may depend on the
+command line `given`, and `run(arguments) -> int`; it is imported when it is chosen and not before.
 Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
 """
 
@@ -9,9 +9,9 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 PROGRAM = "rl-backends"
 COMMANDS = {
@@ -21,8 +21,6 @@ COMMANDS = {
     "export": "make a Hugging Face folder of a checkpoint or of a conversion",
 }
 INTERRUPTED = 130
-UNKNOWN = "unrecognized arguments"
-"""As argparse says it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _CommandParser(
         prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
-    command.add_arguments(parser)
-    if hasattr(command, "add_chosen_arguments"):
-        command.add_chosen_arguments(parser, given[1:])
+    command.add_arguments(parser, given[1:])
     arguments = parser.parse_args(given[1:])
     try:
         code: int = command.run(arguments)
@@ -61,14 +57,12 @@ class _CommandParser(argparse.ArgumentParser):
     """Says which flag an unknown one may have meant."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = [word for word in message.split() if word.startswith("--")] if UNKNOWN in message else []
-        hints = [_hint(word.partition("=")[0], self._option_string_actions) for word in unknown]
-        super().error("".join([message, *hints]))
-
-
-def _hint(flag: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(flag, known, n=1)
-    return f"; for {flag} did you mean {near[0]}?" if near else ""
+        hints = ""
+        for word in message.split() if "unrecognized arguments" in message else ():  # as argparse says it
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and (near := difflib.get_close_matches(flag, self._option_string_actions, n=1)):
+                hints += f"; for {flag} did you mean {near[0]}?"
+        super().error(message + hints)
 
 
 def _parser() -> argparse.ArgumentParser:

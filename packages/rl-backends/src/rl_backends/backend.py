@@ -36,11 +36,11 @@ from rl_backends.batching.microbatches import (
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
 from rl_backends.choices import require_temperature
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.errors import BatchError
+from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.metrics import StepMeter, StepMetrics, memory_by_category
+from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
@@ -373,7 +373,6 @@ class Backend(ABC):
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
         self._offloader: Offloader | None = None
-        self._offload_directory: Path | None = None
         self._gradient: Literal["none", "zero", "some"] = "none"
         """What `forward_backward` has accumulated since the last step; "zero" of batches with nothing trainable."""
         self.version = 0
@@ -562,17 +561,16 @@ class Backend(ABC):
             ValueError: a part that is none, or another place than where some parts are already.
         """
         place = None if directory is None else Path(directory)
-        if self._offloader is None or place != self._offload_directory:
+        if self._offloader is None or place != self._offloader.directory:
             if self._offloader is not None:
                 if self._offloader.away:
                     raise ValueError(
                         f"directory={place}, and {', '.join(self._offloader.away)} went to "
-                        f"{self._offload_directory or 'the host'}: call onload() before choosing another place"
+                        f"{self._offloader.directory or 'the host'}: call onload() before choosing another place"
                     )
                 self._offloader.close()
-            to: Literal["host", "disk"] = "host" if place is None else "disk"
-            self._offloader = Offloader(self.model, to=to, directory=place, extra=self._extra_memory)
-            self._offload_directory = place  # kept, and its memory used again, until another place is chosen
+            # Kept, and its memory used again, until another place is chosen.
+            self._offloader = Offloader(self.model, directory=place, extra=self._extra_memory)
         self._before_offload()
         report = self._offloader.offload(self._torch_optimizers(), parts=parts)
         if "weights" in parts:
@@ -759,8 +757,13 @@ class Backend(ABC):
     def _make_meter(self, *, recomputed: bool) -> StepMeter:
         """The meter of this backend's steps; `recomputed` tells whether backward computes every layer again."""
         device, config = torch.device(self.config.device), self.config
-        return StepMeter.of(
-            self._skeleton,
+        flops: ModelFlops | ModelError
+        try:
+            flops = ModelFlops.of(self._skeleton)
+        except ModelError as error:  # its modules do not tell, and metrics say so
+            flops = error
+        return StepMeter(
+            flops,
             device=device,
             num_ranks=dist.get_world_size(),
             layout="packed" if config.sequence_packing else "padded",
@@ -784,8 +787,8 @@ class Backend(ABC):
 
     @cached_property
     def _head(self) -> Head:
-        """How logits are read; ModelError without a language-model head."""
-        return Head.of(self._skeleton)
+        """How logits are read, and by which kernel; ModelError without a language-model head."""
+        return Head.of(self._skeleton, getattr(self.config, "kernels", None))  # Megatron has no choice of kernels
 
 
 def asked_of(rows: TokenBatch, output: Output) -> tuple[Tensor, int, Tensor | None]:

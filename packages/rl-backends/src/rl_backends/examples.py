@@ -3,6 +3,8 @@
 Axes: B rows, T tokens, K tokens of the vocabulary that are asked about in one place.
 """
 
+from collections.abc import Collection
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -69,3 +71,90 @@ def require_token_ids(examples: TokenBatch, *, vocabulary_size: int) -> None:
             f"row {row}: token_ids of token {column} have the id {int(token_ids[row, column, word])}, and the model's "
             f"ids are from 0 to {vocabulary_size - 1}: is the teacher of another vocabulary?"
         )
+
+
+def row_fields(examples: TokenBatch) -> Collection[str]:
+    """The fields of more than one dim that are of rows and not of tokens, which `row_fields` of the class names."""
+    named: Collection[str] = getattr(examples, "row_fields", ())
+    return named
+
+
+def moved(examples: BatchT, *, device: str) -> BatchT:
+    """The same examples on `device`; themselves where they are there."""
+    instance = cast("Any", examples)
+    tensors = {field.name: getattr(instance, field.name) for field in fields(instance)}
+    if all(tensor.device.type == device for tensor in tensors.values()):
+        return examples
+    there: BatchT = replace(instance, **{name: tensor.to(device) for name, tensor in tensors.items()})
+    return there
+
+
+_ROWS_CHECKED_AT_A_TIME = 256
+
+
+def check_examples(examples: TokenBatch, lengths: list[int], *, most_rows: int, vocabulary_size: int) -> None:
+    """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `RowDealing.cut`.
+
+    lengths: `examples.lengths`, on the host.
+    most_rows: of a microbatch.
+    """
+    if not lengths:
+        raise BatchError("the batch has no rows (B=0): there is nothing to compute; do not ask with an empty batch")
+    tokens, trainable = examples.tokens, examples.trainable
+    num_tokens = tokens.shape[1]
+    for row, length in enumerate(lengths):
+        if not 1 <= length <= num_tokens:
+            raise BatchError(
+                f"row {row} has length {length}, where tokens hold {num_tokens}: lengths must be from 1 to that; "
+                f"leave out rows without tokens"
+            )
+
+    # A field is cut along its tokens by what its class says of it: by its shape, one of [B, 16] would be cut where rows
+    # have 16 tokens, and nowhere else.
+    for field in fields(cast("Any", examples)):
+        shape = tuple(getattr(examples, field.name).shape)
+        if shape[:1] != (len(lengths),):
+            raise BatchError(f"{field.name} is {list(shape)}, and the batch has {len(lengths)} rows: give [B, ...]")
+        if len(shape) > 1 and shape[1] != num_tokens and field.name not in row_fields(examples):
+            raise BatchError(
+                f"{field.name} is {list(shape)}, and tokens are {[len(lengths), num_tokens]}: give a number for each "
+                f"token, or name the field in `row_fields: ClassVar = ({field.name!r},)` of "
+                f"{type(examples).__qualname__}, if it is of rows"
+            )
+
+    # Nothing precedes the first token to predict it from, and padding must not train. Rows of like length at a time:
+    # columns that are padding to all of them need no comparison.
+    if bool(trainable[:, 0].any()):
+        row = int(trainable[:, 0].int().argmax())
+        raise BatchError(f"row {row}: its first token is marked trainable, and nothing precedes it to predict it from")
+    of_rows = examples.lengths.to(trainable.device)
+    for rows in torch.split(of_rows.argsort(), _ROWS_CHECKED_AT_A_TIME):
+        shortest, longest = int(of_rows[rows[0]]), int(of_rows[rows[-1]])
+        padding = torch.arange(shortest, longest, device=of_rows.device) >= of_rows[rows, None]
+        if bool(trainable[rows, longest:].any()) or bool((trainable[rows, shortest:longest] & padding).any()):
+            beyond = torch.arange(num_tokens, device=of_rows.device) >= of_rows[rows, None]
+            within, column = (trainable[rows] & beyond).nonzero()[0].tolist()
+            row = int(rows[within])
+            raise BatchError(
+                f"row {row}: token {column} is marked trainable, and its length is {lengths[row]}: "
+                f"padding is nothing to train on"
+            )
+
+    unit = examples.rows_per_unit
+    if len(lengths) % unit:
+        raise BatchError(f"{len(lengths)} rows, of which {unit} belong together each: B must be a multiple of {unit}")
+    if unit > most_rows:
+        raise BatchError(
+            f"{unit} rows belong together, and a microbatch holds {most_rows}; micro_batch_size must be at least {unit}"
+        )
+
+    # Ids of tokens that are not padding; rows are looked at one by one only where some id is wrong.
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary_size:
+        real = torch.arange(num_tokens, device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
+        wrong = (real & ((tokens < 0) | (tokens >= vocabulary_size))).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            raise BatchError(
+                f"row {row}: token {column} has the id {int(tokens[row, column])}, and the model's ids are from 0 to "
+                f"{vocabulary_size - 1}: give the tokens of the model's own tokenizer"
+            )

@@ -75,7 +75,13 @@ def export_pretrained(
     skeleton: Any = twin_of(model)
     if has_conversions():
         transforms = getattr(model, "_weight_conversions", None)
-        skeleton._weight_conversions = _default_transforms(skeleton) if transforms is None else transforms  # noqa: SLF001
+        if transforms is None:  # not loaded from files: those that can be undone without knowing the files
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import PrefixChange
+
+            mapping = get_model_conversion_mapping(skeleton, add_legacy=False)
+            transforms = [each for each in mapping if not isinstance(each, PrefixChange)]
+        skeleton._weight_conversions = transforms  # noqa: SLF001
     groups = plan_groups(skeleton, _planned_tensors(model, skeleton, dtype=dtype, adapted=tensors is not None))
     outputs = {name: tensor for group in groups for name, tensor in group.outputs.items()}
 
@@ -83,13 +89,14 @@ def export_pretrained(
         if target.exists():
             raise FileExistsError(f"{target} exists already; a saved model is never overwritten, choose another folder")
 
+    remove = partial(shutil.rmtree, unfinished, ignore_errors=True)
+
     def begin() -> None:
         refuse_existing()
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove()
         unfinished.mkdir(parents=True)
 
     on_rank_0(begin)
-    remove = partial(shutil.rmtree, unfinished, ignore_errors=True)
     try:
         writers = _ranks_that_see(unfinished.parent) if tensors is None or every_rank else [0]
         files = _ShardFiles(unfinished, outputs, max_shard_bytes=max_shard_bytes, writers=writers)
@@ -131,15 +138,6 @@ def _ranks_that_see(folder: Path) -> list[int]:
         path, token = json.loads(gather_text(json.dumps(probe))[0])
         seen = gather_text("yes" if sees(path, token) else "")
     return [rank for rank, answer in enumerate(seen) if answer]
-
-
-def _default_transforms(skeleton: Any) -> list[Any]:
-    """The conversions of a model that was not loaded from files: those that can be undone without knowing the files."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    mapping = get_model_conversion_mapping(skeleton, add_legacy=False)
-    return [each for each in mapping if not isinstance(each, PrefixChange)]
 
 
 def _planned_tensors(
@@ -341,7 +339,16 @@ def _joined(tensors: Mapping[str, Tensor], made_by: Mapping[str, list[str]]) -> 
 def as_in_files(skeleton: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the model as files have them, by the conversions of the installed transformers."""
     if not has_conversions():
-        return {_name_in_files(skeleton, name): tensor for name, tensor in tensors.items()}
+        made = {}
+        for name, tensor in tensors.items():
+            in_files = name  # by the inverse of the first renaming of transformers 4 that matches
+            for pattern, replacement in skeleton._checkpoint_conversion_mapping.items():  # noqa: SLF001 - no public one
+                renamed, matches = re.subn(replacement, re.sub(r"\(.*\)", "", pattern.lstrip("^")), name)
+                if matches:
+                    in_files = renamed
+                    break
+            made[in_files] = tensor
+        return made
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -351,13 +358,3 @@ def as_in_files(skeleton: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
             f"transformers cannot write {', '.join(list(tensors)[:3])} as files have it: {error}"
         ) from error
     return converted
-
-
-def _name_in_files(skeleton: Any, name: str) -> str:
-    """The inverse of the first renaming of transformers 4 that matches."""
-    for pattern, replacement in skeleton._checkpoint_conversion_mapping.items():  # noqa: SLF001 - no public one
-        bare = re.sub(r"\(.*\)", "", pattern.lstrip("^"))
-        renamed, matches = re.subn(replacement, bare, name)
-        if matches:
-            return renamed
-    return name

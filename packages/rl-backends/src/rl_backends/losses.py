@@ -7,8 +7,7 @@ from typing import Any, Generic, Literal
 import torch
 from torch import Tensor
 
-from rl_backends.batching.microbatches import moved
-from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.examples import BatchT, TokenBatch, moved
 
 Sums = dict[str, Tensor]
 Output = Literal["logp", "logp_and_entropy", "logp_of_token_ids", "value", "score"]
@@ -47,65 +46,49 @@ class LossOverMicrobatches(Generic[BatchT]):
         try:
             with self._around():
                 result = self._loss(leaf, moved(rows, device=self._device))
-                total, parts = through_outputs(
-                    result, leaf=leaf, outputs=outputs, counted=counted, reserved=self._reserved
-                )
+                loss, parts = self._checked(result, leaf)
+                if counted:  # the backward of the loss alone: in the model's an error would stop this rank alone
+                    torch.autograd.backward(loss.reshape(()))
         except Exception as error:  # noqa: BLE001 - anybody's loss; raised later, on all ranks
             self.failure = error
             return outputs.sum() * 0.0
         self.add(parts, counted=counted)
-        return total
+        return outputs.sum() * 0.0 if leaf.grad is None else (outputs * leaf.grad).sum()
 
     def add(self, parts: Mapping[str, Tensor], *, counted: bool) -> None:
         """Add named scalars of one microbatch to `sums`; 0 for one that does not count."""
         for name, part in parts.items():
             self.sums[name] = self.sums.get(name, 0.0) + (part if counted else torch.zeros_like(part))
 
-
-def through_outputs(
-    result: Any, *, leaf: Tensor, outputs: Tensor, counted: bool, reserved: tuple[str, ...] = ()
-) -> tuple[Tensor, Sums]:
-    """Check what a loss returned; give a scalar whose gradient in `outputs` is that of the loss, and the loss's sums.
-
-    The backward pass of the loss itself runs here, apart from the model's, so an error in it can be reported to the
-    ranks that take part in the model's.
-
-    Args:
-        result: what the loss returned for `leaf`.
-        leaf: `outputs`, detached from the model.
-        outputs: of the model, for the rows of one microbatch.
-        counted: False for a microbatch whose gradient shall be 0.
-        reserved: names of sums that the loss may not use.
-    """
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise TypeError(f"a loss returns (scalar, {{name: scalar}}), and this one returned a {type(result).__name__}")
-    total, given = result
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        what = f"a tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
-        raise TypeError(f"a loss returns a scalar tensor first, and this one returned {what}")
-    if leaf.requires_grad and not total.requires_grad:
-        raise ValueError(
-            "no gradient flows from what the loss returned: it was detached, or made of constants; for rows without a "
-            "loss return outputs.sum() * 0"
-        )
-    if taken := sorted(set(given) & set(reserved)):
-        raise ValueError(f"the loss names a sum {taken[0]}, which the backend reports itself; give it another name")
-    sums: Sums = {}
-    for name, part in given.items():
-        if isinstance(part, Tensor) and part.ndim == 0:
-            sums[name] = part.detach().to(leaf.device)
-        elif isinstance(part, int | float):
-            sums[name] = torch.tensor(part, device=leaf.device)
-        else:
-            what = f"of shape {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+    def _checked(self, result: Any, leaf: Tensor) -> tuple[Tensor, Sums]:
+        """What the loss returned for `leaf`: its scalar, and its sums as tensors on the device."""
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise TypeError(
-                f"the sum {name!r} that the loss returned is {what}; reduce it to a single number in the loss"
+                f"a loss returns (scalar, {{name: scalar}}), and this one returned a {type(result).__name__}"
             )
-    if not counted:
-        return outputs.sum() * 0.0, sums
-    torch.autograd.backward(total.reshape(()))
-    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    return (outputs * gradient).sum(), sums
+        total, given = result
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            shape = f"tensor of shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise TypeError(f"a loss returns a scalar tensor first, and this one returned a {shape}")
+        if leaf.requires_grad and not total.requires_grad:
+            raise ValueError(
+                "no gradient flows from what the loss returned: it was detached, or made of constants; for rows "
+                "without a loss return outputs.sum() * 0"
+            )
+        if taken := sorted(set(given) & set(self._reserved)):
+            raise ValueError(f"the loss names a sum {taken[0]}, which the backend reports itself; give it another name")
+        sums: Sums = {}
+        for name, part in given.items():
+            if isinstance(part, Tensor) and part.ndim == 0:
+                sums[name] = part.detach().to(leaf.device)
+            elif isinstance(part, int | float):
+                sums[name] = torch.tensor(part, device=leaf.device)
+            else:
+                what = f"of shape {list(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+                raise TypeError(
+                    f"the sum {name!r} that the loss returned is {what}; reduce it to a single number in the loss"
+                )
+        return total, sums
 
 
 def last_tokens(examples: TokenBatch) -> Tensor:

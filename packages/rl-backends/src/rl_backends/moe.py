@@ -15,7 +15,6 @@ the model, and summed over sequences; the backend divides by the step's number o
 Axes: b rows of a microbatch, t tokens that the model reads at a time.
 """
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
+from rl_backends.packing.enable import source_of
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.structure import matching_modules
 
@@ -267,49 +267,35 @@ def find_routers(model: nn.Module) -> list[Router]:
 def _router(path: str, module: nn.Module, block: nn.Module) -> Router:
     linear = type(module).forward is nn.Linear.forward
     decides = block if linear else module
-    affinity = _affinity(path, decides)
-    logits_at, chosen_at = (None, None) if linear else _places(path, module)
-    if chosen_at is not None:
-        return Router(path, module, affinity, logits_at, chosen_at, None)
-    if _CORRECTED.search(_source(type(decides))):
-        raise _unreadable(path, decides, "corrects its choice by a bias and does not return the experts chosen")
+
+    def unreadable(why: str) -> ModelError:
+        return ModelError(
+            f"the router {path} cannot be watched: {type(decides).__name__} {why}; set router_aux_loss_coef to 0"
+        )
+
+    source = source_of(type(decides).forward)
+    of_logits = {name for match in _OF_LOGITS.finditer(source) for name in match.groups() if name}
+    either = of_logits or set(_EITHER.findall(source))
+    if either not in ({"softmax"}, {"sigmoid"}):
+        raise unreadable("does not show whether scores are a softmax or a sigmoid of its logits")
+    affinity: Literal["softmax", "sigmoid"] = "softmax" if either == {"softmax"} else "sigmoid"
+
+    logits_at: int | None = None
+    if not linear:
+        returned = re.findall(r"^ *return (.+)$", source, re.MULTILINE)
+        names = [name.strip() for name in returned[-1].split(",")] if returned else []
+        logits_at = next((place for place, name in enumerate(names) if _LOGITS.search(name)), None)
+        if logits_at is None:
+            raise unreadable(f"returns {', '.join(names) or 'nothing known'}, and no logits")
+        chosen_at = next((place for place, name in enumerate(names) if _CHOSEN.search(name)), None)
+        if len(names) == 1:
+            logits_at = None  # it returns nothing else
+        elif chosen_at is not None:
+            return Router(path, module, affinity, logits_at, chosen_at, None)
+    if _CORRECTED.search(source_of(type(decides))):
+        raise unreadable("corrects its choice by a bias and does not return the experts chosen")
     counts = (getattr(owner, name, None) for owner in (module, block) for name in _TOP_K)
     top_k = next((count for count in counts if isinstance(count, int)), None)
     if top_k is None:
-        raise _unreadable(path, decides, "does not say how many experts it chooses (top_k)")
+        raise unreadable("does not say how many experts it chooses (top_k)")
     return Router(path, module, affinity, logits_at, None, top_k)
-
-
-def _affinity(path: str, decides: nn.Module) -> Literal["softmax", "sigmoid"]:
-    source = _source(type(decides).forward)
-    of_logits = {name for match in _OF_LOGITS.finditer(source) for name in match.groups() if name}
-    either = of_logits or set(_EITHER.findall(source))
-    if either == {"softmax"}:
-        return "softmax"
-    if either == {"sigmoid"}:
-        return "sigmoid"
-    raise _unreadable(path, decides, "does not show whether scores are a softmax or a sigmoid of its logits")
-
-
-def _places(path: str, module: nn.Module) -> tuple[int | None, int | None]:
-    returned = re.findall(r"^ *return (.+)$", _source(type(module).forward), re.MULTILINE)
-    names = [name.strip() for name in returned[-1].split(",")] if returned else []
-    logits = next((place for place, name in enumerate(names) if _LOGITS.search(name)), None)
-    if logits is None:
-        raise _unreadable(path, module, f"returns {', '.join(names) or 'nothing known'}, and no logits")
-    if len(names) == 1:
-        return None, None
-    return logits, next((place for place, name in enumerate(names) if _CHOSEN.search(name)), None)
-
-
-def _unreadable(path: str, module: nn.Module, why: str) -> ModelError:
-    return ModelError(
-        f"the router {path} cannot be watched: {type(module).__name__} {why}; set router_aux_loss_coef to 0"
-    )
-
-
-def _source(thing: object) -> str:
-    try:
-        return inspect.getsource(inspect.unwrap(thing))  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return ""

@@ -9,13 +9,12 @@ half-way leaves the parts where they were.
 """
 
 import ctypes
-import json
 import shutil
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -75,68 +74,35 @@ class OffloadReport:
             return None
         return self.before.resident - self.after.resident
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "freed_bytes": self.freed_bytes, "given_back_bytes": self.given_back_bytes}
-
-    def as_json(self) -> str:
-        """One line of JSON with every figure."""
-        return json.dumps(self.as_dict())
-
-    def render(self) -> str:
-        """For people."""
-        parts = ", ".join(f"{part} {size / 2**20:,.1f} MiB" for part, size in self.bytes_moved.items()) or "nothing"
-        freed = f"{self.freed_bytes / 2**20:,.1f} MiB freed"
-        where = f"to {self.to}" if self.action == "offload" else f"from {self.to}"
-        back = "" if self.given_back_bytes is None else f", {self.given_back_bytes / 2**20:,.1f} MiB given back"
-        return "\n".join(
-            [
-                f"{self.action} {where} in {self.seconds:.3g} s: {parts}; {freed}{back}",
-                *(f"note: {note}" for note in self.notes),
-                "before:",
-                self.before.render(),
-                "after:",
-                self.after.render(),
-            ]
-        )
-
 
 class Offloader:
     """Moves parts of `model` and its optimizers.
 
     Args:
         model: plain or sharded; gathered parameters of FSDP2 are resharded first.
-        to: "host" moves what is on a GPU into pinned host memory, which is kept and used again; "disk" moves what is
-            anywhere into safetensors files, deleted when they are read back.
         extra: tensors with their names that belong to a part and that neither the model nor torch's optimizers know,
             such as gradient buffers and master weights.
-        directory: where "disk" makes a folder of its own. It has no default: the usual one is memory on many machines.
-
-    Raises:
-        ValueError: a place that is none, or "disk" without a directory.
+        directory: a folder of its own is made there, and what is anywhere moves into safetensors files in it, deleted
+            when they are read back. None moves what is on a GPU into pinned host memory, which is kept and used again.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        to: Literal["host", "disk"] = "host",
         directory: str | Path | None = None,
         extra: Callable[[Part], Iterable[tuple[str, Tensor]]] | None = None,
     ) -> None:
-        if to not in {"host", "disk"}:
-            raise ValueError(f"to={to!r} must be 'host' or 'disk'")
-        if (to == "disk") != (directory is not None):
-            raise ValueError(f"to={to!r} with directory={directory!r}: a directory is for 'disk', which needs one")
+        self.directory = None if directory is None else Path(directory)
+        """Where files go; None where there are none."""
+        self._to: Literal["host", "disk"] = "host" if directory is None else "disk"
         self._model = model
         self._extra = extra
-        self._to: Literal["host", "disk"] = to
-        self._directory = Path(directory) if directory is not None else None
         self._stores: dict[Part, HostStore | DiskStore] = {}
         self._away: dict[Part, list[NamedStorage]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._placeholders: MetaPlaceholders | None = None
-        self._refusals: list[Refusals] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._handles: list[RemovableHandle] = []
 
     @property
     def away(self) -> tuple[Part, ...]:
@@ -171,23 +137,27 @@ class Offloader:
         wanted = self._checked(parts, away=False)
         before = memory_by_category(self._model, [*self._optimizers, *optimizers])
         found = self._find(wanted, optimizers)
+        devices = {held.device for storages in found.values() for held in storages}
         try:
-            _synchronize(found)
+            _synchronize(devices)
             for part, storages in found.items():
                 if storages:
                     self._store(part).put([held.bytes for held in storages])
-            _synchronize(found)
-            self._refuse(wanted, optimizers)
+            _synchronize(devices)
+            if "weights" in wanted:
+                self._handles += refuse_model(self._model, partial(self.require, parts=_WEIGHTS))
+                self._replaced = put_placeholders(self._model)
+            self._handles += refuse_steps(optimizers, self.require)
         except BaseException:
             self._allow(wanted)
-            for part in wanted:
-                self._forget(part)
+            for store in self._stores_of(wanted):
+                store.clear()
             raise
         for part, storages in found.items():
             self._away[part] = storages
             _empty(storages)
         self._optimizers += [each for each in optimizers if all(each is not known for known in self._optimizers)]
-        _give_back(found)
+        _give_back(devices)
         return self._report("offload", found, before=before, start=start, asked=parts)
 
     def onload(self, parts: Collection[Part] = PARTS) -> OffloadReport:
@@ -200,6 +170,7 @@ class Offloader:
         """
         start = time.perf_counter()
         found = {part: self._away[part] for part in self._checked(parts, away=True)}
+        devices = {held.device for storages in found.values() for held in storages}
         before = memory_by_category(self._model, self._optimizers)
         try:
             for part, storages in found.items():
@@ -207,11 +178,11 @@ class Offloader:
                     held.storage.resize_(held.num_bytes)
                 if storages:
                     self._store(part).get([held.bytes for held in storages])
-            _synchronize(found)
+            _synchronize(devices)
         except BaseException as error:
             for storages in found.values():
                 _empty(storages)
-            _give_back(found)
+            _give_back(devices)
             error.add_note(
                 f"{_listed(self.away)} of the model are still offloaded to the {self._to}; make room and "
                 "call onload() again"
@@ -219,8 +190,9 @@ class Offloader:
             raise
         for part in found:
             del self._away[part]
-            self._forget(part)
-        self._allow(tuple(found))
+        for store in self._stores_of(found):
+            store.clear()
+        self._allow(found)
         report = self._report("onload", found, before=before, start=start, asked=parts)
         if not self._away:
             self._optimizers.clear()
@@ -233,8 +205,6 @@ class Offloader:
             RuntimeError: something is away.
         """
         self.require("close()")
-        for store in self._stores.values():
-            store.close()
         self._stores.clear()
 
     def _checked(self, parts: Collection[Part], *, away: bool) -> tuple[Part, ...]:
@@ -274,27 +244,21 @@ class Offloader:
     def _store(self, part: Part) -> "HostStore | DiskStore":
         if part not in self._stores:
             pinned = torch.cuda.is_available()
-            self._stores[part] = HostStore(pinned=pinned) if self._directory is None else DiskStore(self._directory)
+            self._stores[part] = HostStore(pinned=pinned) if self.directory is None else DiskStore(self.directory)
         return self._stores[part]
 
-    def _forget(self, part: Part) -> None:
-        if part in self._stores:
-            self._stores[part].clear()
+    def _stores_of(self, parts: Collection[Part]) -> "list[HostStore | DiskStore]":
+        return [store for part, store in self._stores.items() if part in parts]
 
-    def _refuse(self, parts: Sequence[Part], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _allow(self, parts: Collection[Part]) -> None:
         if "weights" in parts:
-            self._refusals.append(Refusals(self._model, (), partial(self.require, parts=_WEIGHTS)))
-            self._placeholders = MetaPlaceholders(self._model)
-        self._refusals.append(Refusals(None, optimizers, self.require))
-
-    def _allow(self, parts: Sequence[Part]) -> None:
-        if "weights" in parts and self._placeholders is not None:
-            self._placeholders.remove()
-            self._placeholders = None
+            for module, name, parameter in self._replaced:
+                module._parameters[name] = parameter  # noqa: SLF001 - the inverse of put_placeholders
+            self._replaced = []
         if not self._away:
-            for each in self._refusals:
-                each.remove()
-            self._refusals.clear()
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
 
     def _report(
         self,
@@ -327,19 +291,15 @@ def _empty(storages: Iterable[NamedStorage]) -> None:
         held.storage.resize_(0)
 
 
-def _devices(found: dict[Part, list[NamedStorage]]) -> set[torch.device]:
-    return {held.device for storages in found.values() for held in storages}
-
-
-def _synchronize(found: dict[Part, list[NamedStorage]]) -> None:
-    for device in _devices(found):
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-def _give_back(found: dict[Part, list[NamedStorage]]) -> None:
+def _give_back(devices: Iterable[torch.device]) -> None:
     """From the allocators to the system: they keep what is freed for the next time."""
-    kinds = {device.type for device in _devices(found)}
+    kinds = {device.type for device in devices}
     if "cuda" in kinds:
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if "cpu" in kinds else None  # glibc's alone
@@ -381,64 +341,54 @@ def make_resizable(tensors: Iterable[tuple[str, Tensor]]) -> None:
 # ---- What takes the place of offloaded weights.
 
 
-class MetaPlaceholders:
-    """Puts a parameter on the meta device in the place of every parameter of `model`, until `remove`.
+def put_placeholders(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Put a parameter on the meta device in the place of every parameter of `model`; return what was where.
 
     Memory without bytes would be read all the same, and crash the process instead of raising an error. Whoever walks
     the module (a refit, a checkpoint) finds tensors of the right names, shapes and dtypes without values.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-        placeholders: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            for name, parameter in module._parameters.items():  # noqa: SLF001 - setattr would run wrappers' own code
-                if parameter is None:
-                    continue
-                self._replaced.append((module, name, parameter))
-                if id(parameter) not in placeholders:
-                    shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    placeholder: Any = nn.Parameter(shape, requires_grad=False)
-                    placeholder.offloaded_parameter = parameter
-                    placeholders[id(parameter)] = placeholder
-                module._parameters[name] = placeholders[id(parameter)]  # noqa: SLF001 - as FSDP2 does
-
-    def remove(self) -> None:
-        """Put the parameters back."""
-        for module, name, parameter in self._replaced:
-            module._parameters[name] = parameter  # noqa: SLF001 - the inverse
-        self._replaced.clear()
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    placeholders: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001 - setattr would run wrappers' own code
+            if parameter is None:
+                continue
+            replaced.append((module, name, parameter))
+            if id(parameter) not in placeholders:
+                shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                placeholder: Any = nn.Parameter(shape, requires_grad=False)
+                placeholder.offloaded_parameter = parameter
+                placeholders[id(parameter)] = placeholder
+            module._parameters[name] = placeholders[id(parameter)]  # noqa: SLF001 - as FSDP2 does
+    return replaced
 
 
-class Refusals:
-    """Refuses forwards and state dicts of `model` and steps of `optimizers`, by calling `refuse`, until `remove`."""
+def refuse_model(model: nn.Module, refuse: Callable[[str], None]) -> list[RemovableHandle]:
+    """Call `refuse` before every forward and state dict of `model`."""
 
-    def __init__(
-        self, model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer], refuse: Callable[[str], None]
-    ) -> None:
-        def forward(module: nn.Module, *_: Any) -> None:
-            refuse(f"the forward of {type(module).__name__}")
+    def forward(module: nn.Module, *_: Any) -> None:
+        refuse(f"the forward of {type(module).__name__}")
 
-        def state_dict(module: nn.Module, *_: Any) -> None:
-            refuse(f"state_dict of {type(module).__name__}")
+    def state_dict(module: nn.Module, *_: Any) -> None:
+        refuse(f"state_dict of {type(module).__name__}")
 
-        def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            refuse(f"step of {type(optimizer).__name__}")
+    return [
+        model.register_state_dict_pre_hook(state_dict),  # type: ignore[no-untyped-call]
+        *(
+            module.register_forward_pre_hook(forward, prepend=True)  # before FSDP2's, which gathers
+            for module in model.modules()
+            if module is model or next(module.parameters(recurse=False), None) is not None
+        ),
+    ]
 
-        self._handles: list[RemovableHandle] = [each.register_step_pre_hook(step) for each in optimizers]
-        if model is not None:
-            self._handles.append(model.register_state_dict_pre_hook(state_dict))  # type: ignore[no-untyped-call]
-            self._handles += [
-                module.register_forward_pre_hook(forward, prepend=True)  # before FSDP2's, which gathers
-                for module in model.modules()
-                if module is model or next(module.parameters(recurse=False), None) is not None
-            ]
 
-    def remove(self) -> None:
-        """Allow everything again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+def refuse_steps(optimizers: Iterable[torch.optim.Optimizer], refuse: Callable[[str], None]) -> list[RemovableHandle]:
+    """The same before every step of `optimizers`."""
+
+    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        refuse(f"step of {type(optimizer).__name__}")
+
+    return [each.register_step_pre_hook(step) for each in optimizers]
 
 
 # ---- Where bytes go that leave a device: host memory that is used again, or files in a folder of this process alone.
@@ -479,10 +429,6 @@ class HostStore:
     def clear(self) -> None:
         """Nothing: the next bytes overwrite these."""
 
-    def close(self) -> None:
-        """Give the memory back."""
-        self._chunks.clear()
-
     def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each part of a piece that lies in one chunk, and where."""
         at = 0
@@ -496,7 +442,9 @@ class HostStore:
 
 
 class DiskStore:
-    """safetensors files in a new folder that only this user can read, deleted by `clear`, `close` or the process's end.
+    """safetensors files in a new folder that only this user can read.
+
+    The folder is deleted by `clear`, with the store, or at the end of the process.
 
     A process that is killed leaves the folder: its name begins with `rl-backends-offload-`.
 
@@ -523,7 +471,12 @@ class DiskStore:
 
         folder = Path(tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory))
         self._delete = weakref.finalize(self, shutil.rmtree, str(folder), ignore_errors=True)
-        for number, group in enumerate(self._groups(pieces)):
+        groups: list[list[Tensor]] = [[]]
+        for piece in pieces:
+            if groups[-1] and sum(each.numel() for each in groups[-1]) + piece.numel() > self._file_bytes:
+                groups.append([])
+            groups[-1].append(piece)
+        for number, group in enumerate(groups):
             path = folder / f"{number}.safetensors"
             try:
                 save_file({str(index): piece.cpu() for index, piece in enumerate(group)}, path)
@@ -549,17 +502,3 @@ class DiskStore:
         if self._delete is not None:
             self._delete()
         self._delete, self._files = None, []
-
-    def close(self) -> None:
-        """Delete the folder."""
-        self.clear()
-
-    def _groups(self, pieces: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        group: list[Tensor] = []
-        for piece in pieces:
-            if group and sum(each.numel() for each in group) + piece.numel() > self._file_bytes:
-                yield group
-                group = []
-            group.append(piece)
-        if group:
-            yield group

@@ -13,26 +13,22 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """A batch as numpy arrays."""
-
-    kind: type[Any]
-    """The dataclass of the batch."""
-    arrays: Mapping[str, Any]
-    """Its tensors."""
-    dtypes: Mapping[str, torch.dtype]
-    """Of the tensors."""
-    others: Mapping[str, Any]
-    """Its other fields; a batch among them is packed too."""
-
-
-@dataclass(frozen=True, slots=True)
 class PackedTensor:
     """A tensor as a numpy array."""
 
     array: Any
     dtype: torch.dtype
     """Of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A batch as numpy arrays."""
+
+    kind: type[Any]
+    """The dataclass of the batch."""
+    fields: Mapping[str, Any]
+    """Its fields, each as `pack` makes it."""
 
 
 def pack_tensor(tensor: Tensor) -> PackedTensor:
@@ -50,25 +46,23 @@ def unpack_tensor(packed: PackedTensor) -> Tensor:
         return torch.from_numpy(packed.array).view(packed.dtype)
 
 
-def pack(examples: Any) -> PackedBatch:
-    """Pack a dataclass with tensors."""
-    values = {field.name: getattr(examples, field.name) for field in fields(examples) if field.init}
-    tensors = {name: pack_tensor(value) for name, value in values.items() if isinstance(value, Tensor)}
-    return PackedBatch(
-        kind=type(examples),
-        arrays={name: packed.array for name, packed in tensors.items()},
-        dtypes={name: packed.dtype for name, packed in tensors.items()},
-        others={
-            name: pack(value) if is_dataclass(value) and not isinstance(value, type) else value
-            for name, value in values.items()
-            if name not in tensors
-        },
-    )
+def pack(value: Any) -> Any:
+    """Pack a tensor, or a dataclass with whatever its fields hold; anything else stays what it is."""
+    if isinstance(value, Tensor):
+        return pack_tensor(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: pack(getattr(value, field.name)) for field in fields(value) if field.init}
+        return PackedBatch(type(value), own)
+    return value
 
 
-def unpack(packed: PackedBatch) -> Any:
-    """The batch again; its tensors lie in the memory of the arrays, which is read-only."""
-    # Nobody writes to them: a backend indexes the rows that it works on, and so copies them.
-    tensors = {name: unpack_tensor(PackedTensor(array, packed.dtypes[name])) for name, array in packed.arrays.items()}
-    others = {name: unpack(each) if isinstance(each, PackedBatch) else each for name, each in packed.others.items()}
-    return packed.kind(**tensors, **others)
+def unpack(packed: Any) -> Any:
+    """The inverse of `pack`; tensors lie in the memory of the arrays, which is read-only.
+
+    Nobody writes to them: a backend indexes the rows that it works on, and so copies them.
+    """
+    if isinstance(packed, PackedTensor):
+        return unpack_tensor(packed)
+    if isinstance(packed, PackedBatch):
+        return packed.kind(**{name: unpack(value) for name, value in packed.fields.items()})
+    return packed

@@ -15,19 +15,18 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from rl_backends.rank_agreement import forget_host_group, gather_text, host_group
+from rl_backends.rank_agreement import forget_process_group, gather_text, host_group, once_per_process_group
 
-T = TypeVar("T")
-
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 SIOCGIFADDR = 0x8915
 """Linux's ioctl number for an interface's address."""
 
@@ -43,16 +42,7 @@ class _OwnGroup:
     members: "WeakSet[Membership]" = field(default_factory=WeakSet)
 
 
-@dataclass(slots=True, eq=False)
-class _Kept:
-    """What is made once for a process group."""
-
-    world: dist.ProcessGroup | None = None
-    made: dict[Hashable, Any] = field(default_factory=dict)
-
-
 _own: _OwnGroup | None = None
-_kept = _Kept()
 
 
 class Membership:
@@ -95,7 +85,11 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
     if device == "cuda":
         choose_gpu()
     if not dist.is_initialized():
-        _init_process_group(device, timeout_s=timeout_s)
+        backend, timeout = BACKENDS[device], timedelta(seconds=timeout_s)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
         _own = _OwnGroup(world=_world(), device=device, alone=dist.get_world_size() == 1)
         if not _own.alone:
             atexit.register(_destroy, _own)  # NCCL warns of a group that was not destroyed
@@ -108,7 +102,9 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
             f"without NCCL: {after}"
         )
     if device == "cuda":
-        once_per_process_group("one GPU a rank", lambda: require_gpu_of_its_own(gpu_of_this_rank()))
+        index = torch.cuda.current_device()
+        gpu = f"GPU {index} of {socket.gethostname()} ({torch.cuda.get_device_properties(index).uuid})"
+        once_per_process_group("one GPU a rank", lambda: require_gpu_of_its_own(gpu))
     return Membership(_own)
 
 
@@ -140,12 +136,6 @@ def choose_gpu() -> None:
     torch.cuda.set_device(int(local_rank))
 
 
-def gpu_of_this_rank() -> str:
-    """Which GPU is this rank's, unmistakable among all nodes."""
-    index = torch.cuda.current_device()
-    return f"GPU {index} of {socket.gethostname()} ({torch.cuda.get_device_properties(index).uuid})"
-
-
 def require_gpu_of_its_own(gpu: str) -> None:
     """Refuse one `gpu` for two ranks, before NCCL is used, which would wait or fail; every rank must call it.
 
@@ -165,36 +155,13 @@ def require_gpu_of_its_own(gpu: str) -> None:
         )
 
 
-def once_per_process_group(key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` has made for `key` in this process group, made by the first call.
-
-    Meshes are, since DTensor remembers the mesh of what it has done, and does it over that one, and no equal one, ever
-    after: a mesh whose groups are destroyed would be met again.
-    """
-    global _kept  # noqa: PLW0603 - of the process group of the process
-    if _kept.world is not _world():
-        _kept = _Kept(world=_world())
-    if key not in _kept.made:
-        _kept.made[key] = make()
-    return _kept.made[key]  # type: ignore[no-any-return]
-
-
-def _init_process_group(device: str, *, timeout_s: float) -> None:
-    backend, timeout = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout_s)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
-
-
 def _destroy(own: _OwnGroup) -> None:
-    global _own, _kept  # noqa: PLW0603
+    global _own  # noqa: PLW0603
     if _own is own:
         _own = None
     if dist.is_initialized() and own.world is _world():
         dist.destroy_process_group()
-        _kept = _Kept()
-        forget_host_group()
+        forget_process_group()
 
 
 def _world() -> dist.ProcessGroup:
@@ -239,27 +206,25 @@ def meet_at(
     of them. The environment variables are set that torchrun sets.
     """
     ip, port = address
-    names: dict[str, int | str] = {
-        "RANK": rank,
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": num_local_ranks,
-    }
-    names |= {"MASTER_ADDR": ip, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    ranks = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": num_local_ranks}
+    os.environ.update({name: str(value) for name, value in {**ranks, "MASTER_ADDR": ip, "MASTER_PORT": port}.items()})
     if ip == "127.0.0.1":  # one node: its ranks need not be reached from outside
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    elif interface := interface_of(_own_address_towards(address)):
-        # Gloo uses what the host name resolves to, which on many machines is loopback; NCCL finds an interface itself.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    else:
+        own_ip = ""
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # finds the route; a datagram socket sends nothing
+            own_ip = str(probe.getsockname()[0])
+        if interface := interface_of(own_ip):
+            # Gloo uses what the host name resolves to, which on many machines is loopback; NCCL finds an interface.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=timeout_s)
     if store is None:
         store = dist.TCPStore(ip, port, num_ranks, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     if device == "cuda":
         choose_gpu()  # by LOCAL_RANK, set above
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
 def interface_of(ip: str) -> str | None:
@@ -277,13 +242,3 @@ def interface_of(ip: str) -> str | None:
             if socket.inet_ntoa(reply[20:24]) == ip:
                 return name
     return None
-
-
-def _own_address_towards(address: tuple[str, int]) -> str:
-    """This node's address on the route to `address`. Connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(address)
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])

@@ -6,8 +6,7 @@ ranks as bytes.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -21,8 +20,28 @@ from rl_parallel_plans.dtensor import has_numbers
 
 T = TypeVar("T")
 
-_host_groups: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""The world that a group spans, and the group, by the identity of that world."""
+_kept: tuple[dist.ProcessGroup | None, dict[Hashable, Any]] = (None, {})
+"""A process group, and what was made once for it."""
+
+
+def once_per_process_group(key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` has made for `key` in this process group, made by the first call.
+
+    Meshes are, since DTensor remembers the mesh of what it has done, and does it over that one, and no equal one, ever
+    after: a mesh whose groups are destroyed would be met again.
+    """
+    global _kept  # noqa: PLW0603 - of the process group of the process
+    if _kept[0] is not dist.group.WORLD:
+        _kept = (dist.group.WORLD, {})
+    if key not in _kept[1]:
+        _kept[1][key] = make()
+    return _kept[1][key]  # type: ignore[no-any-return]
+
+
+def forget_process_group() -> None:
+    """Let go of what was made once for a process group that was destroyed: threads of its groups would live on."""
+    global _kept  # noqa: PLW0603
+    _kept = (None, {})
 
 
 def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
@@ -111,30 +130,22 @@ def host_group() -> dist.ProcessGroup | None:
 
     Made by the first call, which every rank must take part in. A rank waits for another as long as in training.
     """
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
+    if not dist.is_initialized():
         return None
-    if id(world) not in _host_groups:
-        _host_groups.clear()  # those of a process group that was destroyed
-        _host_groups[id(world)] = world, dist.new_group(backend="gloo", timeout=_timeout_of(world))
-    return _host_groups[id(world)][1]
 
+    def make() -> dist.ProcessGroup:
+        world: Any = dist.group.WORLD
+        options = world._get_backend(torch.device(_device_of(world))).options  # noqa: SLF001 - no public one
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=options._timeout)  # noqa: SLF001
+        return made
 
-def forget_host_group() -> None:
-    """Let go of it, whose process group was destroyed: its threads would live on."""
-    _host_groups.clear()
+    return once_per_process_group("host group", make)
 
 
 def _device_of(group: dist.ProcessGroup | None) -> str:
     """Where the tensors of collectives must lie."""
     backend = dist.get_backend(group)
     return "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    options: Any = group._get_backend(torch.device(_device_of(group))).options  # noqa: SLF001 - no public one
-    timeout: timedelta = options._timeout  # noqa: SLF001
-    return timeout
 
 
 def require_same_model(model: nn.Module) -> None:
@@ -147,14 +158,26 @@ def require_same_model(model: nn.Module) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     described = [f"{name} {each.dtype} {tuple(each.shape)} {each.is_meta}" for name, each in tensors.items()]
     if _differ(crc32("\n".join(described).encode())):
-        models = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_text(_summary(model, tensors))))
+        numbers = sum(tensor.numel() for tensor in tensors.values())
+        dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
+        on_meta = ", on the meta device" if any(tensor.is_meta for tensor in tensors.values()) else ""
+        own_text = f"{type(model).__qualname__} of {len(tensors)} tensors, {numbers} numbers, {dtypes}{on_meta}"
+        models = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(gather_text(own_text)))
         raise ModelError(f"every rank must be given the same model, and these are different ones: {models}")
-    if all(map(has_numbers, tensors.values())) and (difference := _first_difference(tensors)) is not None:
-        name, ranks = difference
-        raise ModelError(
-            f"every rank must be given the same weights, and {name} of {_named(ranks)} is not what rank 0 has: load "
-            f"the same files on every rank, set the same seed before the model is made, or use from_pretrained"
-        )
+    if all(map(has_numbers, tensors.values())):
+        own = torch.tensor([_digest([tensor]) for tensor in tensors.values()], device=_device_of(None))
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        apart = torch.stack(gathered).cpu() != gathered[0].cpu()
+        if apart.any():
+            first = int(apart.any(0).int().argmax())
+            ranks = apart[:, first].nonzero()[:, 0].tolist()
+            shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+            raise ModelError(
+                f"every rank must be given the same weights, and {list(tensors)[first]} of "
+                f"rank{'s' if len(ranks) > 1 else ''} {shown} is not what rank 0 has: load the same files on every "
+                f"rank, set the same seed before the model is made, or use from_pretrained"
+            )
 
 
 def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) -> None:
@@ -193,34 +216,10 @@ def _differ(digest: int, group: dist.ProcessGroup | None = None) -> bool:
     return bool(most != -least)
 
 
-def _first_difference(tensors: dict[str, Tensor]) -> tuple[str, list[int]] | None:
-    """The first tensor that is not alike everywhere, and the ranks where it is not what rank 0 has."""
-    own = torch.tensor([_digest([tensor]) for tensor in tensors.values()], device=_device_of(None))
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    apart = torch.stack(gathered).cpu() != gathered[0].cpu()
-    if not apart.any():
-        return None
-    first = int(apart.any(0).int().argmax())
-    return list(tensors)[first], apart[:, first].nonzero()[:, 0].tolist()
-
-
 def _digest(tensors: Iterable[Tensor], start: int = 0) -> int:
     for tensor in tensors:
         start = crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, start)
     return start
-
-
-def _summary(model: nn.Module, tensors: dict[str, Tensor]) -> str:
-    numbers = sum(tensor.numel() for tensor in tensors.values())
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    on_meta = ", on the meta device" if any(tensor.is_meta for tensor in tensors.values()) else ""
-    return f"{type(model).__qualname__} of {len(tensors)} tensors, {numbers} numbers, {', '.join(dtypes)}{on_meta}"
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def add_up(sums: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:

@@ -113,41 +113,31 @@ def select_backend(configs: BackendConfigs) -> BackendSelection:
         ValueError: neither is enabled; or Megatron is, and adapters were asked for of the other alone.
     """
     dtensor, megatron = configs.dtensor_cfg, configs.megatron_cfg
-    if megatron.enabled and dtensor.lora_cfg is not None and megatron.lora_cfg is None:
-        raise ValueError(
-            "megatron_cfg.enabled=true and dtensor_cfg.lora_cfg: Megatron would train all weights; set "
-            "megatron_cfg.lora_cfg for adapters on Megatron, or dtensor_cfg.lora_cfg to null"
-        )
+    backend: Literal["dtensor", "megatron"] = "megatron" if megatron.enabled else "dtensor"
+    config: DTensorConfig | MegatronConfig
+    other: DTensorConfig | MegatronConfig
     if megatron.enabled:
+        if dtensor.lora_cfg is not None and megatron.lora_cfg is None:
+            raise ValueError(
+                "megatron_cfg.enabled=true and dtensor_cfg.lora_cfg: Megatron would train all weights; set "
+                "megatron_cfg.lora_cfg for adapters on Megatron, or dtensor_cfg.lora_cfg to null"
+            )
         alone = "megatron_cfg.enabled is true, and dtensor_cfg.enabled is false"
         both = "megatron_cfg.enabled is true, and takes precedence over dtensor_cfg.enabled, which is true too"
-        why = both if dtensor.enabled else alone
-        return _selected("megatron", why, config=megatron, unused=_changed("dtensor_cfg", dtensor))
-    if dtensor.enabled:
-        why = "dtensor_cfg.enabled is true, and megatron_cfg.enabled is false"
-        return _selected("dtensor", why, config=dtensor, unused=_changed("megatron_cfg", megatron))
-    raise ValueError(
-        "dtensor_cfg.enabled and megatron_cfg.enabled are both false, which leaves nothing to train with; set one of "
-        "them to true"
+        reason, config, name, other = both if dtensor.enabled else alone, megatron, "dtensor_cfg", dtensor
+    elif dtensor.enabled:
+        reason = "dtensor_cfg.enabled is true, and megatron_cfg.enabled is false"
+        config, name, other = dtensor, "megatron_cfg", megatron
+    else:
+        raise ValueError(
+            "dtensor_cfg.enabled and megatron_cfg.enabled are both false, which leaves nothing to train with; set one "
+            "of them to true"
+        )
+    default = type(other)()
+    unused = tuple(
+        f"{name}.{field.name}={getattr(other, field.name)!r}"
+        for field in fields(other)
+        if field.name != "enabled" and getattr(other, field.name) != getattr(default, field.name)
     )
-
-
-def _selected(
-    backend: Literal["dtensor", "megatron"],
-    why: str,
-    *,
-    config: DTensorConfig | MegatronConfig,
-    unused: tuple[str, ...],
-) -> BackendSelection:
     effect = f"; of no effect: {', '.join(unused)}" if unused else ""
-    return BackendSelection(backend=backend, reason=why + effect, config=config, unused=unused)
-
-
-def _changed(name: str, config: DTensorConfig | MegatronConfig) -> tuple[str, ...]:
-    """The settings that were given, `enabled` apart."""
-    default = type(config)()
-    return tuple(
-        f"{name}.{field.name}={getattr(config, field.name)!r}"
-        for field in fields(config)
-        if field.name != "enabled" and getattr(config, field.name) != getattr(default, field.name)
-    )
+    return BackendSelection(backend=backend, reason=reason + effect, config=config, unused=unused)

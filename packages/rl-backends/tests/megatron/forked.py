@@ -76,11 +76,9 @@ def run(function, *, ranks, folder, deadline_s=DEADLINE_S, grace_s=GRACE_S):
 
 def let_go_of_groups():
     """Destroy those that are closed and still held, here, where their threads are: a rank would wait for these."""
-    from rl_backends import process_group
     from rl_backends import rank_agreement as ranks
 
-    ranks._host_groups.clear()
-    process_group._kept.made.clear()
+    ranks.forget_process_group()
     if (parallel_state := sys.modules.get("megatron.core.parallel_state")) is not None:
         for name, value in list(vars(parallel_state).items()):  # its own destruction leaves some out
             if isinstance(value, dist.ProcessGroup):

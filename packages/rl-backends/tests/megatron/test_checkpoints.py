@@ -37,7 +37,7 @@ def no_process_group_afterwards():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-    ranks._host_groups.clear()
+    ranks.forget_process_group()
 
 
 @pytest.fixture

@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from rl_backends import OptimizerConfig
 from rl_backends.__main__ import main
@@ -52,13 +50,12 @@ def verify(world, tmp_path, capsys, monkeypatch, on_ranks):
     """`verify(family, *flags)`: exit code and figures; ranks are forked, and `broken()` is called on each before."""
 
     def run(family, *flags, broken=lambda: None, **config):
-        def one(task, rank):
+        def one(task):
             broken()
-            folder = Path(task["folder"])
-            save_file(comparison._result(task, folder), folder / f"{rank}.safetensors")
+            return comparison.result_of_rank(task)
 
         def run_ranks(task, *, deadline_s):
-            on_ranks(lambda rank: one(task, rank), ranks=task["ranks"])
+            return on_ranks(lambda _: one(task), ranks=task["ranks"])
 
         monkeypatch.setattr("rl_backends.commands.comparison.run_ranks", run_ranks)
         world.make_model(family, **config).config.save_pretrained(tmp_path)

@@ -104,7 +104,7 @@ def main(task):
         steps(model, optimizer, 2)
         if place != "never":
             options = {"directory": task["folder"]} if place == "disk" else {}
-            offloader = Offloader(model, to="disk" if place == "disk" else "host", **options)
+            offloader = Offloader(model, **options)
             with fake_gpu() if place == "host of a fake GPU" else contextlib.nullcontext():
                 left = offloader.offload([optimizer])
                 try:

@@ -4,24 +4,38 @@
     rank     any method of a model that takes a batch takes DealtRows; what it reads comes back for its own rows
     driver   in_order(dealt, what each data-parallel rank returned) -> for all rows, in the order of the batch
 
-Ranks with one data-parallel rank (those of its tensor, context and pipeline parallelism) get the same rows. The cut is
-that of `cut_all`, in which rows are balanced by length, and each rank makes it again from the lengths of all rows; so
-every microbatch, and every number, is what it is where each rank is given the whole batch.
+Ranks with one data-parallel rank (those of its tensor, context and pipeline parallelism) get the same rows. The cut,
+`RowDealing.cut`, balances rows by length, and each rank makes it again from the lengths of all rows; so every
+microbatch, and every number, is what it is where each rank is given the whole batch.
+
+Every rank gets equally many microbatches, because the collectives of a sharded model must be entered by all ranks
+equally often: a rank with too few rows repeats the shortest one of the batch and does not count it. First as few
+microbatches as the bounds allow; then, of as many as all ranks must have, alike ones, because the largest decides the
+memory of a step. Ties go by index, and costs are integers.
 
 Axes: B rows of the batch, b of them that a rank is given, T tokens.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Generic
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits, cut_all, cut_lengths
+from rl_backends.batching.microbatches import (
+    Microbatch,
+    MicrobatchLimits,
+    packed_groups,
+    padded_groups,
+    row_cost,
+    share_out,
+)
 from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch, require_token_ids
+from rl_backends.examples import BatchT, TokenBatch, check_examples, require_token_ids
 from rl_parallel_plans import TopKLogp
 
 
@@ -56,9 +70,9 @@ class RowDealing:
     """How many have rows of their own."""
     limits: MicrobatchLimits
     """Of one microbatch."""
-    token_multiple: int
-    """What the length of a row is rounded up to."""
-    vocabulary_size: int
+    token_multiple: int = 1
+    """What the length of a row is rounded up to: 2 · ranks under context parallelism."""
+    vocabulary_size: int = sys.maxsize
     """Ids of tokens are below it."""
     max_positions: int | None = None
     """Tokens of the longest row that the model has positions for; None where it has no table of them."""
@@ -66,18 +80,22 @@ class RowDealing:
     """Ids of tokens in whose place the model reads images, and their names."""
 
     def cut(self, examples: TokenBatch, *, with_token_ids: bool = False) -> list[list[Microbatch]]:
-        """The microbatches of every data-parallel rank, in numbers of the batch.
+        """The microbatches of every data-parallel rank, equally many, those with most tokens first.
+
+        Their rows are in numbers of the batch.
 
         with_token_ids: `examples.token_ids` will be asked about.
 
         Raises:
             BatchError: the examples cannot be cut or read.
         """
+        lengths: list[int] = examples.lengths.tolist()
+        check_examples(examples, lengths, most_rows=self.limits.rows, vocabulary_size=self.vocabulary_size)
         if with_token_ids:
             require_token_ids(examples, vocabulary_size=self.vocabulary_size)
-        if self.max_positions is not None and (longest := int(examples.lengths.max())) > self.max_positions:
+        if self.max_positions is not None and (longest := max(lengths)) > self.max_positions:
             raise BatchError(
-                f"row {int(examples.lengths.argmax())} has {longest} tokens, and the model has a table of "
+                f"row {lengths.index(longest)} has {longest} tokens, and the model has a table of "
                 f"{self.max_positions} positions: shorten the row, or choose a model for longer ones"
             )
         for token, name in self.media_tokens.items():
@@ -87,13 +105,54 @@ class RowDealing:
                     f"row {row}: token {column} is {token}, the model's {name}, in whose place it reads images (or "
                     f"video, or sound), and this backend gives it none: train on rows of text alone"
                 )
-        return cut_all(
-            examples,
-            limits=self.limits,
-            num_ranks=self.num_ranks,
-            token_multiple=self.token_multiple,
-            vocabulary_size=self.vocabulary_size,
-        )
+        return self.cut_lengths(lengths, rows_per_unit=examples.rows_per_unit)
+
+    def cut_lengths(self, lengths: Sequence[int], *, rows_per_unit: int) -> list[list[Microbatch]]:
+        """The same of rows of which nothing is known but their `lengths`."""
+        # Tokens that the model reads of each unit, where it is alone in a microbatch.
+        unit, packed = rows_per_unit, self.limits.layout == "packed"
+        units = [lengths[start : start + unit] for start in range(0, len(lengths), unit)]
+        if packed:
+            tokens = [sum(self.token_multiple * -(-length // self.token_multiple) for length in rows) for rows in units]
+        else:
+            tokens = [unit * self.token_multiple * -(-max(rows) // self.token_multiple) for rows in units]
+        if self.limits.tokens is not None and max(tokens) > self.limits.tokens:
+            worst = max(range(len(tokens)), key=tokens.__getitem__)
+            row = max(range(worst * unit, (worst + 1) * unit), key=lengths.__getitem__)
+            together = "" if unit == 1 else f", and the {unit} rows that belong together"
+            raise BatchError(
+                f"row {row} has {lengths[row]} tokens{together}: {tokens[worst]} as the model reads them, more than "
+                f"micro_batch_tokens={self.limits.tokens}; raise it to {tokens[worst]}, or shorten the row"
+            )
+
+        # The units of each rank, dealt by what they cost; one rank has them all.
+        shares = [list(range(len(units)))]
+        if self.num_ranks > 1:
+            shares = share_out([sum(map(row_cost, rows)) for rows in units], num_ranks=self.num_ranks)
+        for share in shares:
+            share.sort()
+            share.sort(key=tokens.__getitem__, reverse=True)  # stable: ties stay in the order of the batch
+
+        # As few microbatches as the bounds allow, then as many on every rank as on the one that needs most.
+        groups = packed_groups if packed else padded_groups
+        group = partial(groups, tokens=tokens, most_units=self.limits.rows // unit, most_tokens=self.limits.tokens)
+        ranks = [group(share) for share in shares]
+        number = max(self.limits.fewest, *map(len, ranks))
+        ranks = [
+            own if len(own) == number else group(share, number=number) for share, own in zip(shares, ranks, strict=True)
+        ]
+        number = max(self.limits.fewest, *map(len, ranks))
+
+        # A rank with fewer repeats the shortest unit, uncounted.
+        shortest = min(range(len(units)), key=lambda index: (tokens[index], index))
+        cut: list[list[Microbatch]] = []
+        for own in ranks:
+            cut.append([])
+            for index in range(number):
+                counted = index < len(own)
+                rows = [each * unit + row for each in (own[index] if counted else [shortest]) for row in range(unit)]
+                cut[-1].append(Microbatch(torch.tensor(rows), max(lengths[row] for row in rows), counted))
+        return cut
 
     def deal(self, examples: BatchT, *, with_token_ids: bool = False) -> list[DealtRows[BatchT]]:
         """The rows of every data-parallel rank.
@@ -125,13 +184,7 @@ class RowDealing:
                 f"these rows were dealt to data-parallel rank {dealt.rank}, and this is {self.rank}: give each rank "
                 f"its own of what RowDealing.deal returned"
             )
-        cut = cut_lengths(
-            dealt.lengths.tolist(),
-            limits=self.limits,
-            num_ranks=self.num_ranks,
-            token_multiple=self.token_multiple,
-            rows_per_unit=dealt.examples.rows_per_unit,
-        )
+        cut = self.cut_lengths(dealt.lengths.tolist(), rows_per_unit=dealt.examples.rows_per_unit)
         own = cut[self.rank]
         if not torch.equal(_rows_of(own), dealt.rows):
             raise BatchError(

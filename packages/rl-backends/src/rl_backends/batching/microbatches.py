@@ -1,10 +1,4 @@
-"""Cut the examples of a step over ranks and microbatches, and make the model inputs of each.
-
-`cut_all` gives every rank equally many microbatches, because the collectives of a sharded model must be entered by all
-ranks equally often: a rank with too few rows repeats the shortest one of the batch and does not count it. First as few
-microbatches as the bounds allow; then, of as many as all ranks must have, alike ones, because the largest decides the
-memory of a step. Every rank computes the whole cut from the same lengths and takes its own part: ties go by index, and
-costs are integers.
+"""Microbatches of the rows of a step, of like size, and the model inputs of each. `RowDealing.cut` makes them.
 
 `make_inputs` lays the b rows of a microbatch, of which the longest has w tokens, out in one of two layouts:
 
@@ -23,7 +17,7 @@ the model reads at a time, n asked tokens, k words. A unit is `rows_per_unit` co
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
@@ -32,54 +26,48 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.examples import BatchT, row_fields
 
 Groups = list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """On one microbatch."""
-
-    units: int
-    """Most units."""
-    tokens: int | None
-    """Most tokens, as the model reads them."""
-
-
-def padded_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int = 0) -> Groups:
-    """Cut a rank's units into neighbours in the order of lengths: as few groups as `bounds` allow, at least `number`.
+def padded_groups(
+    units: Sequence[int], tokens: Sequence[int], *, most_units: int, most_tokens: int | None, number: int = 0
+) -> Groups:
+    """Cut a rank's units into neighbours in the order of lengths: as few groups as possible, but at least `number`.
 
     units: unit numbers, in descending order of `tokens`.
     tokens: of each unit (by its number), padded to its own longest row.
+    most_units, most_tokens: of a group; tokens as the model reads them.
     """
     ordered = [tokens[unit] for unit in units]
-    wanted = max(number, len(_starts(ordered, bounds.units, bounds.tokens)))
+    wanted = max(number, len(_starts(ordered, most_units, most_tokens)))
     # The smallest bound on tokens that still gives that number of runs makes them alike.
-    most_tokens = None
     if ordered:
-        most_tokens, high = ordered[0], ordered[0] * bounds.units
-        if bounds.tokens is not None:
-            high = max(most_tokens, min(high, bounds.tokens))
-        while most_tokens < high:
-            middle = (most_tokens + high) // 2
-            if len(_starts(ordered, bounds.units, middle)) <= wanted:
+        low, high = ordered[0], ordered[0] * most_units
+        if most_tokens is not None:
+            high = max(low, min(high, most_tokens))
+        while low < high:
+            middle = (low + high) // 2
+            if len(_starts(ordered, most_units, middle)) <= wanted:
                 high = middle
             else:
-                most_tokens = middle + 1
-    starts = _starts(ordered, bounds.units, most_tokens)
+                low = middle + 1
+        most_tokens = low
+    starts = _starts(ordered, most_units, most_tokens)
     groups = [list(units[start:end]) for start, end in zip(starts, [*starts, len(units)][1:], strict=True)]
     if len(groups) < wanted:
         groups = _split_up(groups, lambda group: tokens[group[0]] * len(group), wanted)
     return sorted(groups, key=lambda group: (-tokens[group[0]] * len(group), group))
 
 
-def packed_groups(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int = 0) -> Groups:
+def packed_groups(
+    units: Sequence[int], tokens: Sequence[int], *, most_units: int, most_tokens: int | None, number: int = 0
+) -> Groups:
     """As `padded_groups`, for rows without padding: the tokens of a microbatch are the sum of its units'."""
-    fitted = _best_fit(units, tokens, bounds)
+    fitted = _best_fit(units, tokens, most_units=most_units, most_tokens=most_tokens)
     wanted = max(number, len(fitted))
-    groups = _spread(units, tokens, bounds, number=min(wanted, len(units)))
+    groups = spread(units, tokens, number=min(wanted, len(units)), most_units=most_units, most_load=most_tokens)
     if groups is None:
         groups = _split_up(fitted, lambda group: sum(tokens[unit] for unit in group), wanted)
     return sorted(groups, key=lambda group: (-sum(tokens[unit] for unit in group), group))
@@ -110,10 +98,10 @@ def _split_up(groups: Groups, size: Callable[[list[int]], int], number: int) -> 
     return [group for _, group in whole] + [group for _, _, group in heap]
 
 
-def _best_fit(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Groups:
+def _best_fit(units: Sequence[int], tokens: Sequence[int], *, most_units: int, most_tokens: int | None) -> Groups:
     """Each unit, longest first, into the fullest group that still takes it (best fit decreasing: Johnson, 1973)."""
-    if bounds.tokens is None:
-        return [list(units[start : start + bounds.units]) for start in range(0, len(units), bounds.units)]
+    if most_tokens is None:
+        return [list(units[start : start + most_units]) for start in range(0, len(units), most_units)]
     groups: Groups = []
     free: list[tuple[int, int]] = []
     for unit in units:
@@ -121,29 +109,36 @@ def _best_fit(units: Sequence[int], tokens: Sequence[int], bounds: Bounds) -> Gr
         if found < len(free):
             left, index = free.pop(found)
         else:
-            left, index = bounds.tokens, len(groups)
+            left, index = most_tokens, len(groups)
             groups.append([])
         groups[index].append(unit)
-        if len(groups[index]) < bounds.units:
+        if len(groups[index]) < most_units:
             insort(free, (left - tokens[unit], index))
     return groups
 
 
-def _spread(units: Sequence[int], tokens: Sequence[int], bounds: Bounds, *, number: int) -> Groups | None:
-    """Exactly `number` groups of like numbers of tokens, longest units first; None where the bounds do not let it."""
+def spread(
+    units: Sequence[int], loads: Sequence[int], *, number: int, most_units: int, most_load: int | None = None
+) -> Groups | None:
+    """Exactly `number` groups of like loads: each unit, in the order of `units`, to the group with the least load.
+
+    loads: of each unit (by its number).
+
+    Given the largest first this is LPT (Graham, 1969). Returns None where a unit fits into no group.
+    """
     groups: Groups = [[] for _ in range(number)]
-    loads = [(0, index) for index in range(number)]
+    open_groups = [(0, index) for index in range(number)]
     for unit in units:
-        if not loads:
+        if not open_groups:
             return None
-        load, index = loads[0]
-        if bounds.tokens is not None and load + tokens[unit] > bounds.tokens:
+        load, index = open_groups[0]
+        if most_load is not None and load + loads[unit] > most_load:
             return None
         groups[index].append(unit)
-        if len(groups[index]) < bounds.units:
-            heapq.heapreplace(loads, (load + tokens[unit], index))
+        if len(groups[index]) < most_units:
+            heapq.heapreplace(open_groups, (load + loads[unit], index))
         else:
-            heapq.heappop(loads)
+            heapq.heappop(open_groups)
     return groups
 
 
@@ -185,16 +180,6 @@ class SequenceShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPlaces:
-    """How attention finds the rows in a pack that has the tokens which rows begin with alike once; see `prefixes`."""
-
-    of_rows: Int[Tensor, " N"]
-    """Place in the pack of each token of each row, row by row."""
-    of_pack: Int[Tensor, " t"]
-    """The reverse: for each place of the pack, one of the rows' tokens that is read there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
     """Tokens as the model reads them, and the tokens that it is asked about."""
 
@@ -221,20 +206,17 @@ class ModelInputs:
     row_lengths: tuple[int, ...] | None = None
     """Tokens of each packed row, the differences of `cu_seq_lens`, as numbers of the host; None where rows are padded.
     """
-    shared: SharedPlaces | None = None
-    """Where `cu_seq_lens` are of rows that share what they begin with; None where each is read by itself."""
+    places_of_rows: Int[Tensor, " N"] | None = None
+    """Place in the pack of each token of each row, row by row, where rows share what they begin with (see `prefixes`);
+    `cu_seq_lens` are then of these. None where each row is read by itself."""
+    places_of_pack: Int[Tensor, " t"] | None = None
+    """The reverse: for each place of the pack, one of the rows' tokens that is read there."""
 
     def to(self, device: str | torch.device) -> "ModelInputs":
         """The same on `device`."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device) if isinstance(value := getattr(self, field.name), Tensor) else value
-            for field in fields(self)
-        }
-        if self.shared is not None:
-            moved["shared"] = SharedPlaces(
-                of_rows=self.shared.of_rows.to(device), of_pack=self.shared.of_pack.to(device)
-            )
-        return replace(self, **moved)
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        there: dict[str, Any] = {name: value.to(device) for name, value in own.items() if isinstance(value, Tensor)}
+        return replace(self, **there)
 
     def as_arguments(self) -> dict[str, Any]:
         """What a Hugging Face decoder is called with, by its own names."""
@@ -244,8 +226,8 @@ class ModelInputs:
         if self.cu_seq_lens is not None:
             arguments |= {"cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
             arguments |= {"max_length_q": self.longest, "max_length_k": self.longest}
-        if self.shared is not None:
-            arguments |= {"places_of_rows": self.shared.of_rows, "places_of_pack": self.shared.of_pack}
+        if self.places_of_rows is not None:
+            arguments |= {"places_of_rows": self.places_of_rows, "places_of_pack": self.places_of_pack}
         return arguments
 
 
@@ -329,35 +311,29 @@ def of_one_shape(inputs: Sequence[ModelInputs]) -> list[ModelInputs]:
     """
     rows = max(each.tokens.shape[0] for each in inputs)
     tokens = max(each.tokens.shape[1] for each in inputs)
-    return [
-        _more_columns(each, rows=rows, tokens=tokens) if each.cu_seq_lens is None else _another_row(each, tokens)
-        for each in inputs
-    ]
-
-
-def _more_columns(inputs: ModelInputs, *, rows: int, tokens: int) -> ModelInputs:
-    held_rows, held = inputs.tokens.shape
-    padded = F.pad(inputs.tokens, (0, tokens - held, 0, rows - held_rows))
-    at = inputs.at // held * tokens + inputs.at % held
-    return replace(inputs, tokens=padded, at=at, longest=tokens)
-
-
-def _another_row(inputs: ModelInputs, tokens: int) -> ModelInputs:
-    missing = tokens - inputs.tokens.shape[1]
-    if not missing:
-        return inputs
-    assert inputs.position_ids is not None
-    assert inputs.cu_seq_lens is not None
-    assert inputs.row_lengths is not None
-    positions = torch.arange(missing, device=inputs.position_ids.device)[None]
-    return replace(
-        inputs,
-        tokens=F.pad(inputs.tokens, (0, missing)),
-        position_ids=torch.cat([inputs.position_ids, positions], dim=1),
-        cu_seq_lens=F.pad(inputs.cu_seq_lens, (0, 1), value=tokens),
-        row_lengths=(*inputs.row_lengths, missing),
-        longest=max(inputs.longest, missing),
-    )
+    made = []
+    for each in inputs:
+        held_rows, held = each.tokens.shape
+        if each.cu_seq_lens is None:
+            padded = F.pad(each.tokens, (0, tokens - held, 0, rows - held_rows))
+            at = each.at // held * tokens + each.at % held
+            made.append(replace(each, tokens=padded, at=at, longest=tokens))
+        elif missing := tokens - held:
+            assert each.position_ids is not None
+            assert each.row_lengths is not None
+            positions = torch.arange(missing, device=each.position_ids.device)[None]
+            another = replace(
+                each,
+                tokens=F.pad(each.tokens, (0, missing)),
+                position_ids=torch.cat([each.position_ids, positions], dim=1),
+                cu_seq_lens=F.pad(each.cu_seq_lens, (0, 1), value=tokens),
+                row_lengths=(*each.row_lengths, missing),
+                longest=max(each.longest, missing),
+            )
+            made.append(another)
+        else:
+            made.append(each)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,22 +359,6 @@ class Microbatch:
         return cut
 
 
-def row_fields(examples: TokenBatch) -> Collection[str]:
-    """The fields of more than one dim that are of rows and not of tokens, which `row_fields` of the class names."""
-    named: Collection[str] = getattr(examples, "row_fields", ())
-    return named
-
-
-def moved(examples: BatchT, *, device: str) -> BatchT:
-    """The same examples on `device`; themselves where they are there."""
-    instance = cast("Any", examples)
-    tensors = {field.name: getattr(instance, field.name) for field in fields(instance)}
-    if all(tensor.device.type == device for tensor in tensors.values()):
-        return examples
-    there: BatchT = replace(instance, **{name: tensor.to(device) for name, tensor in tensors.items()})
-    return there
-
-
 _TOKENS_AT_WHICH_ATTENTION_IS_HALF = 24576
 
 
@@ -414,32 +374,15 @@ def row_cost(length: int) -> int:
 def share_out(costs: Sequence[int], *, num_ranks: int) -> list[list[int]]:
     """The units of each rank, dearest first; all ranks get ceil(units / num_ranks) at most.
 
-    The dearest unit that is left goes to the rank with the least load that still takes units (LPT: Graham, 1969). Units
-    dealt in turn are taken instead where their dearest rank is cheaper.
+    They are spread; units dealt in turn are taken instead where their dearest rank is cheaper.
     """
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable: ties in the order of the batch
     if num_ranks == 1:
         return [order]
     dealt = [order[rank::num_ranks] for rank in range(num_ranks)]
-    balanced = _least_loaded_first(order, costs, num_ranks=num_ranks)
+    balanced = spread(order, costs, number=num_ranks, most_units=-(-len(order) // num_ranks))
+    assert balanced is not None  # there is room for all units
     return min((balanced, dealt), key=lambda ranks: max(sum(costs[unit] for unit in units) for units in ranks))
-
-
-def _least_loaded_first(order: Sequence[int], costs: Sequence[int], *, num_ranks: int) -> list[list[int]]:
-    most = -(-len(order) // num_ranks)
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    for unit in order:
-        load, rank = loads[0]
-        ranks[rank].append(unit)
-        if len(ranks[rank]) < most:
-            heapq.heapreplace(loads, (load + costs[unit], rank))
-        else:
-            heapq.heappop(loads)
-    return ranks
-
-
-_ROWS_CHECKED_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,158 +403,3 @@ class MicrobatchLimits:
             raise ValueError(f"rows={self.rows} must be >= 1")
         if self.tokens is not None and self.tokens < 1:
             raise ValueError(f"tokens={self.tokens} must be >= 1, or None for no bound")
-
-
-def cut(
-    examples: TokenBatch, *, limits: MicrobatchLimits, rank: int, num_ranks: int, token_multiple: int = 1
-) -> list[Microbatch]:
-    """The microbatches of one rank; see `cut_all`."""
-    return cut_all(examples, limits=limits, num_ranks=num_ranks, token_multiple=token_multiple)[rank]
-
-
-def cut_all(
-    examples: TokenBatch,
-    *,
-    limits: MicrobatchLimits,
-    num_ranks: int,
-    token_multiple: int = 1,
-    vocabulary_size: int | None = None,
-) -> list[list[Microbatch]]:
-    """The microbatches of each rank, equally many, those with most tokens first.
-
-    Args:
-        examples: the whole batch.
-        limits: of one microbatch.
-        num_ranks: data-parallel ranks.
-        token_multiple: what a row's tokens are rounded up to: 2 · ranks under context parallelism.
-        vocabulary_size: ids are below it; None does not look at them.
-    """
-    lengths: list[int] = examples.lengths.tolist()
-    check_examples(examples, lengths, limits, vocabulary_size=vocabulary_size)
-    return cut_lengths(
-        lengths,
-        limits=limits,
-        num_ranks=num_ranks,
-        token_multiple=token_multiple,
-        rows_per_unit=examples.rows_per_unit,
-    )
-
-
-def cut_lengths(
-    lengths: Sequence[int], *, limits: MicrobatchLimits, num_ranks: int, token_multiple: int = 1, rows_per_unit: int = 1
-) -> list[list[Microbatch]]:
-    """The same of rows of which nothing is known but their `lengths`."""
-    # Tokens that the model reads of each unit, where it is alone in a microbatch.
-    unit, packed = rows_per_unit, limits.layout == "packed"
-    units = [lengths[start : start + unit] for start in range(0, len(lengths), unit)]
-    if packed:
-        tokens = [sum(token_multiple * -(-length // token_multiple) for length in rows) for rows in units]
-    else:
-        tokens = [unit * token_multiple * -(-max(rows) // token_multiple) for rows in units]
-    if limits.tokens is not None and max(tokens) > limits.tokens:
-        worst = max(range(len(tokens)), key=tokens.__getitem__)
-        row = max(range(worst * unit, (worst + 1) * unit), key=lengths.__getitem__)
-        together = "" if unit == 1 else f", and the {unit} rows that belong together"
-        raise BatchError(
-            f"row {row} has {lengths[row]} tokens{together}: {tokens[worst]} as the model reads them, more than "
-            f"micro_batch_tokens={limits.tokens}; raise it to {tokens[worst]}, or shorten the row"
-        )
-
-    # The units of each rank, dealt by what they cost; one rank has them all.
-    shares = [list(range(len(units)))]
-    if num_ranks > 1:
-        shares = share_out([sum(map(row_cost, rows)) for rows in units], num_ranks=num_ranks)
-    for share in shares:
-        share.sort()
-        share.sort(key=tokens.__getitem__, reverse=True)  # stable: ties stay in the order of the batch
-
-    # As few microbatches as the bounds allow, then as many on every rank as on the one that needs most.
-    group, bounds = packed_groups if packed else padded_groups, Bounds(limits.rows // unit, limits.tokens)
-    ranks = [group(share, tokens, bounds) for share in shares]
-    number = max(limits.fewest, *map(len, ranks))
-    ranks = [
-        own if len(own) == number else group(share, tokens, bounds, number=number)
-        for share, own in zip(shares, ranks, strict=True)
-    ]
-    number = max(limits.fewest, *map(len, ranks))
-
-    # A rank with fewer repeats the shortest unit, uncounted.
-    shortest = min(range(len(units)), key=lambda index: (tokens[index], index))
-    cut: list[list[Microbatch]] = []
-    for own in ranks:
-        cut.append([])
-        for index in range(number):
-            counted = index < len(own)
-            rows = [each * unit + row for each in (own[index] if counted else [shortest]) for row in range(unit)]
-            cut[-1].append(Microbatch(torch.tensor(rows), max(lengths[row] for row in rows), counted))
-    return cut
-
-
-def check_examples(
-    examples: TokenBatch, lengths: list[int], limits: MicrobatchLimits, *, vocabulary_size: int | None
-) -> None:
-    """Refuse examples that cannot be cut or computed; a unit with too many tokens is left to `cut_all`.
-
-    lengths: `examples.lengths`, on the host.
-    """
-    if not lengths:
-        raise BatchError("the batch has no rows (B=0): there is nothing to compute; do not ask with an empty batch")
-    tokens, trainable = examples.tokens, examples.trainable
-    num_tokens = tokens.shape[1]
-    for row, length in enumerate(lengths):
-        if not 1 <= length <= num_tokens:
-            raise BatchError(
-                f"row {row} has length {length}, where tokens hold {num_tokens}: lengths must be from 1 to that; "
-                f"leave out rows without tokens"
-            )
-
-    # A field is cut along its tokens by what its class says of it: by its shape, one of [B, 16] would be cut where rows
-    # have 16 tokens, and nowhere else.
-    for field in fields(cast("Any", examples)):
-        shape = tuple(getattr(examples, field.name).shape)
-        if shape[:1] != (len(lengths),):
-            raise BatchError(f"{field.name} is {list(shape)}, and the batch has {len(lengths)} rows: give [B, ...]")
-        if len(shape) > 1 and shape[1] != num_tokens and field.name not in row_fields(examples):
-            raise BatchError(
-                f"{field.name} is {list(shape)}, and tokens are {[len(lengths), num_tokens]}: give a number for each "
-                f"token, or name the field in `row_fields: ClassVar = ({field.name!r},)` of "
-                f"{type(examples).__qualname__}, if it is of rows"
-            )
-
-    # Nothing precedes the first token to predict it from, and padding must not train. Rows of like length at a time:
-    # columns that are padding to all of them need no comparison.
-    if bool(trainable[:, 0].any()):
-        row = int(trainable[:, 0].int().argmax())
-        raise BatchError(f"row {row}: its first token is marked trainable, and nothing precedes it to predict it from")
-    of_rows = examples.lengths.to(trainable.device)
-    for rows in torch.split(of_rows.argsort(), _ROWS_CHECKED_AT_A_TIME):
-        shortest, longest = int(of_rows[rows[0]]), int(of_rows[rows[-1]])
-        padding = torch.arange(shortest, longest, device=of_rows.device) >= of_rows[rows, None]
-        if bool(trainable[rows, longest:].any()) or bool((trainable[rows, shortest:longest] & padding).any()):
-            beyond = torch.arange(num_tokens, device=of_rows.device) >= of_rows[rows, None]
-            within, column = (trainable[rows] & beyond).nonzero()[0].tolist()
-            row = int(rows[within])
-            raise BatchError(
-                f"row {row}: token {column} is marked trainable, and its length is {lengths[row]}: "
-                f"padding is nothing to train on"
-            )
-
-    unit = examples.rows_per_unit
-    if len(lengths) % unit:
-        raise BatchError(f"{len(lengths)} rows, of which {unit} belong together each: B must be a multiple of {unit}")
-    if unit > limits.rows:
-        raise BatchError(
-            f"{unit} rows belong together, and a microbatch holds {limits.rows}; micro_batch_size must be at "
-            f"least {unit}"
-        )
-
-    # Ids of tokens that are not padding; rows are looked at one by one only where some id is wrong.
-    if vocabulary_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary_size:
-        real = torch.arange(num_tokens, device=tokens.device) < examples.lengths.to(tokens.device)[:, None]
-        wrong = (real & ((tokens < 0) | (tokens >= vocabulary_size))).nonzero()
-        if len(wrong):
-            row, column = wrong[0].tolist()
-            raise BatchError(
-                f"row {row}: token {column} has the id {int(tokens[row, column])}, and the model's ids are from 0 to "
-                f"{vocabulary_size - 1}: give the tokens of the model's own tokenizer"
-            )

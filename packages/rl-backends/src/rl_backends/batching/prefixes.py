@@ -13,14 +13,12 @@ All of it is arithmetic on the host.
 Axes: b rows of a microbatch, w tokens of its longest, t tokens that are left to read, N tokens of all rows.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rl_backends.batching.microbatches import ModelInputs, SharedPlaces
+from rl_backends.batching.microbatches import ModelInputs
 
 _MULTIPLE = 4  # rows unfold to lengths of multiples of it: attention runs once for all rows of one length
 
@@ -34,7 +32,9 @@ def make_shared_inputs(
     words: Int[Tensor, "b w k"] | None = None,
 ) -> ModelInputs:
     """What the model reads of right-padded rows on the host, what they begin with alike once; see `make_inputs`."""
-    alike = _alphabetical(tokens, lengths)
+    # The rows in an order in which those that begin alike are neighbours.
+    own = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    alike = torch.tensor(sorted(range(len(own)), key=own.__getitem__))
     place, is_first = _tree(tokens[alike], lengths[alike])
     unfolded, starts = _unfolded(place, lengths[alike])
     place = place[alike.argsort()]
@@ -49,14 +49,12 @@ def make_shared_inputs(
         targets=tokens[rows, columns],
         into=rows * tokens.shape[1] + columns,
         words=None if words is None else words[rows, columns],
-        shared=SharedPlaces(of_rows=unfolded, of_pack=_somewhere(unfolded, int(is_first.sum()))),
+        places_of_rows=unfolded,
+        # For each place of the pack the first of the unfolded rows' tokens that is read there.
+        places_of_pack=unfolded.new_full((int(is_first.sum()),), len(unfolded)).scatter_reduce(
+            0, unfolded, torch.arange(len(unfolded)), reduce="amin"
+        ),
     )
-
-
-def _alphabetical(tokens: Tensor, lengths: Tensor) -> Int[Tensor, " b"]:
-    """The rows in an order in which those that begin alike are neighbours."""
-    rows: Sequence[list[int]] = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    return torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
 
 
 def _tree(tokens: Tensor, lengths: Tensor) -> tuple[Int[Tensor, "b w"], Bool[Tensor, "b w"]]:
@@ -74,21 +72,11 @@ def _unfolded(place: Tensor, lengths: Tensor) -> tuple[Int[Tensor, " N"], Int[Te
 
     A row that the next one begins with is left out: all that is read of it is read there too.
     """
+    shared = (place[1:] == place[:-1]) & (torch.arange(place.shape[1]) < lengths[1:, None])
+    beginning = F.pad(shared.sum(1) == lengths[:-1], (0, 1))
     order = lengths.argsort(descending=True, stable=True)
-    order = order[~_is_beginning(place, lengths)[order]]
+    order = order[~beginning[order]]
     held = _MULTIPLE * -(-lengths[order] // _MULTIPLE)
     columns = torch.arange(int(held.max())).expand(len(held), -1)
     wanted = torch.minimum(columns, lengths[order, None] - 1)
     return place[order].gather(1, wanted)[columns < held[:, None]], F.pad(held.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def _is_beginning(place: Tensor, lengths: Tensor) -> Bool[Tensor, " b"]:
-    """Whether the next of alphabetical rows begins with all of a row."""
-    shared = (place[1:] == place[:-1]) & (torch.arange(place.shape[1]) < lengths[1:, None])
-    return F.pad(shared.sum(1) == lengths[:-1], (0, 1))
-
-
-def _somewhere(unfolded: Tensor, num_places: int) -> Int[Tensor, " t"]:
-    """For each place of the pack one of the unfolded rows' tokens that is read there: the first of them."""
-    first = unfolded.new_full((num_places,), len(unfolded))
-    return first.scatter_reduce(0, unfolded, torch.arange(len(unfolded)), reduce="amin")

@@ -2,17 +2,17 @@
 
 The truth is of a small model and a few rows: what plain transformers and AdamW make of them in float32, one row at a
 time, without padding, on whole logits. In each rank the backend takes the same steps, and writes the parts that it
-holds: <rank>.safetensors with `logp` and, for each box, `<kind>|<name>|<offsets>`; <rank>.json with what was refused.
+holds into <rank>.pt: "logp", "grad_norm", and the parts of "gradients" and "weights"; or "refused", in words.
 
 Axes: B rows, T tokens.
 """
 
+import argparse
 import functools
-import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,11 +21,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from rl_backends.commands.console import CommandError
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.errors import MissingDependencyError
 from rl_backends.optimizers import OptimizerConfig
@@ -73,18 +71,9 @@ class Plain:
 
 
 def save_small_model(
-    source: str,
-    folder: Path,
-    *,
-    tp: int,
-    pp: int = 1,
-    keep_heads: bool = False,
-    shrink: bool,
-    seed: int,
-    revision: str | None,
-    trust_remote_code: bool,
+    arguments: argparse.Namespace, folder: Path, *, tp: int, pp: int = 1, keep_heads: bool = False
 ) -> SmallModel:
-    """Write a model of the kind that `source` names, small, with random weights.
+    """Write a model of the kind that `arguments.model` names, small, with random weights.
 
     tp: ranks that its heads can be shared out to.
     pp: stages, or chunks of stages, that its layers can be shared out to.
@@ -93,16 +82,20 @@ def save_small_model(
     from transformers.utils import logging
 
     from rl_parallel_plans.model_source import build, read_config
+    from rl_parallel_plans.verification.shrink import shrunk
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = read_config(source, revision=revision, trust_remote_code=trust_remote_code)
-    if shrink:
-        head_dim = getattr(config, "head_dim", None)
-        config = _shrunk(config, tp=max(2, tp), pp=pp)
-        if keep_heads and head_dim is not None:
+    trust = arguments.trust_remote_code
+    config: Any = read_config(arguments.model, revision=arguments.revision, trust_remote_code=trust)
+    if not arguments.no_shrink:
+        own, tp = config, max(2, tp)
+        config = shrunk(own, tp=tp)
+        if left := config.num_hidden_layers % pp:
+            config = shrunk(own, tp=tp, extra_layers=pp - left)
+        if keep_heads and (head_dim := getattr(own, "head_dim", None)) is not None:
             config.head_dim = head_dim
-    torch.manual_seed(seed)
-    model: Any = build(config, device="cpu", dtype=torch.float32, trust_remote_code=trust_remote_code)
+    torch.manual_seed(arguments.seed)
+    model: Any = build(config, device="cpu", dtype=torch.float32, trust_remote_code=trust)
     with torch.no_grad():
         for parameter in model.parameters():  # norms of 1 and biases of 0 would be trivially right
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
@@ -113,15 +106,6 @@ def save_small_model(
         vocabulary=embeddings.weight.shape[0],
         padding=getattr(embeddings, "padding_idx", None),
     )
-
-
-def _shrunk(config: Any, *, tp: int, pp: int) -> Any:
-    from rl_parallel_plans.verification.shrink import shrunk
-
-    small = shrunk(config, tp=tp)
-    if pp > 1 and (left := small.num_hidden_layers % pp):
-        return shrunk(config, tp=tp, extra_layers=pp - left)
-    return small
 
 
 def make_rows(
@@ -193,14 +177,17 @@ def _logp(model: nn.Module, rows: VerifyRows) -> Tensor:
 # ---- The ranks.
 
 Part = tuple[str, tuple[int, ...], Tensor]
+"""Name, offsets and numbers of a part of a tensor."""
+Found = dict[str, Any]
+"""What a rank has found, as the top of this file lists it."""
 
 OPTIMIZER = OptimizerConfig(
     lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, schedule="constant", max_grad_norm=MAX_GRAD_NORM
 )
 
 
-def run_ranks(task: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Run the task on `task["ranks"]` processes over gloo; what they found lies in `task["folder"]`.
+def run_ranks(task: Mapping[str, Any], *, deadline_s: float) -> list[Found]:
+    """Run the task on `task["ranks"]` processes over gloo, in `task["folder"]`; return what each found.
 
     All of them are ended when one fails, and at the deadline.
     """
@@ -223,10 +210,11 @@ def run_ranks(task: Mapping[str, Any], *, deadline_s: float) -> None:
         for process in started.processes:
             process.kill()
             process.join()
-    for rank in range(ranks):
-        note = folder / f"{rank}.json"
-        if note.is_file():
-            raise CommandError(json.loads(note.read_text(encoding="utf-8"))["refused"])
+    found: list[Found] = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+    for each in found:
+        if "refused" in each:
+            raise ValueError(each["refused"])
+    return found
 
 
 def _run_rank(rank: int, task: Mapping[str, Any]) -> None:
@@ -237,43 +225,42 @@ def _run_rank(rank: int, task: Mapping[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=task["ranks"])
     try:
-        save_file(_result(task, folder), folder / f"{rank}.safetensors")
+        found = result_of_rank(task)
     except (ValueError, MissingDependencyError) as refusal:  # of ours, and of what ours builds on: PlanError too
-        (folder / f"{rank}.json").write_text(json.dumps({"refused": str(refusal)}), encoding="utf-8")
+        found = {"refused": str(refusal)}
+    torch.save(found, folder / f"{rank}.pt")
     dist.barrier()  # a rank that leaves early tears connections that others still read
     dist.destroy_process_group()
 
 
-def _result(task: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    backend = _load(folder / "model", task)
+def result_of_rank(task: Mapping[str, Any]) -> Found:
+    """Let the backend take its steps on this rank. What Megatron was given is saved again before it trains."""
+    folder, config = Path(task["folder"]), task["config"]
+    backend: Any
+    if task["backend"] == "megatron":
+        from rl_backends.megatron.backend import MegatronBackend
+
+        backend = MegatronBackend.from_pretrained(str(folder / "model"), config)
+        backend.save_pretrained(folder / "untrained")
+    else:
+        backend = DTensorBackend.from_pretrained(str(folder / "model"), config)
     rows = make_rows(**task["rows"])
     loss = functools.partial(loss_of, num_tokens=int(rows.trainable.sum()))
     backend.start_training(OPTIMIZER, num_steps=STEPS)
-    found = {"logp": backend.logp(rows)}
+    found: Found = {"logp": backend.logp(rows)}
     backend.forward_backward(rows, loss)
-    found |= _boxes("gradients", gradients(backend))
+    found["gradients"] = _copied(gradients(backend))
     backend.start_training(OPTIMIZER, num_steps=STEPS)  # from no gradient
     for step in range(STEPS):
         backend.forward_backward(rows, loss)
         norm = backend.optim_step()
         if step == 0:
             found["grad_norm"] = torch.tensor([norm])
-    parts = ((shard, box) for shard in backend.shards() for box in shard.boxes())
-    found |= _boxes("weights", ((s.name, tuple(box.offsets), box.of_local(s.local.detach())) for s, box in parts))
+    boxes = ((shard, box) for shard in backend.shards() for box in shard.boxes())
+    found["weights"] = _copied((s.name, tuple(box.offsets), box.of_local(s.local.detach())) for s, box in boxes)
     backend.save_pretrained(folder / "saved")
     backend.close()
     return found
-
-
-def _load(model: Path, task: Mapping[str, Any]) -> Any:
-    """The backend over a folder. What Megatron was given is saved again beside it before it trains."""
-    if task["backend"] == "megatron":
-        from rl_backends.megatron.backend import MegatronBackend
-
-        megatron = MegatronBackend.from_pretrained(str(model), task["config"])
-        megatron.save_pretrained(model.parent / "untrained")
-        return megatron
-    return DTensorBackend.from_pretrained(str(model), task["config"])
 
 
 def gradients(backend: Any) -> Iterator[Part]:
@@ -293,11 +280,8 @@ def gradients(backend: Any) -> Iterator[Part]:
                 yield shard.name, tuple(box.offsets), box.of_local(local)
 
 
-def _boxes(kind: str, parts: Iterable[Part]) -> dict[str, Tensor]:
-    return {
-        f"{kind}|{name}|{','.join(map(str, offsets))}": numbers.clone(memory_format=torch.contiguous_format)
-        for name, offsets, numbers in parts
-    }
+def _copied(parts: Iterable[Part]) -> list[Part]:
+    return [(name, at, numbers.clone(memory_format=torch.contiguous_format)) for name, at, numbers in parts]
 
 
 # ---- What ranks have written, put together again and compared.
@@ -318,19 +302,18 @@ class Check:
 
 
 def compare(
-    folder: Path, truth: Plain, *, ranks: int, tolerance: float, untrained: torch.dtype | None = None
+    folder: Path, truth: Plain, found: Sequence[Found], *, tolerance: float, untrained: torch.dtype | None = None
 ) -> list[Check]:
-    """Every check, over what all ranks have written into `folder`.
+    """Every check, over what each rank has found, and what they have saved in `folder`.
 
     untrained: of the weights that ranks have saved before they trained, as they came; None where they have not.
     """
-    files = [load_file(folder / f"{rank}.safetensors") for rank in range(ranks)]
-    logps = {f"rank {rank}": each["logp"] for rank, each in enumerate(files)}
-    norm, plain_norm = files[0]["grad_norm"], torch.tensor([truth.grad_norm])
-    weights = _whole(files, "weights", truth.weights)
+    logps = {f"rank {rank}": each["logp"] for rank, each in enumerate(found)}
+    norm, plain_norm = found[0]["grad_norm"], torch.tensor([truth.grad_norm])
+    weights = _whole(found, "weights", truth.weights)
     checks = [
         check("log-probabilities", logps, dict.fromkeys(logps, truth.logp), tolerance=tolerance),
-        check("gradients", _whole(files, "gradients", truth.gradients), truth.gradients, tolerance=tolerance),
+        check("gradients", _whole(found, "gradients", truth.gradients), truth.gradients, tolerance=tolerance),
         check("gradient norm", {"": norm}, {"": plain_norm}, tolerance=tolerance),
         check(f"weights after {STEPS} steps", weights, truth.weights, tolerance=tolerance),
     ]
@@ -341,17 +324,13 @@ def compare(
     return checks
 
 
-def _whole(files: list[dict[str, Tensor]], kind: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors from the boxes of all ranks; NaN where no rank has any."""
+def _whole(found: Sequence[Found], kind: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors from the parts of all ranks; NaN where no rank has any."""
     whole = {name: torch.full_like(tensor, float("nan")) for name, tensor in like.items()}
-    for each in files:
-        for key, box in each.items():
-            if key.startswith(f"{kind}|"):
-                _, name, offsets = key.split("|")
-                starts = [int(offset) for offset in offsets.split(",") if offset]
-                if name in whole:
-                    place = tuple(slice(start, start + size) for start, size in zip(starts, box.shape, strict=True))
-                    whole[name][place] = box.to(whole[name].dtype)
+    for name, offsets, numbers in (part for each in found for part in each[kind]):
+        if name in whole:
+            place = tuple(slice(start, start + size) for start, size in zip(offsets, numbers.shape, strict=True))
+            whole[name][place] = numbers.to(whole[name].dtype)
     return whole
 
 
@@ -379,7 +358,12 @@ def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
     if loaded.keys() != weights.keys():
         missing = sorted(loaded.keys() ^ weights.keys())
         return Check(name=name, difference=NOT_A_NUMBER, where=", ".join(missing[:3]), holds=False)
-    differing = [key for key, tensor in weights.items() if not _same_bits(tensor, loaded[key])]
+    pairs = {key: (tensor, loaded[key]) for key, tensor in weights.items()}
+    differing = [
+        key
+        for key, (left, right) in pairs.items()
+        if not (torch.equal(left, right) and torch.equal(left.signbit(), right.signbit()))  # 0.0 equals -0.0
+    ]
     apart = max((_apart(loaded[key], weights[key]) for key in differing), default=0.0)
     return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)
 
@@ -389,7 +373,3 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right) and torch.equal(left.signbit(), right.signbit())  # 0.0 equals -0.0

@@ -6,23 +6,25 @@ checked; 1 it cannot be written, or the one that is there is damaged; 2 refused.
 """
 
 import argparse
+import functools
+import json
+import sys
+from collections.abc import Sequence
 
-from rl_backends.commands.console import CommandError, say, show, show_json
+from rl_backends.commands.flags import add_common_flags
 from rl_backends.errors import MissingDependencyError
 from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpoint_dir
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> None:
     """Declare what the command takes."""
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     where = explain_megatron_checkpoint_dir().replace("%", "%%")
     parser.add_argument("--dir", metavar="FOLDER", help=f"where conversions lie (default: {where})")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    add_common_flags(parser)
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each matrix")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="ranks that share the layers")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share the experts")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,18 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         groups = ParallelGroups.join(config)
     except MissingDependencyError as absent:
-        raise CommandError(str(absent)) from absent
+        raise ValueError(str(absent)) from absent
     try:
         from rl_backends.megatron.conversion import convert
 
         # Opened after the ranks have joined: what a branch of the Hub means is told to all by one of them.
         source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
-        conversion = convert(source, config, directory=arguments.dir, progress=say)
+        progress = functools.partial(print, file=sys.stderr)
+        conversion = convert(source, config, directory=arguments.dir, progress=progress)
         speaks = dist.get_rank() == 0
     finally:
         groups.leave()
     if speaks:
-        show(conversion.explain())
+        print(conversion.explain())
         if arguments.json:
-            show_json(conversion.figures())
+            print(json.dumps(conversion.figures(), allow_nan=False))
     return 0

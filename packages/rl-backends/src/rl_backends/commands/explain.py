@@ -5,100 +5,75 @@ Exit codes: 0 explained, and within `--device-memory-gib` where that was given; 
 """
 
 import argparse
+import json
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
-from rl_backends.commands.console import CommandError, show, show_json
-from rl_backends.commands.flags import (
-    add_backend_flags,
-    add_model_arguments,
-    chosen_backend,
-    chosen_config,
-    one_of,
-)
+from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config, one_of
+from rl_backends.optimizers import OptimizerConfig
 
 GIB = 2**30
+OPTIMIZERS = (*get_args(get_type_hints(OptimizerConfig)["name"]), "none")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes with either backend."""
-    add_model_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """Declare what the command takes, with the flags of the backend that is asked for."""
+    backend = add_model_arguments(parser, given)
     group = parser.add_argument_group("answer")
     group.add_argument("--device-memory-gib", type=float, metavar="X", help="of one device: exit 1 if it does not fit")
-    group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
-
-
-def add_chosen_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
-    """Declare the flags of the backend that is asked for."""
-    backend = chosen_backend(given)
     if backend == "megatron":
         add_backend_flags(parser, backend, leave_out=("peak_flops_per_s", "timeout_s"))
         return
-    _add_step(parser)
-    add_backend_flags(parser, backend)
-
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("step")
     group.add_argument("--rows", type=int, metavar="N", help="of the whole batch (default: two microbatches a rank)")
     group.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a row (default %(default)s)")
     group.add_argument(
         "--optimizer",
-        type=one_of((*_optimizers(), "none"), "--optimizer"),
+        type=one_of(OPTIMIZERS, "--optimizer"),
         default="adamw",
-        metavar="|".join((*_optimizers(), "none")),
+        metavar="|".join(OPTIMIZERS),
         help="whose state and step count (default %(default)s)",
     )
     group.add_argument("--lora-rank", type=int, metavar="N", help="train adapters on all linear layers (default: no)")
     group.add_argument("--reference", action="store_true", help="keep a frozen copy of the policy")
     group.add_argument("--offload-reference", action="store_true", help="keep that copy in host memory")
     group.add_argument("--no-plan", action="store_true", help="leave out which rule shards which parameter")
+    add_backend_flags(parser, backend)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, and return the exit code."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
-        raise CommandError(f"--device-memory-gib must be above 0; got {given}")
-    text, document, peak = (_megatron if arguments.backend == "megatron" else _dtensor)(arguments)
-    show(text)
+        raise ValueError(f"--device-memory-gib must be above 0; got {given}")
+    from rl_backends.dry_run.explanation import explain, skeleton_of
+
+    source = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+    if arguments.backend == "megatron":
+        from rl_backends.commands.megatron_layout import describe_layout
+
+        skeleton = skeleton_of(arguments.model, **source)
+        text, document, peak = describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
+    else:
+        from rl_backends.lora import LoraConfig
+
+        rank, name = arguments.lora_rank, arguments.optimizer
+        explanation = explain(
+            arguments.model,
+            chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank)),
+            world_size=arguments.ranks,
+            optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
+            rows=arguments.rows,
+            length=arguments.length,
+            reference=arguments.reference or arguments.offload_reference,
+            offload_reference=arguments.offload_reference,
+            **source,
+        )
+        text, document = explanation.text(plan=not arguments.no_plan), dict(explanation.document)
+        peak = explanation.dry_run.peak.num_bytes
+    print(text)
     holds = given is None or peak <= given * GIB
     if given is not None:
-        show(f"\nit {'fits' if holds else 'does not fit'}: {peak / GIB:.2f} GiB of {given:g} GiB")
+        print(f"\nit {'fits' if holds else 'does not fit'}: {peak / GIB:.2f} GiB of {given:g} GiB")
     if arguments.json:
-        show_json({**document, "holds": holds})
+        print(json.dumps({**document, "holds": holds}, allow_nan=False))
     return 0 if holds else 1
-
-
-def _megatron(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.commands.megatron_layout import describe_layout
-    from rl_backends.dry_run.explanation import skeleton_of
-
-    skeleton = skeleton_of(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
-    return describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
-
-
-def _dtensor(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    from rl_backends.dry_run.explanation import explain
-    from rl_backends.lora import LoraConfig
-    from rl_backends.optimizers import OptimizerConfig
-
-    rank, name = arguments.lora_rank, arguments.optimizer
-    explanation = explain(
-        arguments.model,
-        chosen_config(arguments, lora_cfg=None if rank is None else LoraConfig(rank=rank)),
-        world_size=arguments.ranks,
-        optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
-        rows=arguments.rows,
-        length=arguments.length,
-        reference=arguments.reference or arguments.offload_reference,
-        offload_reference=arguments.offload_reference,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    return explanation.text(plan=not arguments.no_plan), dict(explanation.document), explanation.dry_run.peak.num_bytes
-
-
-def _optimizers() -> tuple[str, ...]:
-    from rl_backends.optimizers import OptimizerConfig
-
-    return get_args(get_type_hints(OptimizerConfig)["name"])

@@ -6,17 +6,18 @@ Exit codes: 0 written; 1 it could not be written, or the checkpoint cannot be re
 """
 
 import argparse
+import json
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_backends.commands.console import CommandError, say, show, show_json
-from rl_backends.commands.flags import one_of
+from rl_backends.commands.flags import add_common_flags, one_of
 from rl_backends.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> None:
     """Declare what the command takes."""
     parser.add_argument("checkpoint", metavar="FOLDER", help="that save_checkpoint, or `convert`, has written")
     parser.add_argument(
@@ -40,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", action=argparse.BooleanOptionalAction, default=True, help="copy the source's, if it has one"
     )
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
+    add_common_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,16 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
     from rl_backends.megatron.conversion import is_conversion
 
     if not arguments.max_shard_gib > 0:
-        raise CommandError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
+        raise ValueError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
     started = time.monotonic()
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
     what = _of_conversion if is_conversion(checkpoint) else _of_checkpoint
     figures = what(checkpoint, target, arguments)
     written = sum(path.stat().st_size for path in target.iterdir())
-    show(f"{target}: {figures['tensors']} tensors of {figures['of']}, {written / GIB:.3f} GiB")
+    print(f"{target}: {figures['tensors']} tensors of {figures['of']}, {written / GIB:.3f} GiB")
     if arguments.json:
         seconds = round(time.monotonic() - started, 3)
-        show_json({"folder": str(target), **figures, "bytes": written, "seconds": seconds, "holds": True})
+        print(json.dumps({"folder": str(target), **figures, "bytes": written, "seconds": seconds, "holds": True}))
     return 0
 
 
@@ -70,10 +69,10 @@ def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace
     from rl_backends.loading import open_model
 
     if arguments.model is None:
-        raise CommandError("--model is needed for a checkpoint: the folder or hub id that training began from")
+        raise ValueError("--model is needed for a checkpoint: the folder or hub id that training began from")
     manifest = read_manifest(checkpoint)
     if not manifest.weights:
-        raise CommandError(f"{checkpoint} holds no weights, which were left out when it was saved")
+        raise ValueError(f"{checkpoint} holds no weights, which were left out when it was saved")
     source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
     skeleton = source.skeleton()
     check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
@@ -102,15 +101,23 @@ def _of_conversion(conversion: Path, target: Path, arguments: argparse.Namespace
     try:
         tensors = export_conversion(found, source, target, **_options(arguments, source))
     except MissingDependencyError as absent:
-        raise CommandError(str(absent)) from absent
+        raise ValueError(str(absent)) from absent
     return {"of": f"the conversion of {found.model_name}", "key": found.key, "tensors": tensors}
 
 
 def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, Any]:
+    from rl_backends.loading import load_tokenizer
+
+    tokenizer, files = None, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if arguments.tokenizer and any((source.folder / name).is_file() for name in files):
+        asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+        tokenizer = load_tokenizer(source.model_name, **asked)
+    elif arguments.tokenizer:
+        print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
     return {
         "dtype": None if arguments.dtype is None else getattr(torch, arguments.dtype),
         "max_shard_bytes": int(arguments.max_shard_gib * GIB),
-        "tokenizer": _tokenizer(source, arguments) if arguments.tokenizer else None,
+        "tokenizer": tokenizer,
     }
 
 
@@ -133,13 +140,3 @@ def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterat
             load({key: whole_tensor(tensor)}, storage_reader=reader, planner=ShardLoadPlanner())
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)
-
-
-def _tokenizer(source: "ModelSource", arguments: argparse.Namespace) -> Any:
-    from rl_backends.loading import load_tokenizer
-
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    if not any((source.folder / name).is_file() for name in names):
-        say(f"{source.model_name} has no tokenizer, so the folder gets none")
-        return None
-    return load_tokenizer(source.model_name, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)

@@ -39,27 +39,35 @@ NO_FLAG = ("enabled", "lora_cfg", "kernels", "optimizer", "scheduler")
 KERNELS_PREFIX = "kernels_"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model, the ranks and the backend."""
+def add_model_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> str:
+    """Declare the model, the ranks and the backend; return the backend that the command line `given` asks for.
+
+    An unknown one is refused, in words, when `parser` reads the command line.
+    """
     parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, a hub id, or a type such as qwen3")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of the whole run (default %(default)s)")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    _add_backend(parser)
-
-
-def chosen_backend(given: Sequence[str]) -> str:
-    """The backend that a command line asks for; it decides which other flags there are.
-
-    An unknown one ends the process, as other misuse does.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    _add_backend(parser)
+    add_common_flags(parser)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for each in (parser, first):
+        each.add_argument(
+            "--backend",
+            type=one_of(tuple(CONFIGS), "--backend"),
+            default="dtensor",
+            metavar="|".join(CONFIGS),
+            help="which has flags of its own (default %(default)s)",
+        )
     try:
-        backend: str = parser.parse_known_args(given)[0].backend
-    except argparse.ArgumentError:  # refused in words by the command's own parser
+        backend: str = first.parse_known_args(given)[0].backend
+    except argparse.ArgumentError:
         return "dtensor"
     return backend
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare what every command takes."""
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
 def add_backend_flags(parser: argparse.ArgumentParser, backend: str, *, leave_out: Sequence[str] = ()) -> None:
@@ -78,16 +86,6 @@ def chosen_config(arguments: argparse.Namespace, **others: Any) -> Any:
     if "kernels" in {field.name for field in fields(config)}:
         others = {"kernels": config_of(KernelsConfig, arguments, prefix=KERNELS_PREFIX), **others}
     return config_of(config, arguments, enabled=True, **others)
-
-
-def _add_backend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend",
-        type=one_of(tuple(CONFIGS), "--backend"),
-        default="dtensor",
-        metavar="|".join(CONFIGS),
-        help="which has flags of its own (default %(default)s)",
-    )
 
 
 # ---- Flags of a dataclass, and the dataclass from them.

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rl_backends.commands.console import CommandError
-from rl_backends.dry_run.result import format_bytes
+from rl_backends.dry_run.explanation import format_bytes
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
@@ -87,15 +86,24 @@ def readable_layout(
     hf_config: Any, make_config: Callable[[], MegatronConfig], *, ranks: int
 ) -> tuple[Architecture, MegatronConfig]:
     """The architecture of a configuration, and how it is asked to be laid over so many ranks."""
+    if ranks < 1:
+        raise ValueError(f"--ranks must be at least 1; got {ranks}")
     problems: list[str] = []
-    config = _tried(make_config, problems)
-    architecture = _tried(lambda: read_architecture(hf_config), problems)
+
+    def tried(action: Callable[[], MadeT]) -> MadeT | None:
+        try:
+            return action()
+        except ValueError as refusal:
+            problems.append(str(refusal))
+            return None
+
+    config, architecture = tried(make_config), tried(lambda: read_architecture(hf_config))
     if config is not None:
-        _tried(lambda: _sizes(config, ranks), problems)
+        tried(lambda: sizes_of(config, ranks))
     if config is not None and architecture is not None:
-        _tried(lambda: require_layout(architecture, config), problems)
+        tried(lambda: require_layout(architecture, config))
     if problems:
-        raise CommandError("\n".join(problems))
+        raise ValueError("\n".join(problems))
     assert architecture is not None
     assert config is not None
     return architecture, config
@@ -103,14 +111,20 @@ def readable_layout(
 
 def axes_of(config: MegatronConfig, *, ranks: int) -> list[Axis]:
     """Every axis of more than one rank, and who shares along it."""
-    sizes = _sizes(config, ranks)
+    sizes = sizes_of(config, ranks)
     strides = {"tp": 1, "cp": sizes["tp"], "ep": 1, "dp": sizes["tp"] * sizes["cp"]}
     strides["pp"] = strides["dp"] * sizes["dp"]
-    return [
-        Axis(name=name, size=sizes[name], does=does, groups=_groups(ranks, size=sizes[name], stride=strides[name]))
-        for name, does in DOES.items()
-        if sizes[name] > 1
-    ]
+    axes = []
+    for name, does in DOES.items():
+        if (size := sizes[name]) > 1:
+            stride = strides[name]
+            groups = tuple(
+                tuple(range(start + first, start + first + size * stride, stride))
+                for start in range(0, ranks, size * stride)
+                for first in range(stride)
+            )
+            axes.append(Axis(name=name, size=size, does=does, groups=groups))
+    return axes
 
 
 def stages_of(
@@ -121,12 +135,22 @@ def stages_of(
     shapes: of `shapes_of`.
     """
     count, each = config.pipeline_model_parallel_size, ranks // config.pipeline_model_parallel_size
+    sharing, sharing_experts = 1, 1  # ranks that have the optimizer's state between them
+    if config.use_distributed_optimizer:
+        sharing, sharing_experts = each // config.tensor_model_parallel_size, each // config.expert_model_parallel_size
+    low = config.precision == "bfloat16"
     made = []
     for number, layers in enumerate(layers_of_stages(architecture.num_layers, config)):
         first, last = number == 0, number == count - 1
-        names = [name for name in shapes if _is_here(name, layers, first=first, last=last)]
-        copies = ["model.embed_tokens.weight"] if last and not first and architecture.tied else []
-        held = {name: shapes[name] for name in [*names, *copies]}
+        held = {}
+        for name, shape in shapes.items():
+            parts = name.split(".")
+            if parts[:2] == ["model", "layers"]:
+                here = int(parts[2]) in layers
+            else:  # the last stage has a copy of tied embeddings
+                here = first or (last and architecture.tied) if parts[1] == "embed_tokens" else last
+            if here:
+                held[name] = shape
         dense, experts = _numbers(architecture, held, config)
         adapters = {name: shape for name, shape in held.items() if name.endswith((A_TAIL, B_TAIL))}
         trained = (dense, experts) if config.lora_cfg is None else _numbers(architecture, adapters, config)
@@ -136,42 +160,13 @@ def stages_of(
             embedding=first,
             head=last,
             numbers=dense + experts,
-            weight_bytes=(dense + experts) * (2 if config.precision == "bfloat16" else 4),
+            weight_bytes=(dense + experts) * (2 if low else 4),
             gradient_bytes=sum(trained) * GRADIENT_BYTES,
-            optimizer_bytes=_optimizer_bytes(*trained, config, ranks=ranks),
+            optimizer_bytes=(-(-trained[0] // sharing) + -(-trained[1] // sharing_experts))
+            * (MOMENT_BYTES + MASTER_BYTES * low),
         )
         made.append(stage)
     return made
-
-
-def _tried(action: Callable[[], MadeT], problems: list[str]) -> MadeT | None:
-    try:
-        return action()
-    except ValueError as refusal:
-        problems.append(str(refusal))
-        return None
-
-
-def _sizes(config: MegatronConfig, ranks: int) -> dict[str, int]:
-    if ranks < 1:
-        raise CommandError(f"--ranks must be at least 1; got {ranks}")
-    return sizes_of(config, ranks)
-
-
-def _groups(ranks: int, *, size: int, stride: int) -> tuple[tuple[int, ...], ...]:
-    block = size * stride
-    return tuple(
-        tuple(range(start + first, start + first + block, stride))
-        for start in range(0, ranks, block)
-        for first in range(stride)
-    )
-
-
-def _is_here(name: str, layers: Sequence[int], *, first: bool, last: bool) -> bool:
-    parts = name.split(".")
-    if parts[:2] == ["model", "layers"]:
-        return int(parts[2]) in layers
-    return first if parts[1] == "embed_tokens" else last
 
 
 def _numbers(
@@ -193,15 +188,6 @@ def _numbers(
         else:
             dense += numbers // ranks
     return dense, experts // config.expert_model_parallel_size
-
-
-def _optimizer_bytes(dense: int, experts: int, config: MegatronConfig, *, ranks: int) -> int:
-    per_number = MOMENT_BYTES + (MASTER_BYTES if config.precision == "bfloat16" else 0)
-    if not config.use_distributed_optimizer:
-        return (dense + experts) * per_number
-    stage = ranks // config.pipeline_model_parallel_size
-    sharing, sharing_experts = stage // config.tensor_model_parallel_size, stage // config.expert_model_parallel_size
-    return (-(-dense // sharing) + -(-experts // sharing_experts)) * per_number
 
 
 # ---- In words and in plain values.

@@ -11,23 +11,16 @@ Exit codes: 0 it is; 1 it is not, or a rank failed; 2 refused.
 """
 
 import argparse
+import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rl_backends.commands.console import CommandError, say, show, show_json
-from rl_backends.commands.flags import (
-    add_backend_flags,
-    add_model_arguments,
-    chosen_backend,
-    chosen_config,
-)
-
-if TYPE_CHECKING:
-    from rl_backends.commands.comparison import Check, SmallModel
+from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
 """Of the largest relative difference where nobody said another; bfloat16 has 8 bits."""
@@ -38,9 +31,9 @@ LENGTHS = {"dtensor": (5, 13), "megatron": (512, 560)}
 """Tokens of the shortest row, and of the longest."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes with either backend."""
-    add_model_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """Declare what the command takes, with the flags of the backend that is asked for."""
+    backend = add_model_arguments(parser, given)
     group = parser.add_argument_group("comparison")
     group.add_argument("--tolerance", type=float, metavar="X", help=f"default: {TOLERANCES} by --precision")
     group.add_argument("--no-shrink", action="store_true", help="the configuration is small already")
@@ -54,61 +47,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--each-kernel", action="store_true", help="every choice of kernels, a cell each, on one rank of DTensor"
     )
-    group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
-
-def add_chosen_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
-    """Declare the flags of the backend that is asked for."""
-    add_backend_flags(parser, chosen_backend(given), leave_out=LEFT_OUT)
+    add_backend_flags(parser, backend, leave_out=LEFT_OUT)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and return the exit code."""
     if arguments.ranks < 1:
-        raise CommandError(f"--ranks must be at least 1; got {arguments.ranks}")
+        raise ValueError(f"--ranks must be at least 1; got {arguments.ranks}")
     if arguments.each_kernel:
         if arguments.ranks != 1 or arguments.backend != "dtensor":
-            raise CommandError(
-                "--each-kernel compares kernels of the DTensor backend on one rank: leave out the others"
-            )
+            raise ValueError("--each-kernel compares kernels of the DTensor backend on one rank: leave out the others")
         from rl_backends.commands.verify_kernels import verify_each_kernel
 
         return verify_each_kernel(arguments)
     if arguments.device == "cuda":
-        raise CommandError("--device cuda is for --each-kernel: the comparison of several ranks runs on CPUs over gloo")
-    config = _megatron_config(arguments) if arguments.backend == "megatron" else chosen_config(arguments, **PREFERRED)
+        raise ValueError("--device cuda is for --each-kernel: the comparison of several ranks runs on CPUs over gloo")
+    import torch
+
+    from rl_backends.commands.comparison import compare, make_rows, plain_result, run_ranks, save_small_model
+
+    megatron = arguments.backend == "megatron"
+    if megatron:
+        config = _megatron_config(arguments)
+        stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+        sizes = {"tp": config.tensor_model_parallel_size, "pp": stages}
+    else:
+        config = chosen_config(arguments, **PREFERRED)
+        sizes = {"tp": config.tensor_parallel_size}
     tolerance = TOLERANCES[config.precision] if arguments.tolerance is None else arguments.tolerance
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl-backends-verify-") as name:
-        small, checks = _checks(Path(name), arguments, config, tolerance=tolerance)
+        folder = Path(name)
+        small = save_small_model(arguments, folder / "model", **sizes)
+        print(f"{small.described}: {arguments.ranks} ranks start", file=sys.stderr)
+        shortest, longest = LENGTHS[arguments.backend]
+        rows = {
+            "rows": 2 * arguments.ranks + 1,
+            "seed": arguments.seed,
+            "vocabulary": small.vocabulary,
+            "padding": small.padding,
+            "shortest": shortest,
+            "longest": longest,
+        }
+        task = {"folder": name, "backend": arguments.backend, "config": config, "ranks": arguments.ranks, "rows": rows}
+        found = run_ranks(task, deadline_s=arguments.deadline_s)
+        truth = plain_result(folder / "model", make_rows(**rows))
+        untrained = getattr(torch, config.precision) if megatron else None
+        checks = compare(folder, truth, found, tolerance=tolerance, untrained=untrained)
     holds = all(check.holds for check in checks)
-    _show(checks, described=small.described, holds=holds, tolerance=tolerance)
+
+    print(f"{small.described} against plain transformers and AdamW in float32; tolerance {tolerance:g}")
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        verdict = "holds" if check.holds else "DOES NOT HOLD"
+        print(f"  {check.name:<{width}}  {check.difference:>9.2e}  {verdict:<14}{check.where}")
+    print("the backend is exact" if holds else "the backend is NOT exact here")
     if arguments.json:
         figures: dict[str, Any] = {"model": arguments.model, "small_model": small.described, "ranks": arguments.ranks}
         figures |= {"backend": arguments.backend, "config": asdict(config), "tolerance": tolerance}
         figures |= {"checks": [asdict(check) for check in checks], "seconds": round(time.monotonic() - started, 3)}
-        show_json({**figures, "holds": holds})
+        print(json.dumps({**figures, "holds": holds}, allow_nan=False))
     return 0 if holds else 1
-
-
-def _checks(
-    folder: Path, arguments: argparse.Namespace, config: Any, *, tolerance: float
-) -> "tuple[SmallModel, list[Check]]":
-    import torch
-
-    from rl_backends.commands.comparison import compare, make_rows, plain_result, run_ranks
-
-    megatron = arguments.backend == "megatron"
-    small = _save_small_model(folder / "model", arguments, config)
-    say(f"{small.described}: {arguments.ranks} ranks start")
-    shortest, longest = LENGTHS[arguments.backend]
-    sizes = {"rows": 2 * arguments.ranks + 1, "vocabulary": small.vocabulary, "padding": small.padding}
-    rows = {**sizes, "seed": arguments.seed, "shortest": shortest, "longest": longest}
-    task = {"folder": str(folder), "backend": arguments.backend, "config": config, "ranks": arguments.ranks}
-    run_ranks({**task, "rows": rows}, deadline_s=arguments.deadline_s)
-    truth = plain_result(folder / "model", make_rows(**rows))
-    untrained = getattr(torch, config.precision) if megatron else None
-    return small, compare(folder, truth, ranks=arguments.ranks, tolerance=tolerance, untrained=untrained)
 
 
 def _megatron_config(arguments: argparse.Namespace) -> Any:
@@ -124,30 +124,5 @@ def _megatron_config(arguments: argparse.Namespace) -> Any:
     try:
         check_installed()  # else every rank would say so, half a minute later
     except MissingDependencyError as absent:
-        raise CommandError(str(absent)) from None
+        raise ValueError(str(absent)) from None
     return config
-
-
-def _save_small_model(folder: Path, arguments: argparse.Namespace, config: Any) -> "SmallModel":
-    from rl_backends.commands.comparison import save_small_model
-
-    megatron = arguments.backend == "megatron"
-    return save_small_model(
-        arguments.model,
-        folder,
-        tp=config.tensor_model_parallel_size if megatron else config.tensor_parallel_size,
-        pp=config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1) if megatron else 1,
-        shrink=not arguments.no_shrink,
-        seed=arguments.seed,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-
-
-def _show(checks: "Sequence[Check]", *, described: str, holds: bool, tolerance: float) -> None:
-    show(f"{described} against plain transformers and AdamW in float32; tolerance {tolerance:g}")
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        verdict = "holds" if check.holds else "DOES NOT HOLD"
-        show(f"  {check.name:<{width}}  {check.difference:>9.2e}  {verdict:<14}{check.where}")
-    show("the backend is exact" if holds else "the backend is NOT exact here")

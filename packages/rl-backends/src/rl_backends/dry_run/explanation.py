@@ -21,6 +21,7 @@ otherwise.
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,18 +31,177 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_backends.dry_run.result import Collective, DryRun, StepRequest, aligned, format_bytes
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
 from rl_backends.loading.source import ModelSource, open_model
+from rl_backends.metrics.flops import ModelFlops
 from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.optimizers import table
 from rl_backends.reference import without_weights
 from rl_parallel_plans import as_json
+from rl_parallel_plans.forecast.report import PhasePeak
 
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
+FORMAT = 1
+AXES = {
+    "pp": "shares out the layers",
+    "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
+    "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
+    "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",
+    "cp": "shares the tokens of each row; shards parameters as dp does",
+    "tp": "shares each matrix multiplication",
+}
 MICROBATCHES = 2
 """That a rank works on where nobody said how many rows there are: the second finds the gradient of the first."""
+
+
+DIFFERENT_TOKENS = 32
+"""So many that a mixture's experts all get some; fewer where the vocabulary is smaller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """The step whose memory is asked for."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each row of the whole batch."""
+    optimizer: OptimizerConfig | None
+    """None takes no step, and has no state."""
+    temperature: float = 1.0
+    """Of the log-probabilities."""
+    reference: bool = False
+    """Keep a frozen copy of the policy."""
+    offload_reference: bool = False
+    """Keep that copy in host memory."""
+    different_tokens: int = DIFFERENT_TOKENS
+    """Ids of the rows are from 0 to one less."""
+
+
+# ---- What a dry run gives: the peak memory of each phase of a step on one rank, and what ranks send one another.
+
+GIB = 2**30
+MIB = 2**20
+WORKING_MEMORY = "working memory"
+KINDS = {
+    "parameters": "parameters",
+    "reference": "reference",
+    "gradients": "gradients",
+    "unsharded gradients": "gradients",
+    "optimizer state": "optimizer state",
+    "unsharded parameters": "gathered parameters",
+    "activations": "activations",
+    "recomputed activations": "activations",
+}
+"""What the count calls things, in the words of a table; everything else is working memory."""
+COLUMNS = tuple(dict.fromkeys((*KINDS.values(), WORKING_MEMORY)))
+
+
+def by_column(phase: PhasePeak) -> dict[str, int]:
+    """The categories of a phase in the words of the table."""
+    found = dict.fromkeys(COLUMNS, 0)
+    for category, size in phase.by_category.items():
+        found[KINDS.get(category, WORKING_MEMORY)] += size
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """What one phase sends over some axes of the mesh."""
+
+    phase: str
+    """In which it runs."""
+    kind: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all or broadcast."""
+    axes: str
+    """Names of the axes over which it runs, joined by x."""
+    ranks: int
+    """How many they are."""
+    count: int
+    """How often it runs."""
+    num_bytes: int
+    """Of the whole tensors, all of them together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """Peak memory of a step of the backend on one rank, predicted by running it on fake tensors."""
+
+    model: str
+    """Class of the model."""
+    num_parameters: int
+    """Of the whole model, ties counted once."""
+    mesh: Mapping[str, int]
+    """Ranks on each axis."""
+    num_rows: int
+    """Of the whole batch, on all ranks together."""
+    num_tokens: int
+    """Of the whole batch, padding left out."""
+    num_microbatches: int
+    """That each rank works on."""
+    phases: tuple[PhasePeak, ...]
+    """between steps, logp, reference logp, forward_backward, optim_step, on rank 0, whose shards are the largest. A
+    phase's peak counts what was alive when it began."""
+    host_bytes: int
+    """Held in host memory beside, where parameters or the reference are offloaded from a GPU; else 0."""
+    collectives: tuple[Collective, ...]
+    """What ranks send one another, by phase."""
+    assumptions: tuple[str, ...]
+    """What the figures rest on, and what they leave out."""
+
+    @property
+    def peak(self) -> PhasePeak:
+        """The worst moment of the step."""
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+    def phase(self, name: str) -> PhasePeak:
+        """The phase of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        found = {phase.name: phase for phase in self.phases}
+        if name not in found:
+            raise KeyError(f"no phase {name!r}: the step has {', '.join(found)}")
+        return found[name]
+
+    def text(self) -> str:
+        """For people."""
+        rows = [["on one rank", "peak", *COLUMNS]]
+        rows += [[p.name, format_bytes(p.num_bytes), *map(format_bytes, by_column(p).values())] for p in self.phases]
+        used = [0, 1, *(i for i in range(2, len(rows[0])) if any(row[i] != "-" for row in rows[1:]))]
+        smallest = self.peak.num_bytes / 50
+        return "\n".join(
+            [
+                *table([[row[i] for i in used] for row in rows], right=True),
+                "",
+                f"peak: {format_bytes(self.peak.num_bytes)} in {self.peak.name}; most of it:",
+                *(
+                    f"  {format_bytes(size):>9}  {category}{f', made in {owner}' if owner else ''}"
+                    for category, owner, size in self.peak.largest
+                    if size >= smallest
+                ),
+                *([f"host memory beside: {format_bytes(self.host_bytes)}"] if self.host_bytes else []),
+                *(f"note: {assumption}" for assumption in self.assumptions),
+            ]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, the peak by category among them."""
+        return {**asdict(self), "peak_bytes": self.peak.num_bytes, "peak_phase": self.peak.name}
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size in a unit that suits it; `-` for none."""
+    if not num_bytes:
+        return "-"
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes} B"
+
+
+# ---- The whole explanation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +219,8 @@ class Explanation:
 
     def text(self, *, plan: bool = True) -> str:
         """For people; plan: also which rule shards which parameter."""
-        blocks = [_head(self.document), _mesh(self.document), _numbers(self.document), _batch(self.document)]
-        told = ["\n".join(block) for block in blocks]
-        told.append(f"memory\n{indent(self.dry_run.text(), '  ')}")
-        if sent := list(_sent(self.dry_run.collectives)):
-            told.append("\n".join(["sent and received by each rank, of the whole tensors", *sent]))
-        if plan:
-            told.append(self.document["plan_text"])
-        return "\n\n".join(told)
+        told = "\n".join(_told(self.document, self.dry_run))
+        return f"{told}\n\n{self.document['plan_text']}" if plan else told
 
 
 def explain(
@@ -106,6 +260,8 @@ def explain(
         ModelError: the model cannot be built or run so; or this process has a process group.
         PlanError, ValueError: what the backend would refuse.
     """
+    from rl_backends.dry_run.fake import dry_run_here
+
     for name, value in (("world_size", world_size), ("rows", rows), ("length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be >= 1")
@@ -127,102 +283,11 @@ def explain(
         skeleton = without_weights(model)
     else:
         skeleton = skeleton_of(str(model), revision=revision, trust_remote_code=trust_remote_code)
-    return _explanation_of(skeleton, config, asked, world_size=world_size)
-
-
-def predict(
-    model: nn.Module | str | Path,
-    config: DTensorConfig,
-    *,
-    world_size: int,
-    optimizer: OptimizerConfig | None = None,
-    **asked: Any,
-) -> DryRun:
-    """Run a step of `DTensorBackend` on fake tensors and ranks, and count what one of them holds.
-
-    Args and errors as `explain`, which tells more; without an optimizer there is no state and no step.
-    """
-    return explain(model, config, world_size=world_size, optimizer=optimizer, **asked).dry_run
-
-
-def _head(document: Mapping[str, Any]) -> Iterator[str]:
-    model, versions, ranks = document["model"], document["versions"], document["world_size"]
-    on = f"{ranks} {document['config']['device']} rank{'s' if ranks > 1 else ''}"
-    yield f"DTensorBackend of {model['class']} ({_count(model['parameters'])} parameters) on {on}"
-    yield ", ".join(f"{name} {release}" for name, release in versions.items() if release)
-
-
-def _mesh(document: Mapping[str, Any]) -> Iterator[str]:
-    yield "mesh"
-    used = [axis for axis in document["mesh"] if axis["ranks"] > 1]
-    if not used:
-        yield "  one rank: nothing is sharded"
-    for axis in used:
-        yield f"  {axis['axis']:<13}{axis['ranks']:>4}  {axis['does']}"
-
-
-def _numbers(document: Mapping[str, Any]) -> Iterator[str]:
-    numbers, config = document["numbers"], document["config"]
-    yield "numbers"
-    frozen = f", frozen weights {numbers['frozen_weights']}" if numbers["frozen_weights"] else ""
-    yield f"  weights, gradients and optimizer state {numbers['weights']}{frozen}; computes in {numbers['computation']}"
-    yield f"  gradients summed in {numbers['reduction']}, {config['reduce_gradients'].replace('_', ' ')}"
-    optimizer = f"optimizer {numbers['optimizer']}" if numbers["optimizer"] else "no optimizer"
-    checkpointing = f"activation checkpointing {config['activation_checkpointing'] or 'off'}"
-    yield f"  {optimizer}; {checkpointing}{'; CPU offload' if config['cpu_offload'] else ''}"
-
-
-def _batch(document: Mapping[str, Any]) -> Iterator[str]:
-    batch, flops = document["batch"], document["flops"]
-    yield "batch"
-    cut = f"{batch['microbatches']} microbatches on each rank"
-    yield f"  {batch['rows']:,} rows, {batch['tokens']:,} tokens, {batch['layout']}: {cut}"
-    bound = f"at most {batch['micro_batch_size']} rows"
-    if batch["micro_batch_tokens"] is not None:
-        bound += f" and {batch['micro_batch_tokens']:,} tokens"
-    yield f"  a microbatch has {bound}"
-    if flops is not None:
-        yield f"  {flops['model']:.3g} FLOPs a forward_backward, all ranks together"
-
-
-def _sent(collectives: Sequence[Collective]) -> Iterator[str]:
-    rows = [["", "over", "ranks", "times", "bytes"]]
-    phases = dict.fromkeys(each.phase for each in collectives)
-    for phase in phases:
-        for each in sorted((c for c in collectives if c.phase == phase), key=lambda c: -c.num_bytes):
-            if each.num_bytes >= 1024:
-                name = f"  {phase} {each.kind.replace('_', '-')}"
-                rows.append([name, each.axes, f"{each.ranks}", f"{each.count:,}", format_bytes(each.num_bytes)])
-    if len(rows) > 1:
-        yield from aligned(rows)
-
-
-def _count(elements: int) -> str:
-    for unit, name in ((10**9, "B"), (10**6, "M")):
-        if elements >= unit:
-            return f"{elements / unit:.2f} {name}"
-    return f"{elements:,}"
-
-
-# ---- The document.
-
-FORMAT = 1
-AXES = {
-    "pp": "shares out the layers",
-    "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
-    "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
-    "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",
-    "cp": "shares the tokens of each row; shards parameters as dp does",
-    "tp": "shares each matrix multiplication",
-}
-
-
-def _explanation_of(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int) -> Explanation:
-    """Of a model on the meta device, which is taken over."""
-    from rl_backends.dry_run.fake import dry_run_here
 
     started = time.monotonic()
-    flops = _flops(skeleton, asked)
+    flops, all_lengths = None, torch.tensor(asked.lengths)
+    with suppress(ModelError):  # of a model whose modules do not tell
+        flops = {"model": float(ModelFlops.of(skeleton).of_rows(all_lengths, all_lengths - 1).sum())}
     model_type = getattr(getattr(skeleton, "config", None), "model_type", None)
     made, plan = dry_run_here(skeleton, config, asked, world_size=world_size)
     sharded_over = made.mesh["dp"] * made.mesh["ep"] * made.mesh["cp"]
@@ -238,7 +303,7 @@ def _explanation_of(skeleton: nn.Module, config: DTensorConfig, asked: StepReque
             "frozen_weights": None if config.lora_cfg is None else config.lora_cfg.base_dtype,
             "computation": config.precision,
             "reduction": "float32",
-            "optimizer": None if asked.optimizer is None else asked.optimizer.name,
+            "optimizer": None if optimizer is None else optimizer.name,
         },
         "batch": {
             "rows": made.num_rows,
@@ -257,14 +322,72 @@ def _explanation_of(skeleton: nn.Module, config: DTensorConfig, asked: StepReque
     return Explanation(document, made)
 
 
-def _flops(skeleton: nn.Module, asked: StepRequest) -> dict[str, float] | None:
-    from rl_backends.metrics.flops import ModelFlops
+def predict(
+    model: nn.Module | str | Path,
+    config: DTensorConfig,
+    *,
+    world_size: int,
+    optimizer: OptimizerConfig | None = None,
+    **asked: Any,
+) -> DryRun:
+    """Run a step of `DTensorBackend` on fake tensors and ranks, and count what one of them holds.
 
-    lengths = torch.tensor(asked.lengths)
-    try:
-        return {"model": float(ModelFlops.of(skeleton).of_rows(lengths, lengths - 1).sum())}
-    except ModelError:  # a model whose modules do not tell
-        return None
+    Args and errors as `explain`, which tells more; without an optimizer there is no state and no step.
+    """
+    return explain(model, config, world_size=world_size, optimizer=optimizer, **asked).dry_run
+
+
+def _told(document: Mapping[str, Any], dry_run: DryRun) -> Iterator[str]:
+    """The document for people, line by line, without its plan."""
+    model, versions, ranks, config = (document[key] for key in ("model", "versions", "world_size", "config"))
+    on = f"{ranks} {config['device']} rank{'s' if ranks > 1 else ''}"
+    yield f"DTensorBackend of {model['class']} ({_count(model['parameters'])} parameters) on {on}"
+    yield ", ".join(f"{name} {release}" for name, release in versions.items() if release)
+
+    yield "\nmesh"
+    used = [axis for axis in document["mesh"] if axis["ranks"] > 1]
+    if not used:
+        yield "  one rank: nothing is sharded"
+    for axis in used:
+        yield f"  {axis['axis']:<13}{axis['ranks']:>4}  {axis['does']}"
+
+    numbers = document["numbers"]
+    yield "\nnumbers"
+    frozen = f", frozen weights {numbers['frozen_weights']}" if numbers["frozen_weights"] else ""
+    yield f"  weights, gradients and optimizer state {numbers['weights']}{frozen}; computes in {numbers['computation']}"
+    yield f"  gradients summed in {numbers['reduction']}, {config['reduce_gradients'].replace('_', ' ')}"
+    optimizer = f"optimizer {numbers['optimizer']}" if numbers["optimizer"] else "no optimizer"
+    checkpointing = f"activation checkpointing {config['activation_checkpointing'] or 'off'}"
+    yield f"  {optimizer}; {checkpointing}{'; CPU offload' if config['cpu_offload'] else ''}"
+
+    batch, most_tokens = document["batch"], document["batch"]["micro_batch_tokens"]
+    yield "\nbatch"
+    cut = f"{batch['microbatches']} microbatches on each rank"
+    yield f"  {batch['rows']:,} rows, {batch['tokens']:,} tokens, {batch['layout']}: {cut}"
+    bound = "" if most_tokens is None else f" and {most_tokens:,} tokens"
+    yield f"  a microbatch has at most {batch['micro_batch_size']} rows{bound}"
+    if document["flops"] is not None:
+        yield f"  {document['flops']['model']:.3g} FLOPs a forward_backward, all ranks together"
+
+    yield "\nmemory"
+    yield indent(dry_run.text(), "  ")
+
+    rows = [["", "over", "ranks", "times", "bytes"]]
+    for phase in dict.fromkeys(each.phase for each in dry_run.collectives):
+        of_phase = [each for each in dry_run.collectives if each.phase == phase and each.num_bytes >= 1024]
+        for each in sorted(of_phase, key=lambda each: -each.num_bytes):
+            name = f"  {phase} {each.kind.replace('_', '-')}"
+            rows.append([name, each.axes, f"{each.ranks}", f"{each.count:,}", format_bytes(each.num_bytes)])
+    if len(rows) > 1:
+        yield "\nsent and received by each rank, of the whole tensors"
+        yield from table(rows, right=True)
+
+
+def _count(elements: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if elements >= unit:
+            return f"{elements / unit:.2f} {name}"
+    return f"{elements:,}"
 
 
 def release_of(package: str) -> str | None:

@@ -9,15 +9,16 @@ seen: the CUDA context, NCCL's buffers, workspace inside kernels, what the alloc
 Axes: B rows, T tokens.
 """
 
+import functools
 import gc
-import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_backends.dry_run.result import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
+from rl_backends.dry_run.explanation import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
@@ -34,18 +35,16 @@ from rl_backends.errors import ModelError
 from rl_backends.kernels import KernelsConfig
 from rl_backends.kernels.table import PLAIN
 from rl_backends.lora import add_lora
-from rl_backends.optimizers import OptimizerConfig
-from rl_backends.reference import ReferenceModel
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.forecast import (
     Ledger,
     MemoryTracker,
-    Peak,
     fake_floats,
     fake_process_group,
     fused_attention,
     gathered_labels,
 )
+from rl_parallel_plans.forecast.fake import tensors_in
 from rl_parallel_plans.forecast.report import PhasePeak
 from rl_parallel_plans.forecast.tracker import (
     ACTIVATIONS,
@@ -76,8 +75,8 @@ def run_step(
     *,
     ledger: Ledger,
     also: Callable[[Any, Any, Any], None] | None = None,
-) -> None:
-    """Make a backend and let it take a step; the phases in `ledger` have the names at the head of this file."""
+) -> DTensorBackend:
+    """Make a backend, which is returned, and let it take a step; `ledger` has the phases at the head of this file."""
     rows, names = rows_of(asked.lengths, different_tokens=asked.different_tokens), dict[nn.Module, str]()
     with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
         backend = make_backend()
@@ -88,9 +87,31 @@ def run_step(
         tracker.label(backend.model.parameters(), PARAMETERS)
         tracker.label(backend.model.buffers(), BUFFERS)
         labelled.enter_context(gathered_labels(tracker, backend.model))
-        reference = _prepare(backend, asked, tracker)
+
+        # What lasts from step to step: the state that the optimizer has after a step, here of gradients of 0, and the
+        # reference.
+        if asked.optimizer is not None:
+            tracker.outside_backward = OPTIMIZER_STATE
+            num_steps = asked.optimizer.warmup_steps + (asked.optimizer.decay_steps or 0) + 2
+            backend.start_training(asked.optimizer, num_steps=num_steps, temperature=asked.temperature)
+            for parameter in backend.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            backend._clip_and_step()  # noqa: SLF001 - ours; optim_step() refuses a step without forward_backward()
+        reference = None
+        if asked.reference:
+            tracker.outside_backward = REFERENCE
+            reference = backend.freeze_reference(offload=asked.offload_reference)
+        tracker.outside_backward = ACTIVATIONS
+        gc.collect()
         ledger.moment(BETWEEN_STEPS)
-        some = rows_of(_one_microbatch(backend, asked), different_tokens=asked.different_tokens)
+
+        # Without gradients one microbatch leaves nothing for the next, so that, of rows alike, it shows what all would.
+        lengths = asked.lengths
+        if len(set(lengths)) == 1:
+            _, own, _ = backend._distributed.take(rows)  # noqa: SLF001 - ours
+            lengths = lengths[: max(1, len(lengths) // len(own))]
+        some = rows_of(lengths, different_tokens=asked.different_tokens)
         with ledger.phase("logp"):
             backend.logp(some)
         if reference is not None:
@@ -106,20 +127,7 @@ def run_step(
             tracker.outside_backward = TEMPORARIES
             with ledger.phase("optim_step"):
                 backend.optim_step()
-
-
-def _prepare(backend: DTensorBackend, asked: StepRequest, tracker: MemoryTracker) -> ReferenceModel | None:
-    """What lasts from step to step: the optimizer's state, and the reference, which is returned."""
-    if asked.optimizer is not None:
-        tracker.outside_backward = OPTIMIZER_STATE
-        _give_state(backend, asked.optimizer, temperature=asked.temperature)
-    reference = None
-    if asked.reference:
-        tracker.outside_backward = REFERENCE
-        reference = backend.freeze_reference(offload=asked.offload_reference)
-    tracker.outside_backward = ACTIVATIONS
-    gc.collect()
-    return reference
+    return backend
 
 
 def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> _Rows:
@@ -139,40 +147,9 @@ def _loss(logp: Float[Tensor, "b w"], _: _Rows) -> tuple[Tensor, dict[str, Tenso
     return total, {"loss": total.detach()}
 
 
-def _give_state(backend: DTensorBackend, optimizer: OptimizerConfig, *, temperature: float) -> None:
-    """The state that the optimizer has after its first step, of gradients of 0."""
-    num_steps = optimizer.warmup_steps + (optimizer.decay_steps or 0) + 2
-    backend.start_training(optimizer, num_steps=num_steps, temperature=temperature)
-    for parameter in backend.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    backend._clip_and_step()  # noqa: SLF001 - ours; optim_step() refuses a step without forward_backward()
-
-
-def _one_microbatch(backend: DTensorBackend, asked: StepRequest) -> Sequence[int]:
-    """Rows that show what all would: without gradients, one microbatch leaves nothing for the next."""
-    lengths = asked.lengths
-    if len(set(lengths)) > 1:
-        return lengths
-    _, _, cut = backend._distributed.take(rows_of(lengths, different_tokens=asked.different_tokens))  # noqa: SLF001 - ours
-    return lengths[: max(1, len(lengths) // len(cut[0]))]
-
-
 # ---- On fake ranks and tensors.
 
 LARGEST = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FakeStep:
-    """What a fake step has to tell."""
-
-    ledger: Ledger
-    mesh: dict[str, int]
-    num_microbatches: int
-    collectives: tuple[Collective, ...]
-    attention_calls: int
-    plan: ParallelPlan
 
 
 def dry_run_here(
@@ -187,92 +164,74 @@ def dry_run_here(
             "this process has a process group, and a dry run needs one of its own that sends nothing: call it before "
             "init_process_group, or run `rl-backends explain` beside it"
         )
-    vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
-    name, count = type(skeleton).__name__, sum(parameter.numel() for parameter in skeleton.parameters())
     # A thread of its own: DTensor remembers per thread what it did over which mesh, and a mesh of real ranks would meet
     # what it did over fake ones.
     with fake_process_group(world_size), ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of views changed in place: there are none
-        told = thread.submit(_run, skeleton, config, asked).result()
-    away = _in_host_memory(config, asked)
-    everything, on_device = told.ledger.peaks(), told.ledger.peaks(without=away)
-    made = DryRun(
-        model=name,
-        num_parameters=count,
-        mesh=told.mesh,
-        num_rows=len(asked.lengths),
-        num_tokens=sum(asked.lengths),
-        num_microbatches=told.num_microbatches,
-        phases=tuple(_phase(name, peak) for name, peak in on_device.items()),
-        host_bytes=max(sum(each.by_category.get(kind, 0) for kind in away) for each in everything.values()),
-        collectives=told.collectives,
-        assumptions=tuple(_assumptions(config, attention_calls=told.attention_calls)),
-    )
-    return made, told.plan
+        return thread.submit(_run, skeleton, config, asked).result()
 
 
-def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> _FakeStep:
+def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tuple[DryRun, ParallelPlan]:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+    vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
+    num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
     # Kernels of a GPU do not run here: memory is predicted with those that run anywhere.
     kernels = KernelsConfig(loss_chunk_size=config.kernels.loss_chunk_size)
     on_cpu = replace(config, device="cpu", compile=False, lora_cfg=None, kernels=kernels)
     attention: AbstractContextManager[list[Any]] = fused_attention() if config.device == "cuda" else nullcontext([])
-    ledger, backends = Ledger(), list[DTensorBackend]()
+    ledger = Ledger()
     counter = CollectiveCounter(lambda: ledger.running)
 
-    _forget_floats(skeleton)
+    # What was computed from the configuration, such as rotary frequencies, goes where parameters are.
+    for module in skeleton.modules():
+        for held in (module._buffers, vars(module)):  # noqa: SLF001 - assigning would make a buffer persistent
+            for name, value in held.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    held[name] = value.to("meta")
     if config.lora_cfg is not None:  # here, since peft moves modules about, which fake tensors do not bear
         add_lora(skeleton, config.lora_cfg, seed=0)
 
-    def make() -> DTensorBackend:
-        backend = DTensorBackend(skeleton, on_cpu, fill=lambda _: None)
-        backends.append(backend)
-        return backend
-
     try:
         with fake_floats(), attention as calls:
-            run_step(make, asked, ledger=ledger, also=counter.saw)
+            backend = run_step(
+                lambda: DTensorBackend(skeleton, on_cpu, fill=lambda _: None), asked, ledger=ledger, also=counter.saw
+            )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
             f"the forward of {type(skeleton).__name__} depends on the numbers in a tensor ({error.func}), and a dry "
             f"run has none: experts that are run one at a time are the usual case; choose another implementation of "
             f"them where the model has one (experts_implementation)"
         ) from error
-    sharded = backends[0]._distributed  # noqa: SLF001 - ours
-    mesh = sharded.mesh
-    return _FakeStep(
-        ledger=ledger,
-        mesh=sizes_of(mesh),
+
+    # What lies in the memory of the host and not of a GPU; on a CPU there is one memory only.
+    away: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE) if config.cpu_offload else ()
+    away += (REFERENCE,) if asked.reference and (asked.offload_reference or config.cpu_offload) else ()
+    away = () if config.device == "cpu" else away
+    sharded = backend._distributed  # noqa: SLF001 - ours
+    made = DryRun(
+        model=type(skeleton).__name__,
+        num_parameters=num_parameters,
+        mesh=sizes_of(sharded.mesh),
+        num_rows=len(asked.lengths),
+        num_tokens=sum(asked.lengths),
         num_microbatches=len(sharded.take(rows_of(asked.lengths, different_tokens=asked.different_tokens))[1]),
-        collectives=counter.found(mesh),
-        attention_calls=len(calls),
-        plan=sharded.plan,
+        phases=tuple(
+            PhasePeak(
+                name=name,
+                num_bytes=peak.total,
+                by_category=peak.by_category,
+                largest=tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST]),
+            )
+            for name, peak in ledger.peaks(without=away).items()
+        ),
+        host_bytes=max(sum(peak.by_category.get(kind, 0) for kind in away) for peak in ledger.peaks().values()),
+        collectives=counter.found(sharded.mesh),
+        assumptions=tuple(_assumptions(config, attention_calls=len(calls))),
     )
-
-
-def _forget_floats(skeleton: nn.Module) -> None:
-    """Put what was computed from the configuration, such as rotary frequencies, where parameters are."""
-    for module in skeleton.modules():
-        for held in (module._buffers, vars(module)):  # noqa: SLF001 - assigning would make a buffer persistent
-            for name, value in held.items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    held[name] = value.to("meta")
-
-
-def _phase(name: str, peak: Peak) -> PhasePeak:
-    largest = tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST])
-    return PhasePeak(name=name, num_bytes=peak.total, by_category=peak.by_category, largest=largest)
-
-
-def _in_host_memory(config: DTensorConfig, asked: StepRequest) -> tuple[str, ...]:
-    """Categories that do not lie on the device; on a CPU there is one memory only."""
-    if config.device == "cpu":
-        return ()
-    own = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE) if config.cpu_offload else ()
-    return (*own, REFERENCE) if asked.reference and (asked.offload_reference or config.cpu_offload) else own
+    return made, sharded.plan
 
 
 def _assumptions(config: DTensorConfig, *, attention_calls: int) -> Iterator[str]:
@@ -322,37 +281,31 @@ class CollectiveCounter:
 
     def __init__(self, phase: Callable[[], str]) -> None:
         self._phase = phase
-        self._kinds: dict[object, str | None] = {}
         self._counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self._sizes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
 
     def saw(self, operator: Any, args: Any, result: object) -> None:
         """An operator ran."""
-        if operator not in self._kinds:
-            self._kinds[operator] = _kind(operator)
-        kind, phase = self._kinds[operator], self._phase()
-        if kind is None or not phase:
-            return
-        ranks = _ranks_of(args)
-        if len(ranks) > 1:
+        kind, phase = _kind(operator), self._phase()
+        if kind is not None and phase and len(ranks := _ranks_of(args)) > 1:
             self._counts[phase, kind, ranks] += 1
-            self._sizes[phase, kind, ranks] += max(tensor.nbytes for tensor in _tensors_in((args, result)))
+            self._sizes[phase, kind, ranks] += max(tensor.nbytes for tensor in tensors_in((args, result)))
 
     def found(self, mesh: DeviceMesh) -> tuple[Collective, ...]:
-        """What was counted, over the axes of `mesh`."""
-        return tuple(
-            Collective(
-                phase=phase,
-                kind=kind,
-                axes=_axes(mesh, ranks),
-                ranks=len(ranks),
-                count=count,
-                num_bytes=self._sizes[phase, kind, ranks],
+        """What was counted, over the axes of `mesh` along which the ranks of a collective differ."""
+        made = []
+        for (phase, kind, ranks), count in self._counts.items():
+            coordinates = torch.stack([(mesh.mesh == rank).nonzero()[0] for rank in ranks])
+            differ = (coordinates != coordinates[0]).any(0).tolist()
+            axes = " x ".join(compress(mesh.mesh_dim_names or (), differ))
+            num_bytes = self._sizes[phase, kind, ranks]
+            made.append(
+                Collective(phase=phase, kind=kind, axes=axes, ranks=len(ranks), count=count, num_bytes=num_bytes)
             )
-            for (phase, kind, ranks), count in self._counts.items()
-        )
+        return tuple(made)
 
 
+@functools.cache
 def _kind(operator: Any) -> str | None:
     space, _, name = operator.name().partition("::")
     return KINDS.get(name.partition(".")[0]) if space in {"c10d", "_c10d_functional"} else None
@@ -369,21 +322,3 @@ def _ranks_of(args: Any) -> tuple[int, ...]:
     registry: Any = dist.distributed_c10d
     group = registry._resolve_process_group(names[-1])  # noqa: SLF001 - no public one
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
-
-
-def _axes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> str:
-    """The axes along which the ranks differ."""
-    names = mesh.mesh_dim_names or ()
-    shape: Mapping[str, int] = dict(zip(names, mesh.shape, strict=True))
-    sizes = tuple(shape.values())
-    coordinates = [[rank // math.prod(sizes[axis + 1 :]) % sizes[axis] for axis in range(len(sizes))] for rank in ranks]
-    varying = [name for i, name in enumerate(names) if len({each[i] for each in coordinates}) > 1]
-    return " x ".join(varying)

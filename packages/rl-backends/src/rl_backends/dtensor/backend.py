@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
-from rl_backends.batching.microbatches import Microbatch, ModelInputs
+from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.head_check import check_head
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
+from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading import initialise, open_model
@@ -40,12 +40,23 @@ from rl_backends.lora import (
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, host_group, raise_together, sums_of_last_rank
-from rl_backends.readers import Head, Reader, has_language_model_head
+from rl_backends.rank_agreement import (
+    add_up,
+    host_group,
+    largest_on_any_rank,
+    raise_together,
+    sums_of_last_rank,
+    told_by_last_rank,
+)
+from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
 from rl_backends.reference import ReferenceModel, without_weights
-from rl_parallel_plans import NamedShard, named_shards
-
-__all__ = ["DTensorBackend"]
+from rl_parallel_plans import (
+    NamedShard,
+    get_logprobs_from_vocab_parallel_logits,
+    named_shards,
+    to_local_if_dtensor,
+)
+from rl_parallel_plans.dtensor import has_numbers
 
 
 def cast_to_master_weights(model: nn.Module) -> None:
@@ -336,42 +347,100 @@ class DTensorBackend(Backend):
 
     def explain(self) -> str:
         """The mesh, which rule shards which parameter and why, the adapters and the optimizer."""
-        return describe(self._distributed, optimizers=self._optimizers)
+        sharded, config, model, optimizers = self._distributed, self.config, self.model, self._optimizers
+        axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
+        wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
+        # Dtypes of the parameters and of the optimizer's state as they are now, not as they were asked for.
+        parameters = [each for each in model.parameters() if each.is_floating_point()]
+        states = [state for each in self._torch_optimizers() for state in each.state.values()]
+        moments = [each for state in states for each in state.values() if isinstance(each, Tensor)]
+        lines = [
+            f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, "
+            + _dtypes("trained weights", [each for each in parameters if each.requires_grad])
+            + _dtypes(", frozen weights", [each for each in parameters if not each.requires_grad])
+            # Not the number of steps, which is one element.
+            + _dtypes(", optimizer state", [each for each in moments if each.numel() > 1 and each.is_floating_point()]),
+            *sharded.kernels.lines,
+            sharded.plan.explain(),
+        ]
+        if config.device == "cpu" and (num_gpus := torch.cuda.device_count()):
+            lines.append(
+                f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them"
+            )
+        ignored = ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)
+        lines += [f"ignored: {each}" for each in ignored]
+        if getattr(model, "peft_config", None) is not None:
+            lines.append(adapter_size(model).explain())
+        if optimizers is not None:
+            lines.append(optimizers.explain())
+        return "\n".join(lines)
 
     def _release(self) -> None:
         self._distributed.close()
 
-    @cached_property
-    def _head(self) -> Head:
-        """How logits are read, and by which kernel; ModelError without a language-model head."""
-        return Head.of(self._skeleton, self.config.kernels)
+
+# ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.
+#
+# An architecture may do to its logits what no field of its configuration tells. One forward of a few tokens with the
+# model's own logits finds out, before anything is trained on numbers that are wrong.
+
+NUM_TOKENS = 8
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+"""Nats. Rounding is far below; a scale that was missed is far above, unless all logits are near 0."""
 
 
-# ---- A backend in words: its mesh, its plan, what it holds in which dtype, its adapters, its optimizer.
+@torch.no_grad()
+def check_head(sharded: ShardedModel, head: Head) -> None:
+    """Compare on every rank; all must call it. Weights without numbers, as in a dry run, have nothing to compare.
+
+    Raises:
+        ModelError: on every rank; the model's own logits give other log-probabilities on one of them.
+    """
+    if not all(has_numbers(to_local_if_dtensor(parameter)) for parameter in sharded.model.parameters()):
+        return
+    shard, limits = sharded.sequence_shard, sharded.row_dealing.limits
+    length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
+    inputs = make_inputs(
+        ((torch.arange(length) * 7 + 3) % sharded.vocabulary_size)[None],
+        torch.tensor([length]),
+        torch.ones(1, length, dtype=torch.bool),
+        layout=limits.layout,
+        offset=0,  # at each token of this rank's own: how likely that token was to follow itself
+        shard=shard,
+    ).to(sharded.config.device)
+    ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
+    theirs = _from_logits(sharded, inputs)
+    sharded.reshard()
+    apart = largest_on_any_rank((ours - theirs).abs().max())
+    if apart > TOLERANCE[sharded.config.precision]:
+        raise ModelError(
+            f"{type(sharded.model).__qualname__} gives log-probabilities from its own logits that differ by "
+            f"{apart:.3g} nats from lm_head(hidden states) with logit_scale={head.logit_scale} and "
+            f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
+            f"architecture, or report this one"
+        )
 
 
-def describe(sharded: ShardedModel, *, optimizers: Optimizers | None) -> str:
-    """Several lines; dtypes are those of the parameters and of the optimizer's state as they are now."""
-    config, model = sharded.config, sharded.model
-    axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
-    wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
-    parameters = [each for each in model.parameters() if each.is_floating_point()]
-    lines = [
-        f"DTensor backend on {config.device}: {axes} ranks, {wrapped}, computing in {config.precision}, "
-        + _dtypes("trained weights", [each for each in parameters if each.requires_grad])
-        + _dtypes(", frozen weights", [each for each in parameters if not each.requires_grad])
-        + ("" if optimizers is None else _dtypes(", optimizer state", _state(optimizers))),
-        *sharded.kernels.lines,
-        sharded.plan.explain(),
-    ]
-    if config.device == "cpu" and (num_gpus := torch.cuda.device_count()):
-        lines.append(f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them")
-    lines += [f"ignored: {each}" for each in ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)]
-    if getattr(model, "peft_config", None) is not None:
-        lines.append(adapter_size(model).explain())
-    if optimizers is not None:
-        lines.append(optimizers.explain())
-    return "\n".join(lines)
+def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
+    def logp(model: Any, each: ModelInputs) -> Tensor:
+        logits = model(**each.as_arguments(), use_cache=False).logits
+        return get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
+
+    if sharded.pipeline is None:
+        return logp(sharded.model, inputs)
+    kept: list[Tensor] = []
+
+    def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+        found = logp(model, each)
+        if number == 0:
+            kept.append(found)
+        return found.sum()
+
+    sharded.run_pipeline([inputs], use, backward=False)
+    return told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)[0]
+
+
+# ---- What `explain` tells of the model.
 
 
 def ignored_settings(model: nn.Module, *, router_aux_loss_coef: float) -> list[str]:
@@ -401,9 +470,3 @@ def _dtypes(what: str, tensors: list[Tensor]) -> str:
     total = sum(elements.values())
     shares = [f"{dtype} ({count / total:.1%})" for dtype, count in elements.most_common()]
     return f"{what} in {' and '.join(elements if len(elements) == 1 else shares)}" if total else ""
-
-
-def _state(optimizers: Optimizers) -> list[Tensor]:
-    """Moments: state of more than one element, which the number of steps is not."""
-    values = [value for each in optimizers.each for state in each.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, Tensor) and value.numel() > 1 and value.is_floating_point()]

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from rl_backends.choices import check_choices, check_finite
+from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
 from rl_backends.kernels import KernelsConfig
 from rl_backends.kernels.table import static_problems
 from rl_backends.lora.config import LoraConfig
-
-__all__ = ["DTensorConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,29 +98,13 @@ class DTensorConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_finite(self)
-        problems = [*self._numbers(), *self._combinations()]
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    def _numbers(self) -> Iterator[str]:
-        for name in (
-            "tensor_parallel_size",
-            "context_parallel_size",
-            "expert_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_replicate_size",
-            "micro_batch_size",
-        ):
-            if getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be >= 1"
-        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
-            yield f"micro_batch_tokens={self.micro_batch_tokens} must be >= 1, or None for no bound"
-        if self.peak_flops_per_s is not None and not self.peak_flops_per_s > 0:
-            yield f"peak_flops_per_s={self.peak_flops_per_s} must be > 0, or None"
-        if not self.timeout_s > 0:
-            yield f"timeout_s={self.timeout_s} must be > 0"
-        if not self.router_aux_loss_coef >= 0:
-            yield f"router_aux_loss_coef={self.router_aux_loss_coef} must be >= 0"
+        bounds = {
+            ">= 1": "tensor_parallel_size context_parallel_size expert_parallel_size pipeline_parallel_size "
+            "data_parallel_replicate_size micro_batch_size micro_batch_tokens",
+            "> 0": "peak_flops_per_s timeout_s",
+            ">= 0": "router_aux_loss_coef",
+        }
+        refuse([*out_of_bounds(self, bounds), *self._combinations()])
 
     def _combinations(self) -> Iterator[str]:
         yield from static_problems(self)

@@ -10,16 +10,24 @@
 Parameters are sharded over cp too: its ranks hold the same weights and gradients of their own tokens.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.process_group import once_per_process_group
-
-__all__ = ["AXES", "axis_of", "make_mesh", "require_device", "rows_of", "sharding_axes", "sizes_of"]
+from rl_backends.rank_agreement import once_per_process_group
 
 AXES = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")
+FIELDS = {
+    "pp": "pipeline_parallel_size",
+    "dp_replicate": "data_parallel_replicate_size",
+    "ep": "expert_parallel_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
+"""What sizes an axis; dp has the ranks that are left."""
 ROW_AXES = ("dp_replicate", "dp", "ep")
 """Axes each rank of which has rows of its own."""
 ALWAYS = ("dp", "tp")
@@ -32,7 +40,15 @@ def make_mesh(config: DTensorConfig) -> DeviceMesh:
     Raises:
         ValueError: the ranks are not a multiple of the sizes.
     """
-    sizes = dict(zip(AXES, _shape(config, dist.get_world_size()), strict=True))
+    num_ranks, given = dist.get_world_size(), {axis: int(getattr(config, field)) for axis, field in FIELDS.items()}
+    product = math.prod(given.values())
+    if num_ranks % product:
+        named = " x ".join(f"{FIELDS[axis]}={size}" for axis, size in given.items() if size > 1)
+        raise ValueError(
+            f"{num_ranks} ranks cannot be cut into groups of {product} ({named}); start a multiple of {product} ranks, "
+            f"or lower a size"
+        )
+    sizes = {axis: given.get(axis, num_ranks // product) for axis in AXES}
     # Each axis is a process group, with a thread of its own that wakes up a hundred times a second.
     needed = {axis: size for axis, size in sizes.items() if size > 1 or axis in ALWAYS}
     return once_per_process_group(
@@ -72,23 +88,3 @@ def sharding_axes(config: DTensorConfig) -> tuple[str, ...]:
     experts = ("ep",) if config.expert_parallel_size > 1 else ()
     tokens = ("cp",) if config.context_parallel_size > 1 else ()
     return ("dp", *experts, *tokens)
-
-
-def _shape(config: DTensorConfig, num_ranks: int) -> tuple[int, ...]:
-    sizes = {
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-        "data_parallel_replicate_size": config.data_parallel_replicate_size,
-        "expert_parallel_size": config.expert_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-        "tensor_parallel_size": config.tensor_parallel_size,
-    }
-    pipeline, replicate, *others = sizes.values()
-    expert, context, tensor = others
-    product = pipeline * replicate * expert * context * tensor
-    if num_ranks % product:
-        named = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        raise ValueError(
-            f"{num_ranks} ranks cannot be cut into groups of {product} ({named}); start a multiple of {product} ranks, "
-            f"or lower a size"
-        )
-    return (pipeline, replicate, num_ranks // product, expert, context, tensor)

@@ -50,8 +50,6 @@ from rl_parallel_plans import (
 from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.structure import retie, stacked_layers, tied_names
 
-__all__ = ["ShardedModel", "copy_of", "forget_pass"]
-
 METHOD = "read_hidden_states"
 """The method's name on the model. FSDP2 must know it, to gather parameters around it as it does around `forward`."""
 
@@ -99,7 +97,14 @@ class ShardedModel(DistributedModel):
         require_same_model(model)
         self.vocabulary_size, self.max_positions = vocabulary_size(model), max_positions(model)
         self.media_tokens = media_tokens(model)
-        self.plan = _plan(model, config)
+        self.plan = plan_for(
+            model,
+            tp=config.tensor_parallel_size,
+            sequence_parallel=config.sequence_parallel,
+            ep=config.expert_parallel_size,
+            custom=config.custom_parallel_plan,
+        )
+        self.plan.check(model)
         self.kernels = apply_kernels(model, config)
         """What computes attention, the loss and the rest."""
         if fill is None and (dist.get_world_size() > 1 or config.cpu_offload):
@@ -166,8 +171,8 @@ class ShardedModel(DistributedModel):
             kept: list[Tensor] = []
             self._forward([inputs], reader, shapes=[shape], keep=lambda _, read: kept.extend(read))
             return tuple(told_by_last_rank(kept, self.pipeline.group, device=self.pipeline.device))
-        hints = self._hints(inputs)
         call = getattr(self.model, METHOD)
+        hints = self.kernels.arguments(inputs)
         read: tuple[Tensor, ...] = call(inputs, reader, num_places=shape[0] * shape[1], hints=hints)
         if self._context is not None:
             # Add what each context-parallel rank has read of its own tokens; each keeps the gradient of its own.
@@ -175,10 +180,8 @@ class ShardedModel(DistributedModel):
 
             partial_sums = [DTensor.from_local(each, self._context, [Partial()], run_check=False) for each in read]
             read = tuple(each.redistribute(placements=[Replicate()]).to_local() for each in partial_sums)
+        # Out here: of a view that a module under FSDP2 returns, hooks may be dropped.
         return tuple(each.view(*shape, *each.shape[1:]) for each in read)
-
-    def _hints(self, inputs: ModelInputs) -> dict[str, Any]:
-        return self.kernels.arguments(row_lengths=inputs.row_lengths, cu_seq_lens=inputs.cu_seq_lens)
 
     def run_pipeline(
         self,
@@ -198,19 +201,15 @@ class ShardedModel(DistributedModel):
         repeated = [*alike, *[alike[0]] * (self.pipeline.pp_mesh.size() - len(alike))]
         rows, tokens = alike[0].tokens.shape
 
-        def function(model: nn.Module, item: tuple[int, ModelInputs]) -> Tensor:
-            number, each = item
-            return use(number, model, each)
-
-        items = list(enumerate(repeated))
         run = self.pipeline.step if backward else self.pipeline.forward
-        run(items, function, shape=(rows, tokens))
+        run(list(enumerate(repeated)), lambda model, item: use(item[0], model, item[1]), shape=(rows, tokens))
 
     def read_on_stage(
         self, model: Any, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
     ) -> tuple[Tensor, ...]:
         """As `read`, inside of `run_pipeline`; differentiable."""
-        read = _read(model, inputs, reader, num_places=shape[0] * shape[1], hints=self._hints(inputs))
+        hints = self.kernels.arguments(inputs)
+        read = _read(model, inputs, reader, num_places=shape[0] * shape[1], hints=hints)
         return tuple(each.view(*shape, *each.shape[1:]) for each in read)
 
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -297,18 +296,6 @@ def _read(
     return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)
 
 
-def _plan(model: nn.Module, config: DTensorConfig) -> ParallelPlan:
-    plan = plan_for(
-        model,
-        tp=config.tensor_parallel_size,
-        sequence_parallel=config.sequence_parallel,
-        ep=config.expert_parallel_size,
-        custom=config.custom_parallel_plan,
-    )
-    plan.check(model)
-    return plan
-
-
 def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> nn.Module:
     source = None if any(parameter.is_meta for parameter in model.parameters()) else 0
     apply_expert_parallel(model, mesh, plan, src_data_rank=source)
@@ -325,20 +312,11 @@ def _shard(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DT
                 attention._compiled_call_impl = eager  # noqa: SLF001 - as nn.Module.compile sets it
         for layer in stacked_layers(model).values():
             layer.compile()
-    axes, copies = sharding_axes(config), config.data_parallel_replicate_size
-    alone = copies * math.prod(sizes_of(mesh)[axis] for axis in axes) == 1
-    param_dtype = _dtype_of_computation(model, config)
-    if alone and param_dtype is None and not config.cpu_offload:
+    options = _fsdp_options(model, config)
+    alone = config.data_parallel_replicate_size * math.prod(sizes_of(mesh)[axis] for axis in options["dp_axis"]) == 1
+    if alone and options["param_dtype"] is None and not config.cpu_offload:
         return model
-    return apply_fsdp(
-        model,
-        mesh,
-        dp_axis=axes,
-        dp_replicate_axis="dp_replicate" if copies > 1 else None,
-        param_dtype=param_dtype,
-        reduce_dtype=torch.float32,
-        offload_policy=CPUOffloadPolicy(pin_memory=config.device == "cuda") if config.cpu_offload else None,
-    )
+    return apply_fsdp(model, mesh, **options)
 
 
 def _split(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DTensorConfig) -> Pipeline:
@@ -353,19 +331,20 @@ def _split(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, *, config: DT
         defer_gradient_sync=config.reduce_gradients == "last_microbatch",
         src_data_rank=None if bare else 0,
         activation_checkpointing=config.activation_checkpointing,
-        dp_axis=sharding_axes(config),
-        dp_replicate_axis="dp_replicate" if config.data_parallel_replicate_size > 1 else None,
-        param_dtype=_dtype_of_computation(model, config),
-        reduce_dtype=torch.float32,
-        offload_policy=CPUOffloadPolicy(pin_memory=config.device == "cuda") if config.cpu_offload else None,
+        **_fsdp_options(model, config),
     )
 
 
-def _dtype_of_computation(model: nn.Module, config: DTensorConfig) -> torch.dtype | None:
-    """What gathered parameters are cast to; None where all are stored in it already."""
+def _fsdp_options(model: nn.Module, config: DTensorConfig) -> dict[str, Any]:
     asked = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     stored = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return None if stored == {asked} else asked
+    return {
+        "dp_axis": sharding_axes(config),
+        "dp_replicate_axis": "dp_replicate" if config.data_parallel_replicate_size > 1 else None,
+        "param_dtype": None if stored == {asked} else asked,  # what gathered parameters are cast to
+        "reduce_dtype": torch.float32,
+        "offload_policy": CPUOffloadPolicy(pin_memory=config.device == "cuda") if config.cpu_offload else None,
+    }
 
 
 # ---- A frozen copy: the reference that a policy is compared with.
@@ -380,35 +359,24 @@ def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> Sha
         offload: keep the copy's shards in host memory; each layer visits the device when it runs.
     """
     config = replace(sharded.config, cpu_offload=offload or sharded.config.cpu_offload, activation_checkpointing=None)
-    with _frozen(skeleton):
-        fill = lambda model: _copy_weights(sharded, model)  # noqa: E731
-        return ShardedModel(skeleton, config, fill=fill, membership=sharded.membership)
+    skeleton.requires_grad_(requires_grad=False)
 
-
-def _copy_weights(sharded: ShardedModel, target: nn.Module) -> None:
-    """Parameters and all buffers, also those that no file holds or that have changed since the model was made."""
-    sharded.reshard()
-    held = dict(sharded.model.named_parameters())
-    with torch.no_grad():
+    @torch.no_grad()
+    def fill(target: nn.Module) -> None:
+        """Copy parameters and all buffers, also those that no file holds or that have changed since."""
+        sharded.reshard()
+        held = dict(sharded.model.named_parameters())
         for name, parameter in target.named_parameters():
             to_local_if_dtensor(parameter).copy_(to_local_if_dtensor(held[name].detach()))
-    _copy_buffers(sharded.model, target)
+        copies: dict[int, Tensor] = {}
+        for path, module in sharded.model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.detach().clone()
+                persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - no public one
+                target.get_submodule(path).register_buffer(name, copies[id(buffer)], persistent=persistent)
 
-
-def _copy_buffers(model: nn.Module, target: nn.Module) -> None:
-    copies: dict[int, Tensor] = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) not in copies:
-                copies[id(buffer)] = buffer.detach().clone()
-            persistent = name not in module._non_persistent_buffers_set  # noqa: SLF001 - no public one
-            target.get_submodule(path).register_buffer(name, copies[id(buffer)], persistent=persistent)
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    model.requires_grad_(requires_grad=False)
-    yield
+    return ShardedModel(skeleton, config, fill=fill, membership=sharded.membership)
 
 
 # ---- After a pass that failed half-way: nothing gathered, no gradient kept, ready for the next one.
@@ -426,16 +394,11 @@ def forget_pass(model: nn.Module) -> None:
         model.set_requires_gradient_sync(True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _forget_gathered_gradients(module)
+            groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001 - no public one
+            for parameter in (each for group in groups for each in group.fsdp_params):
+                if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 all of it is in `.grad`
+                    parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None  # noqa: SLF001
             module.reshard()
     model.zero_grad()
-
-
-def _forget_gathered_gradients(module: FSDPModule) -> None:
-    state: Any = module._get_fsdp_state()  # noqa: SLF001 - no public one
-    for group in state._fsdp_param_groups:  # noqa: SLF001
-        for parameter in group.fsdp_params:
-            if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 all of it is in `.grad`
-                parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None  # noqa: SLF001

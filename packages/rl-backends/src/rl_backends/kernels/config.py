@@ -5,8 +5,6 @@ from typing import ClassVar, Literal
 
 from rl_backends.choices import check_choices
 
-__all__ = ["KernelsConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelsConfig:

@@ -23,8 +23,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rl_backends.errors import ModelError
 
-__all__ = ["float8_linears", "replace_mlps", "replace_norms", "replace_rope"]
-
 ROPE = "apply_rotary_pos_emb"
 """What transformers calls the function of queries, keys, cosines and sines, in every modelling module."""
 

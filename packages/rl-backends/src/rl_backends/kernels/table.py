@@ -7,14 +7,15 @@ the model is changed. `register_kernel` adds an entry, or takes the place of one
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
 from rl_backends.kernels.layers import float8_linears, replace_mlps, replace_norms, replace_rope
 from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
@@ -23,8 +24,6 @@ from rl_backends.packing.enable import attention_modules
 
 if TYPE_CHECKING:
     from rl_backends.dtensor.config import DTensorConfig
-
-__all__ = ["KERNELS", "Kernel", "KernelsInUse", "Part", "apply_kernels", "register_kernel", "static_problems"]
 
 Part = Literal["attention", "loss", "norm", "rope", "mlp", "float8"]
 FLOAT8_CAPABILITY = (8, 9)
@@ -64,73 +63,63 @@ def register_kernel(kernel: Kernel) -> None:
 
 def static_problems(config: "DTensorConfig") -> Iterator[str]:
     """One sentence for each choice that the rest of the configuration rules out, whatever the machine and model."""
-    for kernel, chosen in _chosen(config):
-        if isinstance(kernel, str):
-            yield kernel
-            continue
-        reasons = [
-            *([] if config.device in kernel.devices else [f"it runs on {' or '.join(kernel.devices)}, not on a CPU"]),
-            *(
-                []
-                if config.precision in kernel.precisions
-                else [f"it computes in {' or '.join(kernel.precisions)}, not in {config.precision}"]
-            ),
-            *kernel.config_problems(config),
-        ]
-        if reasons:
-            yield f"kernels.{chosen} cannot be used: {'; '.join(reasons)}; choose {_remedy(kernel)}"
+    kernels, unknown = _chosen(config)
+    yield from unknown
+    for kernel in kernels:
+        reasons = []
+        if config.device not in kernel.devices:
+            reasons.append(f"it runs on {' or '.join(kernel.devices)}, not on a CPU")
+        if config.precision not in kernel.precisions:
+            reasons.append(f"it computes in {' or '.join(kernel.precisions)}, not in {config.precision}")
+        yield from _refusal(kernel, [*reasons, *kernel.config_problems(config)])
 
 
-def _chosen(config: "DTensorConfig") -> Iterator[tuple[Kernel | str, str]]:
-    """The entry of each choice and the choice in words; a sentence instead of an entry where the table has none."""
-    kernels = config.kernels
+def _chosen(config: "DTensorConfig") -> tuple[list[Kernel], list[str]]:
+    """The entry of each choice, and a sentence for each choice that the table lacks."""
+    found, unknown = [], []
     for part in ("attention", "loss", "norm", "rope", "mlp", "float8"):
-        name = getattr(kernels, part)
+        name = getattr(config.kernels, part)
         if name in PLAIN:
             continue
-        chosen = f"{part}={name!r}"
-        kernel = KERNELS.get((part, name))
-        if kernel is None:
-            known = [repr(each) for of, each in KERNELS if of == part]
-            choices = " or ".join([repr("torch"), *known])
-            sentence = f"kernels.{chosen}: there is no such kernel; choose {choices}, or add one with register_kernel"
-            yield sentence, chosen
+        if (kernel := KERNELS.get((part, name))) is None:
+            choices = " or ".join([repr("torch"), *(repr(each) for of, each in KERNELS if of == part)])
+            unknown.append(
+                f"kernels.{part}={name!r}: there is no such kernel; choose {choices}, or add one with register_kernel"
+            )
+        elif part == "float8" and config.kernels.float8_emulate:
+            found.append(replace(kernel, devices=("cpu", "cuda")))
         else:
-            if part == "float8" and kernels.float8_emulate:
-                kernel = EMULATED
-            yield kernel, chosen
+            found.append(kernel)
+    return found, unknown
 
 
-def _remedy(kernel: Kernel) -> str:
-    return {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
+def _refusal(kernel: Kernel, reasons: Sequence[str]) -> Iterator[str]:
+    if reasons:
+        remedy = {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
+        yield f"kernels.{kernel.part}={kernel.name!r} cannot be used: {'; '.join(reasons)}; choose {remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelsInUse:
     """What runs in a model, after `apply_kernels`."""
 
-    attention: str
+    attention: AttentionKernel | Literal["model"]
     """The kernel of attention; "model" for the one that the model was loaded with."""
     windows: tuple[int, ...]
     """Of sliding attention in the model, 0 where a layer has none; empty unless attention is "flex"."""
     lines: tuple[str, ...]
     """One for each part, for `explain`."""
 
-    def arguments(self, *, row_lengths: tuple[int, ...] | None, cu_seq_lens: Tensor | None) -> dict[str, Any]:
-        """What attention is handed beside what every decoder takes, once for all layers, so that none of them waits.
-
-        row_lengths: tokens of each packed row; None where rows are padded.
-        cu_seq_lens: int32 on the device, where each row begins, and the end of the last.
-        """
-        if row_lengths is None or cu_seq_lens is None:
+    def arguments(self, inputs: ModelInputs) -> dict[str, Any]:
+        """What attention is handed beside what every decoder takes, once for all layers, so that none of them waits."""
+        starts, lengths = inputs.cu_seq_lens, inputs.row_lengths
+        if lengths is None or starts is None:
             return {}
         if self.attention == "flex":
             from rl_backends.packing import block_masks
 
-            return {"block_masks": block_masks(cu_seq_lens, num_tokens=sum(row_lengths), windows=self.windows)}
-        if self.attention == "sdpa" and cu_seq_lens.device.type != "cpu":
-            return {"row_lengths": row_lengths}
-        return {}
+            return {"block_masks": block_masks(starts, num_tokens=sum(lengths), windows=self.windows)}
+        return {"row_lengths": lengths} if self.attention == "sdpa" and starts.device.type != "cpu" else {}
 
 
 def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
@@ -140,22 +129,19 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
         ModelError: kernels that cannot run on this machine or with this model, all of them with their reasons; nothing
             of the model has changed.
     """
-    kernels = [kernel for kernel, _ in _chosen(config) if isinstance(kernel, Kernel)]
-    problems = []
-    for kernel in kernels:
-        reasons = [*_missing(kernel), *kernel.model_problems(model, config)]
-        if reasons:
-            problems.append(
-                f"kernels.{kernel.part}={kernel.name!r} cannot be used: {'; '.join(reasons)}; choose {_remedy(kernel)}"
-            )
+    kernels, _ = _chosen(config)
+    problems = [
+        problem
+        for kernel in kernels
+        for problem in _refusal(kernel, [*_missing(kernel), *kernel.model_problems(model, config)])
+    ]
     if problems:
         raise ModelError("; ".join(problems))
 
     attention, reason = _attention_of(model, config)
-    if attention in PADDED_OR_PACKED and config.sequence_packing:
-        enable_packing(model, kernel=attention)
-    elif attention in PADDED_OR_PACKED:
-        enable_padded_kernel(model, kernel=attention)
+    if attention != "model":
+        enable = enable_packing if config.sequence_packing else enable_padded_kernel
+        enable(model, kernel=attention)
     lines = [f"kernel of attention: {reason}", _loss_line(config)]
     by_part = {kernel.part: kernel for kernel in kernels}
     replacements: tuple[tuple[Part, Callable[..., int], str], ...] = (
@@ -163,14 +149,17 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
         ("rope", replace_rope, "attentions"),
         ("mlp", replace_mlps, "MLPs"),
     )
-    for part, replace, things in replacements:
-        if (kernel := by_part.get(part)) is None:  # type: ignore[assignment]
+    for part, put, things in replacements:
+        if (kernel := by_part.get(part)) is None:
             lines.append(f"kernel of {part}: torch, the model's own code")
         else:
             assert kernel.op is not None, f"{kernel} has no op"
-            lines.append(f"kernel of {part}: {kernel.name}, {kernel.is_what}, in {replace(model, kernel.op)} {things}")
+            lines.append(f"kernel of {part}: {kernel.name}, {kernel.is_what}, in {put(model, kernel.op)} {things}")
     lines.append(_apply_float8(model, config))
-    return KernelsInUse(attention=attention, windows=_windows(model) if attention == "flex" else (), lines=tuple(lines))
+    windows: set[int] = set()
+    if attention == "flex":
+        windows = {int(getattr(each, "sliding_window", None) or 0) for _, each in attention_modules(model)}
+    return KernelsInUse(attention=attention, windows=tuple(sorted(windows)), lines=tuple(lines))
 
 
 def _missing(kernel: Kernel) -> Iterator[str]:
@@ -183,11 +172,12 @@ def _missing(kernel: Kernel) -> Iterator[str]:
 
 # -- attention -----------------------------------------------------------------------------------------------
 
-PADDED_OR_PACKED: tuple[AttentionKernel, ...] = ("sdpa", "flex", "varlen", "flash")
+AUTO: tuple[AttentionKernel, ...] = ("varlen", "flex")
+"""What is tried for packed rows on a GPU, the first first."""
 SMALLEST_HEAD_OF_FLEX = 16
 
 
-def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[str, str]:
+def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[AttentionKernel | Literal["model"], str]:
     """Name and reason of the kernel; "model" for what the model was loaded with."""
     asked = config.kernels.attention
     if config.context_parallel_size > 1:
@@ -200,7 +190,7 @@ def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[str, str]:
     if config.device == "cpu":
         return "sdpa", f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto, packed rows on a CPU)"
     passed_over: list[str] = []
-    for name in ("varlen", "flex"):
+    for name in AUTO:
         kernel = KERNELS["attention", name]
         reasons = [
             *([] if config.precision in kernel.precisions else [f"computing in {config.precision}"]),
@@ -211,11 +201,6 @@ def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[str, str]:
             return name, "; ".join([f"{name}, {kernel.is_what} (auto, packed rows on a GPU)", *passed_over])
         passed_over.append(f"not {name}: {', '.join(reasons)}")
     return "sdpa", "; ".join([f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto)", *passed_over])
-
-
-def _windows(model: nn.Module) -> tuple[int, ...]:
-    """Sliding windows of the model's attentions; 0 where one has none."""
-    return tuple(sorted({int(getattr(each, "sliding_window", None) or 0) for _, each in attention_modules(model)}))
 
 
 def _of_flash(model: nn.Module, config: "DTensorConfig", *, caps: bool) -> Iterator[str]:
@@ -261,47 +246,6 @@ def _only_packed(config: "DTensorConfig") -> Iterator[str]:
         yield "it reads packed rows: set sequence_packing=True"
 
 
-register_kernel(
-    Kernel(
-        part="attention",
-        name="sdpa",
-        is_what="torch's scaled_dot_product_attention, capped scores and sinks in blocks of queries",
-        devices=("cpu", "cuda"),
-    )
-)
-register_kernel(
-    Kernel(
-        part="attention",
-        name="flex",
-        is_what="torch's flex_attention, compiled",
-        packages=(("triton", "install torch for CUDA, which brings it"),),
-        config_problems=_without_context_parallelism,
-        model_problems=_of_flex,
-    )
-)
-register_kernel(
-    Kernel(
-        part="attention",
-        name="varlen",
-        is_what="torch's variable-length flash attention",
-        precisions=("bfloat16",),
-        config_problems=_only_packed,
-        model_problems=functools.partial(_of_flash, caps=False),
-    )
-)
-register_kernel(
-    Kernel(
-        part="attention",
-        name="flash",
-        is_what="flash_attn_varlen_func of the package flash-attn",
-        precisions=("bfloat16",),
-        packages=(("flash_attn", "pip install flash-attn"),),
-        config_problems=_only_packed,
-        model_problems=functools.partial(_of_flash, caps=True),
-    )
-)
-
-
 # -- loss ----------------------------------------------------------------------------------------------------
 
 
@@ -321,27 +265,6 @@ def _needs_a_head(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
     embeddings = getattr(model, "get_output_embeddings", None)
     if embeddings is None or embeddings() is None:
         yield "the model has no language-model head"
-
-
-LIGER = (("liger_kernel.ops", "pip install 'liger-kernel>=0.8.3', which needs triton and so a GPU"),)
-register_kernel(
-    Kernel(
-        part="loss",
-        name="liger",
-        is_what="LigerFusedLinearScaledCrossEntropyFunction",
-        packages=LIGER,
-        model_problems=_needs_a_head,
-    )
-)
-register_kernel(
-    Kernel(
-        part="loss",
-        name="verl",
-        is_what="verl.utils.kernel.linear_cross_entropy",
-        packages=(("verl.utils.kernel.linear_cross_entropy", "pip install verl"),),
-        model_problems=_needs_a_head,
-    )
-)
 
 
 # -- norm, rope, mlp -----------------------------------------------------------------------------------------
@@ -391,25 +314,7 @@ def _hub_norm(  # noqa: PLR0917 - an op of this part
     return normed
 
 
-register_kernel(
-    Kernel(part="norm", name="liger", is_what="LigerRMSNormFunction", packages=LIGER, op=_liger_norm),
-)
-register_kernel(
-    Kernel(
-        part="norm",
-        name="hub",
-        is_what="LigerRMSNorm of kernels-community/liger-kernels on the Hub",
-        packages=(("kernels", "pip install 'kernels>=0.18.2,<0.19'"), ("triton", "install torch for CUDA")),
-        op=_hub_norm,
-    ),
-)
-register_kernel(Kernel(part="rope", name="liger", is_what="LigerRopeFunction", packages=LIGER, op=_liger_rope))
-register_kernel(Kernel(part="mlp", name="liger", is_what="LigerSiLUMulFunction or GELU", packages=LIGER, op=_liger_mlp))
-
-
 # -- float8 --------------------------------------------------------------------------------------------------
-
-TORCHAO = (("torchao.float8", "pip install 'torchao>=0.18'"),)
 
 
 def _float8_config(config: "DTensorConfig") -> Iterator[str]:
@@ -428,40 +333,15 @@ def _float8_model(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
             yield f"this GPU has compute capability {capability[0]}.{capability[1]}, and 8 bits need 8.9"
 
 
-for _recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-    register_kernel(
-        Kernel(
-            part="float8",
-            name=_recipe,
-            is_what=f"torchao's Float8Linear, {_recipe}",
-            packages=TORCHAO,
-            config_problems=_float8_config,
-            model_problems=_float8_model,
-        )
-    )
-EMULATED = Kernel(
-    part="float8",
-    name="emulated",
-    is_what="torchao's Float8Linear, emulated",
-    devices=("cpu", "cuda"),
-    packages=TORCHAO,
-    config_problems=_float8_config,
-    model_problems=_float8_model,
-)
-"""What stands for the others with `float8_emulate`."""
-
-
 def _apply_float8(model: nn.Module, config: "DTensorConfig") -> str:
     kernels = config.kernels
     if kernels.float8 is None:
         return f"kernel of linear layers: torch, in {config.precision}"
-    import dataclasses
-
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(kernels.float8)
     if kernels.float8_emulate:
-        recipe = dataclasses.replace(recipe, emulate=True)
+        recipe = replace(recipe, emulate=True)
     chosen = dict(float8_linears(model))
     others = sum(isinstance(module, nn.Linear) for module in model.modules()) - len(chosen)
     convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name in chosen)
@@ -470,3 +350,77 @@ def _apply_float8(model: nn.Module, config: "DTensorConfig") -> str:
         f"kernel of linear layers: torchao's float8 {kernels.float8}{how} in {len(chosen)}; torch in {others} others "
         f"(head, routers, sizes that 16 does not divide), and in stacked experts"
     )
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+LIGER = (("liger_kernel.ops", "pip install 'liger-kernel>=0.8.3', which needs triton and so a GPU"),)
+for _kernel in (
+    Kernel(
+        part="attention",
+        name="sdpa",
+        is_what="torch's scaled_dot_product_attention, capped scores and sinks in blocks of queries",
+        devices=("cpu", "cuda"),
+    ),
+    Kernel(
+        part="attention",
+        name="flex",
+        is_what="torch's flex_attention, compiled",
+        packages=(("triton", "install torch for CUDA, which brings it"),),
+        config_problems=_without_context_parallelism,
+        model_problems=_of_flex,
+    ),
+    Kernel(
+        part="attention",
+        name="varlen",
+        is_what="torch's variable-length flash attention",
+        precisions=("bfloat16",),
+        config_problems=_only_packed,
+        model_problems=functools.partial(_of_flash, caps=False),
+    ),
+    Kernel(
+        part="attention",
+        name="flash",
+        is_what="flash_attn_varlen_func of the package flash-attn",
+        precisions=("bfloat16",),
+        packages=(("flash_attn", "pip install flash-attn"),),
+        config_problems=_only_packed,
+        model_problems=functools.partial(_of_flash, caps=True),
+    ),
+    Kernel(
+        part="loss",
+        name="liger",
+        is_what="LigerFusedLinearScaledCrossEntropyFunction",
+        packages=LIGER,
+        model_problems=_needs_a_head,
+    ),
+    Kernel(
+        part="loss",
+        name="verl",
+        is_what="verl.utils.kernel.linear_cross_entropy",
+        packages=(("verl.utils.kernel.linear_cross_entropy", "pip install verl"),),
+        model_problems=_needs_a_head,
+    ),
+    Kernel(part="norm", name="liger", is_what="LigerRMSNormFunction", packages=LIGER, op=_liger_norm),
+    Kernel(
+        part="norm",
+        name="hub",
+        is_what="LigerRMSNorm of kernels-community/liger-kernels on the Hub",
+        packages=(("kernels", "pip install 'kernels>=0.18.2,<0.19'"), ("triton", "install torch for CUDA")),
+        op=_hub_norm,
+    ),
+    Kernel(part="rope", name="liger", is_what="LigerRopeFunction", packages=LIGER, op=_liger_rope),
+    Kernel(part="mlp", name="liger", is_what="LigerSiLUMulFunction or GELU", packages=LIGER, op=_liger_mlp),
+    *(
+        Kernel(
+            part="float8",
+            name=recipe,
+            is_what=f"torchao's Float8Linear, {recipe}",
+            packages=(("torchao.float8", "pip install 'torchao>=0.18'"),),
+            config_problems=_float8_config,
+            model_problems=_float8_model,
+        )
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    ),
+):
+    register_kernel(_kernel)

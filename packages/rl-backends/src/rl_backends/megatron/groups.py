@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.installed import require_megatron
-from rl_backends.process_group import Membership, join_process_group, once_per_process_group
+from rl_backends.process_group import Membership, join_process_group
+from rl_backends.rank_agreement import once_per_process_group
 
 
 @dataclass(slots=True, eq=False)

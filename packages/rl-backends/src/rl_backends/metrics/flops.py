@@ -87,10 +87,6 @@ class ModelFlops:
             ),
         )
 
-    @property
-    def _trains_layers(self) -> bool:
-        return self.layers.backward > 0
-
     def of_rows(
         self, lengths: Int[Tensor, " b"], asked: Int[Tensor, " b"], *, recomputed: bool = False
     ) -> Float64[Tensor, " b"]:
@@ -105,7 +101,7 @@ class ModelFlops:
         again = 1 if recomputed else 0
         total = tokens * (self.layers.forward * (1 + again) + self.layers.backward)
         total += wanted * (self.head.forward * (1 + again) + self.head.backward)
-        passes = 1 + again + (2 if self._trains_layers else 0)
+        passes = 1 + again + (2 if self.layers.backward > 0 else 0)
         for each in self.attention:
             total += passes * each.per_pair * _pairs(tokens, each.window)
         return total
@@ -159,7 +155,11 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 def matmul_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Each parameter that tokens are multiplied with, and the share of it that one token meets."""
-    shares = _shares_in_lists(module)
+    shares: dict[int, float] = {}  # of each module inside a list of experts
+    for path, each in module.named_modules():
+        if isinstance(each, nn.ModuleList) and path.rpartition(".")[2] == "experts":
+            share = _chosen(module, path) / len(each)
+            shares |= {id(part): share for expert in each for part in expert.modules()}
     for path, each in module.named_modules():
         if isinstance(each, nn.Embedding):
             continue
@@ -182,16 +182,6 @@ def attention_widths(decoder: nn.Module, hidden_size: int) -> Counter[tuple[int 
         if isinstance(getattr(module, "is_causal", None), bool):
             layers[_window(module), _width(module, path, hidden_size)] += 1
     return layers
-
-
-def _shares_in_lists(module: nn.Module) -> dict[int, float]:
-    """By identity of each module inside a list of experts: the share of its list that a token meets."""
-    shares: dict[int, float] = {}
-    for path, each in module.named_modules():
-        if isinstance(each, nn.ModuleList) and path.rpartition(".")[2] == "experts":
-            share = _chosen(module, path) / len(each)
-            shares |= {id(part): share for expert in each for part in expert.modules()}
-    return shares
 
 
 def _chosen(root: nn.Module, path: str) -> int:
@@ -235,16 +225,14 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 def _window(attention: nn.Module) -> int | None:
     """Keys that a query sees at most, itself included; None for all before it."""
-    if hasattr(attention, "sliding_window"):
-        return _positive(attention.sliding_window)
     config: Any = getattr(attention, "config", None)
-    kinds, layer = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
-    if kinds is not None and isinstance(layer, int) and kinds[layer] != "sliding_attention":
-        return None
-    return _positive(getattr(config, "sliding_window", None))
-
-
-def _positive(window: object) -> int | None:
+    if hasattr(attention, "sliding_window"):
+        window: Any = attention.sliding_window
+    else:
+        window = getattr(config, "sliding_window", None)
+        kinds, layer = getattr(config, "layer_types", None), getattr(attention, "layer_idx", None)
+        if kinds is not None and isinstance(layer, int) and kinds[layer] != "sliding_attention":
+            return None
     return window if isinstance(window, int) and window > 0 else None
 
 

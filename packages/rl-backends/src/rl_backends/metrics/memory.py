@@ -4,9 +4,8 @@ Each storage is counted once: ties and views have no memory of their own, and of
 Activations are not counted; on a GPU they are in what the allocator says beyond the categories. Waits for no device.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +41,6 @@ class MemoryUse:
         """Of one category on all devices."""
         return sum(categories.get(name, 0) for categories in self.by_device.values())
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    def as_json(self) -> str:
-        """One line of JSON with every figure."""
-        return json.dumps(self.as_dict())
-
-    def render(self) -> str:
-        """A table for people, in MiB."""
-        rows = [
-            (category, device, categories[category])
-            for device, categories in self.by_device.items()
-            for category in CATEGORIES
-            if categories.get(category)
-        ]
-        rows += [(f"allocator: {name}", "cuda", size) for name, size in (self.cuda or {}).items()]
-        rows += [("process: resident", "host", self.resident)] if self.resident is not None else []
-        rows += [("process: peak", "host", self.peak_resident)] if self.peak_resident is not None else []
-        return "\n".join(f"{name:<27} {device:<7} {size / 2**20:>12,.1f} MiB" for name, device, size in rows)
-
 
 def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> MemoryUse:
     """What `model` and `optimizers` hold on this rank now. Parameters that FSDP2 has left gathered are sharded first.
@@ -90,25 +68,22 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
         for held in named_storages(tensors[category], seen=seen):
             counts = by_device.setdefault(str(held.device), {})
             counts[category] = counts.get(category, 0) + held.num_bytes
-    resident, peak = _resident()
+    cuda: dict[str, int] | None = None
+    on_gpu = (tensor.device for _, tensor in (*tensors["parameters"], *tensors["buffers"]) if tensor.is_cuda)
+    if (device := next(on_gpu, None)) is not None:
+        cuda = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak_allocated": torch.cuda.max_memory_allocated(device),
+            "peak_reserved": torch.cuda.max_memory_reserved(device),
+        }
+    resident: dict[str, int] = {}
+    if (status := Path("/proc/self/status")).exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        resident = {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}
     return MemoryUse(
-        by_device=by_device,
-        cuda=_cuda([tensor for category in ("parameters", "buffers") for _, tensor in tensors[category]]),
-        resident=resident,
-        peak_resident=peak,
+        by_device=by_device, cuda=cuda, resident=resident.get("VmRSS"), peak_resident=resident.get("VmHWM")
     )
-
-
-def _cuda(tensors: Iterable[Tensor]) -> dict[str, int] | None:
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is None:
-        return None
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "peak_allocated": torch.cuda.max_memory_allocated(device),
-        "peak_reserved": torch.cuda.max_memory_reserved(device),
-    }
 
 
 def device_used_bytes(device: torch.device) -> int | None:
@@ -117,15 +92,6 @@ def device_used_bytes(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
-
-
-def _resident() -> tuple[int | None, int | None]:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None, None
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    now, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    return now, peak
 
 
 # ---- Storages, seen through DTensors, quantized optimizer states and placeholders of offloaded weights.

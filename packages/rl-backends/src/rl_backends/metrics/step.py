@@ -9,17 +9,16 @@ by events on the stream of a GPU; figures are computed, and a GPU is waited for,
     meter.metrics()
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
-from operator import add
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from jaxtyping import Int, Shaped
+from torch import Tensor
 
 from rl_backends.batching.dealing import DealtRows, trainable_of
 from rl_backends.batching.microbatches import Layout, Microbatch
@@ -43,30 +42,25 @@ class StepOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class Pass:
     """Over all microbatches of a batch: what it did, and when."""
 
-    lengths: Tensor
-    asked: Tensor
     cut: Sequence[Sequence[Microbatch]]
-    start: Any
-    end: Any
+    """Microbatches of each data-parallel rank, as `RowDealing.cut` gives them."""
+    lengths: Int[Tensor, " B"]
+    """Tokens of each row of the batch that are not padding."""
+    asked: Shaped[Tensor, "B *T"]
+    """Which tokens something is wanted of, `[B, T]`, or of how many of each row, `[B]`."""
+    start: Any = None
+    end: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    passes: list[_Pass]
-    start: Any
-    end: Any
-    outcome: StepOutcome
-    skipped_steps: int
-    peaks: tuple[int | None, int | None]
-    device_used: int | None
+# ---- What a step has to do: arithmetic on the host, since every rank knows the lengths of the whole batch and its cut.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """One optimizer step and the passes before it, of all ranks together unless said otherwise."""
+class Work:
+    """Of all ranks together, unless said otherwise."""
 
     tokens: int
     """Of rows, without padding."""
@@ -82,6 +76,83 @@ class StepMetrics:
     """That did not count."""
     load_balance: float
     """FLOPs of the most expensive rank over the mean of all: 1 is perfect."""
+    model_flops: float | None
+    """That the mathematics of the step needs; see `ModelFlops`."""
+    hardware_flops: float | None
+    """With padding, repetitions, and what is computed again in backward."""
+    rank_costs: tuple[float, ...]
+    """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
+    not known."""
+
+
+def work_of(
+    passes: Sequence[Pass],
+    *,
+    flops: ModelFlops | None,
+    layout: Layout,
+    token_multiple: int = 1,
+    recomputed: bool = False,
+) -> Work:
+    """Add up what `passes` make all ranks do.
+
+    Args:
+        passes: one or more, over the same ranks.
+        flops: what a token of the model costs; None where that is not known.
+        layout: whether rows are padded to the longest of their microbatch.
+        token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
+        recomputed: whether backward computes the layers again.
+    """
+    # Every row that is read, those of repeated microbatches again: its number among the rows of all passes, its rank.
+    microbatches, of_rank, numbers, num_rows = list[Microbatch](), list[int](), list[Tensor](), 0
+    for each in passes:
+        for rank, own in enumerate(each.cut):
+            microbatches += own
+            of_rank += [rank] * len(own)
+            numbers += [microbatch.rows + num_rows for microbatch in own]
+        num_rows += len(each.lengths)
+    counts = (each.asked.sum(dim=1, dtype=torch.int64) if each.asked.ndim > 1 else each.asked for each in passes)
+    lengths, asked = torch.cat([each.lengths.cpu() for each in passes]), torch.cat([count.cpu() for count in counts])
+    sizes, rows = torch.tensor([len(each.rows) for each in microbatches]), torch.cat(numbers)
+    counted = torch.tensor([each.counted for each in microbatches]).repeat_interleave(sizes)
+    ranks = torch.tensor(of_rank).repeat_interleave(sizes)
+
+    real, wanted = lengths[rows], asked[rows]
+    read = -(-real // token_multiple) * token_multiple
+    if layout == "padded":
+        widths = [-(-each.width // token_multiple) * token_multiple for each in microbatches]
+        read = torch.tensor(widths).repeat_interleave(sizes)
+    cost = read.double() if flops is None else flops.of_rows(read, wanted)
+    costs = torch.zeros(len(passes[0].cut), dtype=torch.float64).index_add_(0, ranks, cost * counted)
+    model_flops = hardware_flops = None
+    if flops is not None:
+        model_flops = float((flops.of_rows(real, wanted) * counted).sum())
+        # The head makes its logits a second time in backward always; the layers only where they are checkpointed.
+        if recomputed:
+            hardware_flops = float(flops.of_rows(read, wanted, recomputed=True).sum())
+        else:
+            hardware_flops = float(cost.sum()) + float(wanted.sum()) * flops.head.forward
+    tokens, tokens_read, total = int((real * counted).sum()), int(read.sum()), float(costs.sum())
+    return Work(
+        tokens=tokens,
+        tokens_read=tokens_read,
+        padding_share=1.0 - tokens / tokens_read,
+        asked_tokens=int((wanted * counted).sum()),
+        microbatches=sum(max(map(len, each.cut)) for each in passes),
+        repeated_microbatches=sum(not each.counted for each in microbatches),
+        load_balance=float(costs.max()) * len(costs) / total if total else 1.0,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        rank_costs=tuple(costs.tolist()),
+    )
+
+
+# ---- The figures of a step.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics(Work):
+    """One optimizer step and the passes before it, of all ranks together unless said otherwise."""
+
     forward_backward_s: float
     """Seconds in `forward_backward`."""
     optim_s: float
@@ -90,10 +161,6 @@ class StepMetrics:
     """Real tokens over the seconds of both."""
     tokens_per_s_per_rank: float
     """The same, divided by all ranks of the run."""
-    model_flops: float | None
-    """That the mathematics of the step needs; see `ModelFlops`."""
-    hardware_flops: float | None
-    """With padding, repetitions, and what is computed again in backward."""
     flops_per_s_per_rank: float | None
     """Model FLOPs a second, of one rank."""
     mfu: float | None
@@ -125,11 +192,16 @@ class StepMetrics:
         """The figures that are known, flat, for a logger; of memory the bytes by category and the peaks."""
         values = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
         values |= {f"router/{name}": value for name, value in self.router.items()}
-        return {name: float(value) for name, value in (values | _flat_memory(self.memory)).items()}
-
-    def as_json(self) -> str:
-        """One line of JSON with every figure."""
-        return json.dumps(asdict(self))
+        if (memory := self.memory) is not None:
+            values |= {
+                f"memory/{device}/{category.replace(' ', '_')}_bytes": size
+                for device, categories in memory.by_device.items()
+                for category, size in categories.items()
+            }
+            values |= {f"memory/cuda_{name}_bytes": size for name, size in (memory.cuda or {}).items()}
+            values |= {} if memory.resident is None else {"memory/resident_bytes": memory.resident}
+            values |= {} if memory.peak_resident is None else {"memory/peak_resident_bytes": memory.peak_resident}
+        return {name: float(value) for name, value in values.items()}
 
     def render(self) -> str:
         """One line for people."""
@@ -141,95 +213,6 @@ class StepMetrics:
             f"{self.microbatches} microbatches a rank, {self.repeated_microbatches} repeated"
             f"{'; SKIPPED' if self.skipped else ''}"
         )
-
-
-# ---- What a step has to do: arithmetic on the host, since every rank knows the lengths of the whole batch and its cut.
-#
-# Axes: B rows of the batch, T tokens, R rows that are read (those of repeated microbatches again).
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Of all ranks together, unless said otherwise; the names are those of `StepMetrics`."""
-
-    tokens: int
-    tokens_read: int
-    asked_tokens: int
-    microbatches: int
-    repeated_microbatches: int
-    model_flops: float | None
-    hardware_flops: float | None
-    rank_costs: tuple[float, ...]
-    """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
-    not known."""
-
-    def __add__(self, other: "Work") -> "Work":
-        def added(a: Any, b: Any) -> Any:
-            if a is None or b is None:
-                return None
-            return tuple(map(add, a, b)) if isinstance(a, tuple) else a + b
-
-        return Work(**{each.name: added(getattr(self, each.name), getattr(other, each.name)) for each in fields(Work)})
-
-    @property
-    def padding_share(self) -> float:
-        """Of the tokens that are read, those that no row has."""
-        return 1.0 - self.tokens / self.tokens_read if self.tokens_read else 0.0
-
-    @property
-    def load_balance(self) -> float:
-        """The most expensive rank over the mean: 1 is perfect, 2 leaves half of the machine waiting."""
-        total = sum(self.rank_costs)
-        return max(self.rank_costs) * len(self.rank_costs) / total if total else 1.0
-
-
-def work_of(
-    cut: Sequence[Sequence[Microbatch]],
-    *,
-    lengths: Int[Tensor, " B"],
-    asked: Int[Tensor, " B"],
-    flops: ModelFlops | None,
-    layout: Layout,
-    token_multiple: int = 1,
-    recomputed: bool = False,
-) -> Work:
-    """Add up what `cut` makes all ranks do.
-
-    Args:
-        cut: microbatches of each data-parallel rank, as `cut_all` gives them.
-        lengths: tokens of each row of the batch that are not padding.
-        asked: tokens of each row that something is wanted of.
-        flops: what a token of the model costs; None where that is not known.
-        layout: whether rows are padded to the longest of their microbatch.
-        token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
-        recomputed: whether backward computes the layers again.
-    """
-    microbatches = [each for rank in cut for each in rank]
-    sizes = torch.tensor([len(each.rows) for each in microbatches])
-    rows = torch.cat([each.rows for each in microbatches]) if microbatches else torch.zeros(0, dtype=torch.int64)
-    counted = torch.tensor([each.counted for each in microbatches]).repeat_interleave(sizes)
-    rank = torch.tensor([r for r, each in enumerate(cut) for _ in each]).repeat_interleave(sizes)
-    real, wanted = lengths[rows], asked[rows]
-    read = -(-real // token_multiple) * token_multiple
-    if layout == "padded":
-        widths = [-(-each.width // token_multiple) * token_multiple for each in microbatches]
-        read = torch.tensor(widths).repeat_interleave(sizes)
-    cost = read.double() if flops is None else flops.of_rows(read, wanted)
-    costs = torch.zeros(len(cut), dtype=torch.float64).index_add_(0, rank, cost * counted)
-    # The head makes its logits a second time in backward always; the layers only where they are checkpointed.
-    again = 0.0 if flops is None else float(wanted.sum()) * flops.head.forward * (not recomputed)
-    return Work(
-        tokens=int((real * counted).sum()),
-        tokens_read=int(read.sum()),
-        asked_tokens=int((wanted * counted).sum()),
-        microbatches=max(map(len, cut), default=0),
-        repeated_microbatches=sum(not each.counted for each in microbatches),
-        model_flops=None if flops is None else float((flops.of_rows(real, wanted) * counted).sum()),
-        hardware_flops=None
-        if flops is None
-        else float((flops.of_rows(read, wanted, recomputed=True) if recomputed else cost).sum()) + again,
-        rank_costs=tuple(costs.tolist()),
-    )
 
 
 # ---- The meter.
@@ -254,21 +237,14 @@ class StepMeter:
     """Of one device, in the dtype of the computation; None where it is not known."""
     memory: Callable[[], MemoryUse] | None = None
     """What takes the account of memory, when metrics are asked for."""
-    _passes: list[_Pass] = field(default_factory=list, init=False)
-    _step: _Step | None = field(default=None, init=False)
+    _passes: list[Pass] = field(default_factory=list, init=False)
+    _pending: Callable[[], StepMetrics] | None = field(default=None, init=False)
+    """Computes the figures of the last step, when they are asked for."""
     _metrics: StepMetrics | None = field(default=None, init=False)
     _skipped_steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         refuse(out_of_bounds(self, {"> 0": "peak_flops_per_s"}))
-
-    @classmethod
-    def of(cls, model: nn.Module, **options: Any) -> "StepMeter":
-        """For a model that is not sharded yet; without FLOPs, and with the reason, where its modules do not tell."""
-        try:
-            return cls(ModelFlops.of(model), **options)
-        except ModelError as error:
-            return cls(error, **options)
 
     @contextmanager
     def forward_backward(
@@ -288,7 +264,7 @@ class StepMeter:
             self._passes.clear()
             raise
         wanted = trainable_of(examples) if asked is None else asked
-        self._passes.append(_Pass(examples.lengths, wanted, cut, start, self._now()))
+        self._passes.append(Pass(cut, examples.lengths, wanted, start, self._now()))
 
     @contextmanager
     def optim_step(self) -> Iterator[StepOutcome]:
@@ -304,8 +280,17 @@ class StepMeter:
             peaks: tuple[int | None, int | None] = (None, None)
             if self.device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
                 peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
-            end, used = self._now(), device_used_bytes(self.device)
-            self._step, self._passes = _Step(self._passes, start, end, outcome, self._skipped_steps, peaks, used), []
+            self._pending = partial(
+                self._figures,
+                self._passes,
+                outcome,
+                optim=(start, self._now()),
+                skipped_steps=self._skipped_steps,
+                peak_allocated_bytes=peaks[0],
+                peak_reserved_bytes=peaks[1],
+                device_used_bytes=device_used_bytes(self.device),
+            )
+            self._passes = []
         if failure is not None:
             raise failure
 
@@ -315,8 +300,8 @@ class StepMeter:
         Args:
             memory: take the account of memory, as it is now; that looks at every parameter.
         """
-        if self._step is not None:
-            self._metrics, self._step = self._figures(self._step), None
+        if self._pending is not None:
+            self._metrics, self._pending = self._pending(), None
         if self._metrics is None or self.memory is None or not memory:
             return self._metrics
         return replace(self._metrics, memory=self.memory())
@@ -329,61 +314,41 @@ class StepMeter:
         event.record()
         return event
 
-    def _work(self, one: _Pass) -> Work:
-        asked = one.asked.sum(dim=1, dtype=torch.int32) if one.asked.ndim > 1 else one.asked
-        return work_of(
-            one.cut,
-            lengths=one.lengths.cpu(),
-            asked=asked.cpu(),
+    def _figures(
+        self, passes: Sequence[Pass], outcome: StepOutcome, *, optim: tuple[Any, Any], **known: Any
+    ) -> StepMetrics:
+        work = work_of(
+            passes,
             flops=self.flops if isinstance(self.flops, ModelFlops) else None,
             layout=self.layout,
             token_multiple=self.token_multiple,
             recomputed=self.recomputed,
         )
-
-    def _figures(self, step: _Step) -> StepMetrics:
-        work = self._work(step.passes[0])
-        for each in step.passes[1:]:
-            work += self._work(each)
-        outcome = step.outcome
-        passed, optim = sum(_seconds(each.start, each.end) for each in step.passes), _seconds(step.start, step.end)
-        seconds = passed + optim
+        unknown = None
+        if isinstance(self.flops, ModelError):
+            unknown = f"unknown: {self.flops}"
+        elif self.peak_flops_per_s is None:
+            unknown = f"unknown: no data sheet's peak for {self.device}; pass peak_flops_per_s"
+        passed, optim_s = sum(_seconds(each.start, each.end) for each in passes), _seconds(*optim)
+        seconds, peak = passed + optim_s, self.peak_flops_per_s
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
         hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self.num_ranks
         return StepMetrics(
-            tokens=work.tokens,
-            tokens_read=work.tokens_read,
-            padding_share=work.padding_share,
-            asked_tokens=work.asked_tokens,
-            microbatches=work.microbatches,
-            repeated_microbatches=work.repeated_microbatches,
-            load_balance=work.load_balance,
+            **{each.name: getattr(work, each.name) for each in fields(Work)},
             forward_backward_s=passed,
-            optim_s=optim,
+            optim_s=optim_s,
             tokens_per_s=work.tokens / seconds,
             tokens_per_s_per_rank=work.tokens / seconds / self.num_ranks,
-            model_flops=work.model_flops,
-            hardware_flops=work.hardware_flops,
             flops_per_s_per_rank=each_rank,
-            mfu=None if each_rank is None or self.peak_flops_per_s is None else each_rank / self.peak_flops_per_s,
-            hfu=None if hardware is None or self.peak_flops_per_s is None else hardware / self.peak_flops_per_s,
-            mfu_unknown=self._why_no_mfu(),
+            mfu=None if each_rank is None or peak is None else each_rank / peak,
+            hfu=None if hardware is None or peak is None else hardware / peak,
+            mfu_unknown=unknown,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
-            skipped_steps=step.skipped_steps,
             router=dict(outcome.router),
-            peak_allocated_bytes=step.peaks[0],
-            peak_reserved_bytes=step.peaks[1],
-            device_used_bytes=step.device_used,
             memory=None,
+            **known,
         )
-
-    def _why_no_mfu(self) -> str | None:
-        if isinstance(self.flops, ModelError):
-            return f"unknown: {self.flops}"
-        if self.peak_flops_per_s is None:
-            return f"unknown: no data sheet's peak for {self.device}; pass peak_flops_per_s"
-        return None
 
 
 def _seconds(start: Any, end: Any) -> float:
@@ -392,17 +357,3 @@ def _seconds(start: Any, end: Any) -> float:
         return float(end - start)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1000.0
-
-
-def _flat_memory(memory: MemoryUse | None) -> dict[str, float]:
-    if memory is None:
-        return {}
-    flat = {
-        f"memory/{device}/{category.replace(' ', '_')}_bytes": size
-        for device, categories in memory.by_device.items()
-        for category, size in categories.items()
-    }
-    flat |= {f"memory/cuda_{name}_bytes": size for name, size in (memory.cuda or {}).items()}
-    flat |= {} if memory.resident is None else {"memory/resident_bytes": memory.resident}
-    flat |= {} if memory.peak_resident is None else {"memory/peak_resident_bytes": memory.peak_resident}
-    return {name: float(size) for name, size in flat.items()}

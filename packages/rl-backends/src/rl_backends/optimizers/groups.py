@@ -4,16 +4,17 @@ Decides by names, shapes and module classes; makes no optimizer. A frozen parame
 mesh because torch's fused and foreach kernels take the tensors of one mesh at a time.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from rl_backends.errors import ModelError
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans import NamedShard, named_shards
+
+_NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +48,29 @@ def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[Paramet
             f"none of the {len(shards)} parameters of {type(model).__name__} requires a gradient, so there is nothing "
             "to optimize: unfreeze some, or add adapters"
         )
-    _check_patterns(config.no_decay, [each.name for each in trainable])
-    owners = _owners(model)
-    layered = _in_layers(model)
+    names = [each.name for each in trainable]
+    for pattern in config.no_decay:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"no_decay pattern {pattern!r} matches none of the {len(names)} trainable parameters "
+                f"({', '.join(names[:3])}, ...): `*` stands for anything, and a tied parameter has its first name only"
+            )
+    owners: dict[int, nn.Module] = {}  # the first module that holds each parameter
+    layered: set[int] = set()  # parameters inside a list of modules, as decoder layers and experts are
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), module)
+        if isinstance(module, nn.ModuleList):
+            layered |= {id(parameter) for parameter in module.parameters()}
     members: dict[tuple[bool, bool, object], list[NamedShard]] = {}
     for each in trainable:
-        owner, decays = owners[id(each.tensor)], _decays(each, config, owner=owners[id(each.tensor)])
-        by_muon = config.name == "muon" and id(each.tensor) in layered and _is_matrix(each, owner)
+        owner = owners[id(each.tensor)]
+        vector = _is_vector(each, owner)
+        left_out = any(fnmatchcase(each.name, pattern) for pattern in config.no_decay)
+        decays = not left_out and (config.decay_vectors or not vector)
+        # A linear map, or a stack of them, one for each expert; not a table of vectors and not a convolution.
+        matrix = not vector and not isinstance(owner, _NO_MATRICES) and len(each.shape) in {2, 3}
+        by_muon = config.name == "muon" and id(each.tensor) in layered and matrix
         key = (by_muon, decays, getattr(each.tensor, "device_mesh", None))
         members.setdefault(key, []).append(each)
     return tuple(
@@ -68,50 +85,7 @@ def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[Paramet
     )
 
 
-def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            some = ", ".join(names[:3])
-            raise ValueError(
-                f"no_decay pattern {pattern!r} matches none of the {len(names)} trainable parameters ({some}, ...): "
-                "`*` stands for anything, and a tied parameter has its first name only"
-            )
-
-
-def _decays(shard: NamedShard, config: OptimizerConfig, *, owner: nn.Module) -> bool:
-    if any(fnmatchcase(shard.name, pattern) for pattern in config.no_decay):
-        return False
-    return config.decay_vectors or not _is_vector(shard, owner)
-
-
 def _is_vector(shard: NamedShard, owner: nn.Module) -> bool:
     """Norms and biases of several heads or experts are stacks of vectors: two dims, and still no matrix."""
     own_name = shard.name.rpartition(".")[2]
     return len(shard.shape) < 2 or own_name.endswith("bias") or "norm" in type(owner).__name__.lower()
-
-
-def _is_matrix(shard: NamedShard, owner: nn.Module) -> bool:
-    """A linear map, or a stack of them, one for each expert; not a table of vectors and not a convolution."""
-    if isinstance(owner, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d) or _is_vector(shard, owner):
-        return False
-    return len(shard.shape) in {2, 3}
-
-
-def _owners(model: nn.Module) -> Mapping[int, nn.Module]:
-    """The first module that holds each parameter, by the parameter's identity."""
-    owners: dict[int, nn.Module] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), module)
-    return owners
-
-
-def _in_layers(model: nn.Module) -> set[int]:
-    """Identities of the parameters inside a list of modules, as decoder layers and experts are."""
-    lists: list[Tensor] = [
-        parameter
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        for parameter in module.parameters()
-    ]
-    return {id(parameter) for parameter in lists}

@@ -12,7 +12,7 @@ torch.optim.Muon does the same to plain matrices; its arithmetic on DTensors is 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any, Literal
 
@@ -63,14 +63,16 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                dims = _sharing_dims(parameter, row_dim=self._row_dim(parameter))
+                # The mesh's dims, of more than one rank, along which ranks would gather the same matrices.
+                dims = tuple(
+                    dim
+                    for dim, each in enumerate(self._gathered(parameter) if isinstance(parameter, DTensor) else ())
+                    if isinstance(each, Replicate) and parameter.device_mesh.size(dim) > 1
+                )
                 if dims:
-                    mesh: DeviceMesh = parameter.device_mesh
-                    shared.setdefault((mesh, dims), []).append((parameter, group))
+                    shared.setdefault((parameter.device_mesh, dims), []).append((parameter, group))
                 else:
-                    whole = _whole(self._direction(parameter, group), row_dim=self._row_dim(parameter))
-                    update = self._orthogonalized(whole, parameter)
-                    self._apply(parameter, group, _placed(update, parameter, row_dim=self._row_dim(parameter)))
+                    self._apply(parameter, group, self._orthogonalized(self._whole(parameter, group), parameter))
         for (mesh, dims), members in shared.items():
             self._update_together(members, mesh, dims)
 
@@ -89,57 +91,86 @@ class Muon(torch.optim.Optimizer):
             shapes: list[torch.Size] = []
             own: tuple[Tensor, nn.Parameter] | None = None
             for (parameter, group), owner in round_of:
-                whole = _whole(self._direction(parameter, group), row_dim=self._row_dim(parameter))
-                assert isinstance(whole, DTensor)
+                whole = self._whole(parameter, group)
                 if list(owner) == place:
                     own = whole, parameter
                 # Of the matrices of others only the shape is kept: their memory is free for the next.
-                shapes.append(whole.to_local().shape)
+                shapes.append(whole.shape)
                 del whole
             update = None if own is None else self._orthogonalized(*own).contiguous()
             for ((parameter, group), owner), local_shape in zip(round_of, shapes, strict=True):
                 mine = list(owner) == place
                 sent = update if mine else torch.empty(local_shape, dtype=self._dtype, device=mesh.device_type)
                 assert sent is not None
-                _broadcast(sent, mesh, dims, owner=owner, place=place)
-                self._apply(parameter, group, _placed(sent, parameter, row_dim=self._row_dim(parameter)))
+                # From the rank at `owner` along one dim after the other; along the later ones only its ranks have it.
+                for index, dim in enumerate(dims):
+                    if list(place[index + 1 :]) == list(owner[index + 1 :]):
+                        dist.broadcast(sent, group=mesh.get_group(dim), group_src=owner[index])
+                self._apply(parameter, group, sent)
 
-    def _direction(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-        """What is made orthogonal, as the parameter is sharded; the momentum is updated."""
-        gradient = _placed_as(parameter, parameter.grad)
+    def _whole(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+        """What is made orthogonal, of whole matrices: this rank's local tensor of them. The momentum is updated."""
+        gradient = parameter.grad
+        assert gradient is not None, "asked for parameters with a gradient only"
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            gradient = gradient.redistribute(placements=parameter.placements)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"]
         to_local_if_dtensor(mean).lerp_(to_local_if_dtensor(gradient), 1 - group["momentum"])
-        return gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        direction = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        if not isinstance(direction, DTensor):
+            return direction
+        # Offloaded shards lie in host memory, where the mesh of a GPU cannot gather them.
+        on_mesh: DTensor = direction.to(device=direction.device_mesh.device_type)  # type: ignore[assignment]
+        return on_mesh.redistribute(placements=self._gathered(parameter)).to_local()
+
+    def _gathered(self, parameter: Any) -> list[Any]:
+        """The placements of a DTensor, with Replicate for those that cut matrices and not a stack of them."""
+        dims = 2 if self._row_dim(parameter) is None else 3  # that are a matrix's
+
+        def cuts(placement: Any) -> bool:
+            if isinstance(placement, Replicate):
+                return False
+            dim: int | None = getattr(placement, "dim", None)  # a _StridedShard is no Shard, and has one too
+            assert dim is not None, f"a gradient with the placement {placement} was not summed"
+            return bool(dim % parameter.ndim >= parameter.ndim - dims)
+
+        return [Replicate() if cuts(each) else each for each in parameter.placements]
 
     def _apply(self, parameter: nn.Parameter, group: Mapping[str, Any], update: Tensor) -> None:
-        """Move the parameter against `update`, an unsharded matrix or this rank's stack of them."""
-        if isinstance(update, DTensor) and isinstance(parameter, DTensor):
-            update = update.redistribute(placements=parameter.placements)
+        """Move the parameter against `update`, this rank's local tensor of whole matrices."""
+        if isinstance(parameter, DTensor):
+            whole = DTensor.from_local(
+                update,
+                parameter.device_mesh,
+                self._gathered(parameter),
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            update = whole.redistribute(placements=parameter.placements).to_local()
         row_dim = self._row_dim(parameter)
         weight = to_local_if_dtensor(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         rows, columns = parameter.shape[-2:]
         if row_dim is not None:
             rows, columns = parameter.flatten(row_dim, row_dim + 1).shape[-2:]
-        update = to_local_if_dtensor(update).to(weight.device)
-        weight.add_(update, alpha=-group["lr"] * self._adjusted(rows, columns))
+        if self._adjust_lr_fn == "original":
+            adjusted = math.sqrt(max(1, rows / columns))
+        else:
+            adjusted = 0.2 * math.sqrt(max(rows, columns))
+        weight.add_(update.to(weight.device), alpha=-group["lr"] * adjusted)
 
-    def _orthogonalized(self, whole: Tensor, parameter: nn.Parameter) -> Tensor:
-        """This rank's update for what it has of `whole`. The order of rows makes no difference to it."""
-        local, row_dim = to_local_if_dtensor(whole), self._row_dim(parameter)
+    def _orthogonalized(self, local: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The update for matrices; the order of their rows makes no difference to it."""
+        row_dim = self._row_dim(parameter)
         matrices = local if row_dim is None else local.flatten(row_dim, row_dim + 1)
         return orthogonalized(matrices, dtype=self._dtype).view(local.shape)
 
-    def _row_dim(self, parameter: nn.Parameter) -> int | None:
+    def _row_dim(self, parameter: Tensor) -> int | None:
         return self._row_dims.get(id(parameter))
-
-    def _adjusted(self, rows: int, columns: int) -> float:
-        if self._adjust_lr_fn == "original":
-            return math.sqrt(max(1, rows / columns))
-        return 0.2 * math.sqrt(max(rows, columns))
 
 
 def orthogonalized(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -157,66 +188,3 @@ def orthogonalized(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
         gram = each @ each.mT
         each = addmm(each, addmm(gram, gram, gram, beta=b, alpha=c), each, beta=a)
     return each.mT if tall else each
-
-
-def _whole(direction: Tensor, *, row_dim: int | None) -> Tensor:
-    """Gather what shards cut within matrices; shards that are whole matrices of a stack stay on their ranks."""
-    if not isinstance(direction, DTensor):
-        return direction
-    # Offloaded shards lie in host memory, where the mesh of a GPU cannot gather them.
-    on_mesh: DTensor = direction.to(device=direction.device_mesh.device_type)  # type: ignore[assignment]
-    return on_mesh.redistribute(placements=_gathered(direction, row_dim=row_dim))
-
-
-def _gathered(tensor: DTensor, *, row_dim: int | None) -> list[Any]:
-    """The placements of `tensor`, with Replicate for those that cut matrices."""
-    dims = 2 if row_dim is None else 3
-    return [Replicate() if _cuts_matrices(each, tensor.ndim, dims) else each for each in tensor.placements]
-
-
-def _sharing_dims(parameter: Tensor, *, row_dim: int | None) -> tuple[int, ...]:
-    """The dims of the parameter's mesh, of more than one rank, along which ranks would gather the same matrices."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    placements, mesh = _gathered(parameter, row_dim=row_dim), parameter.device_mesh
-    return tuple(dim for dim, each in enumerate(placements) if isinstance(each, Replicate) and mesh.size(dim) > 1)
-
-
-def _placed(local: Tensor, parameter: Tensor, *, row_dim: int | None) -> Tensor:
-    """What is `local` of the matrices that `_whole` gathers for `parameter`, as a DTensor if that is one."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        _gathered(parameter, row_dim=row_dim),
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _broadcast(
-    tensor: Tensor, mesh: DeviceMesh, dims: Sequence[int], *, owner: Sequence[int], place: Sequence[int]
-) -> None:
-    """Send the tensor of the rank at `owner` to all ranks along `dims`: along one dim after the other."""
-    for index, dim in enumerate(dims):
-        # Along the later dims, only the owner's ranks have it by now.
-        if list(place[index + 1 :]) == list(owner[index + 1 :]):
-            dist.broadcast(tensor, group=mesh.get_group(dim), group_src=owner[index])
-
-
-def _cuts_matrices(placement: object, ndim: int, dims: int) -> bool:
-    """Whether it shards one of the last `dims` dims, which are those of a matrix."""
-    if isinstance(placement, Replicate):
-        return False
-    dim = getattr(placement, "dim", None)  # a _StridedShard is no Shard, and has one too
-    assert dim is not None, f"a gradient with the placement {placement} was not summed"
-    return int(dim) % ndim >= ndim - dims
-
-
-def _placed_as(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "asked for parameters with a gradient only"
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        return gradient.redistribute(placements=parameter.placements)
-    return gradient

@@ -75,17 +75,9 @@ def learning_rate_factor(index: int, config: OptimizerConfig, *, num_steps: int)
         case "cosine":
             return config.final_lr_ratio + (1.0 - config.final_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
         case "wsd":
-            return 1.0 - (1.0 - config.final_lr_ratio) * _decayed(index, config, num_steps=num_steps)
-
-
-def _decayed(index: int, config: OptimizerConfig, *, num_steps: int) -> float:
-    """How far the last `decay_steps` steps have come: 0 before them, 1 at the last."""
-    decay_steps = config.decay_steps or 1
-    return min(1.0, max(0, index - (num_steps - decay_steps) + 1) / decay_steps)
-
-
-COUNTED = ("num_steps_skipped", "num_steps_taken")
-"""What the state of a schedule consists of."""
+            last = config.decay_steps or 1
+            decayed = min(1.0, max(0, index - (num_steps - last) + 1) / last)
+            return 1.0 - (1.0 - config.final_lr_ratio) * decayed
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int) -> "Optimizers":
@@ -110,7 +102,19 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
         )
     optimizers: list[tuple[torch.optim.Optimizer, float]] = []
     if by_muon:
-        optimizers.append((_make_muon(by_muon, config), 1.0))
+        from rl_backends.optimizers.muon import Muon
+
+        pairs = [pair for group in by_muon for pair in zip(group.parameters, group.row_dims, strict=True)]
+        muon = Muon(
+            _as_torch_has_them(by_muon, config),
+            row_dims={id(parameter): dim for parameter, dim in pairs if dim is not None},
+            lr=config.lr,
+            momentum=config.muon.momentum,
+            nesterov=config.muon.nesterov,
+            adjust_lr_fn=config.muon.adjust_lr_fn,
+            dtype=getattr(torch, config.muon.dtype),
+        )
+        optimizers.append((muon, 1.0))
     if by_adamw:
         ratio = config.muon.adamw_lr_ratio if config.name == "muon" else 1.0
         optimizers.append((_make_adamw(by_adamw, config, lr=config.lr * ratio), ratio))
@@ -137,8 +141,9 @@ class StepCount:
         Raises:
             CheckpointError: the state is not one, or the stage is over by then.
         """
-        if sorted(state) != [*COUNTED] or not all(type(value) is int and value >= 0 for value in state.values()):
-            raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {[*COUNTED]}, all >= 0")
+        names = list(self.schedule_state())
+        if set(state) != set(names) or not all(type(value) is int and value >= 0 for value in state.values()):
+            raise CheckpointError(f"{dict(state)} is no state of a schedule, which has {names}, all >= 0")
         if state["num_steps_taken"] > self._num_steps:
             raise CheckpointError(
                 f"the checkpoint has taken {state['num_steps_taken']} steps, and this stage has {self._num_steps}: "
@@ -228,29 +233,19 @@ def explain_schedule(config: OptimizerConfig, *, num_steps: int) -> str:
     return f"{', then '.join(parts)}, {num_steps} steps in all"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines with aligned columns."""
+def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Rows of cells as lines with aligned columns.
+
+    right: of numbers, so that all columns but the first are aligned to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _make_muon(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> torch.optim.Optimizer:
-    from rl_backends.optimizers.muon import Muon
-
-    return Muon(
-        _as_torch_has_them(groups, config),
-        row_dims={
-            id(parameter): dim
-            for group in groups
-            for parameter, dim in zip(group.parameters, group.row_dims, strict=True)
-            if dim is not None
-        },
-        lr=config.lr,
-        momentum=config.muon.momentum,
-        nesterov=config.muon.nesterov,
-        adjust_lr_fn=config.muon.adjust_lr_fn,
-        dtype=getattr(torch, config.muon.dtype),
-    )
+    return [
+        "  ".join(
+            cell.rjust(width) if right and column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr: float) -> torch.optim.Optimizer:
@@ -267,27 +262,23 @@ def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr
         # multiple of a block, are kept in full. torchao compiles its step with torch.compile, once for each shape.
         quantized: torch.optim.Optimizer = AdamW8bit(parts, lr=lr, betas=config.betas, eps=config.eps, block_size=256)
         return quantized
-    _check_implementation(groups, config)
-    return AdamW(parts, lr=lr, betas=config.betas, eps=config.eps, **_implementation(config))
-
-
-def _implementation(config: OptimizerConfig) -> dict[str, Any]:
-    return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
-
-
-def _check_implementation(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> None:
-    """Ask torch, which otherwise tells at the first step: one step of one element of each kind."""
+    implementation: dict[str, Any] = {
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+    }
+    # Ask torch, which otherwise tells at the first step: one step of one element of each kind.
     local = [to_local_if_dtensor(each) for group in groups for each in group.parameters]
     for device, dtype in {(each.device, each.dtype) for each in local}:
         element = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
         element.grad = torch.zeros_like(element)
         try:
-            AdamW([element], **_implementation(config)).step()
+            AdamW([element], **implementation).step()
         except RuntimeError as error:
             raise ValueError(
                 f"torch has no implementation={config.implementation!r} of AdamW for {dtype} on {device} ({error}): "
                 "take 'foreach' or 'for-loop'"
             ) from error
+    return AdamW(parts, lr=lr, betas=config.betas, eps=config.eps, **implementation)
 
 
 def _as_torch_has_them(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -377,7 +368,12 @@ def clip_and_step(
         dist.all_reduce(failed, group=pipeline.group)
     norm, failures = torch.stack([total.to(torch.float64), failed]).tolist()
     if failures:
-        return _leave_out(optimizers, config, norm=norm, version=version)
+        names = nonfinite_gradients(optimizers.named_parameters)
+        optimizers.zero_grad()
+        if config.on_nonfinite_gradient == "raise":
+            raise nonfinite_error(names, norm=norm, version=version)
+        optimizers.num_steps_skipped += 1
+        return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
 
     clipped = config.max_grad_norm is not None and norm > config.max_grad_norm
     if config.max_grad_norm is not None:
@@ -385,15 +381,6 @@ def clip_and_step(
     optimizers.step()
     optimizers.zero_grad()
     return GradientStep(norm=norm, clipped=clipped, skipped=False)
-
-
-def _leave_out(optimizers: Optimizers, config: OptimizerConfig, *, norm: float, version: int) -> GradientStep:
-    names = nonfinite_gradients(optimizers.named_parameters)
-    optimizers.zero_grad()
-    if config.on_nonfinite_gradient == "raise":
-        raise nonfinite_error(names, norm=norm, version=version)
-    optimizers.num_steps_skipped += 1
-    return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
 
 
 def nonfinite_error(names: tuple[str, ...], *, norm: float, version: int) -> NonFiniteGradientError:

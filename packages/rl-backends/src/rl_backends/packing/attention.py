@@ -29,8 +29,6 @@ from torch.autograd.function import once_differentiable
 
 from rl_backends.errors import ModelError
 
-__all__ = ["AttentionKernel", "block_masks", "packed_attention", "padded_attention"]
-
 AttentionKernel = Literal["sdpa", "flex", "varlen", "flash"]
 
 LARGEST_HEAD = 256
@@ -118,10 +116,13 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
             mask = block_mask(cu_seq_lens_q, num_tokens=tensors[0].shape[2], window=window)
         out = _by_flex(tensors, mask, scale=scale, softcap=softcap, sinks=s_aux)[0].transpose(0, 1)
     else:
-        _refuse_for_flash(module, kernel, query, value, softcap=softcap, sinks=s_aux)
-        starts = cu_seq_lens_q
-        by = _by_varlen if kernel == "varlen" else _by_flash_attn
-        out = by(tensors, starts, longest=max_length_q, scale=scale, window=sliding_window, softcap=softcap)
+        if s_aux is not None or (softcap is not None and kernel == "varlen"):
+            raise ModelError(
+                f"{type(module).__name__} has attention sinks or capped scores, which kernels.attention={kernel!r} "
+                f"does not compute; choose 'flex' or 'sdpa'"
+            )
+        seen = (-1 if sliding_window is None else sliding_window - 1, 0)
+        out = _by_flash(kernel, tensors, cu_seq_lens_q, max_length_q, scale=scale, window=seen, softcap=softcap)
     return (out if places_of_pack is None else out.index_select(0, places_of_pack))[None], None
 
 
@@ -139,7 +140,6 @@ def padded_attention(  # noqa: PLR0917 - as transformers calls it
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    block_masks: Mapping[int, Any] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The same of right-padded rows of one length: query [B, Q, L, D], key [B, K, L, D], value [B, K, L, E].
@@ -154,11 +154,8 @@ def padded_attention(  # noqa: PLR0917 - as transformers calls it
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = (query, key, value)
     if kernel == "flex":
-        window = sliding_window or 0
-        mask = None if block_masks is None else block_masks.get(window)
-        if mask is None:
-            starts = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
-            mask = block_mask(starts, num_tokens=query.shape[2], window=window)
+        starts = torch.tensor([0, query.shape[2]], dtype=torch.int32, device=query.device)
+        mask = block_mask(starts, num_tokens=query.shape[2], window=sliding_window or 0)
         out = _by_flex(tensors, mask, scale=scale, softcap=softcap, sinks=s_aux)
     else:
         out = _equal_rows(tensors, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
@@ -404,11 +401,6 @@ def capped(softcap: float) -> Callable[..., Tensor]:
     return lambda score, _b, _h, _at, _to: torch.tanh(score / softcap) * softcap
 
 
-def flex(*args: Any, **kwargs: Any) -> Any:
-    """`flex_attention`, compiled: without the compiler it would make all scores."""
-    return _compiled_flex()(*args, **kwargs)
-
-
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
@@ -417,82 +409,38 @@ def _compiled_flex() -> Callable[..., Any]:
     return compiled
 
 
+def flex(*args: Any, **kwargs: Any) -> Any:
+    """`flex_attention`, compiled: without the compiler it would make all scores."""
+    return _compiled_flex()(*args, **kwargs)
+
+
 # -- varlen, flash -----------------------------------------------------------------------------------------
 
 
-def _refuse_for_flash(  # noqa: PLR0917 - a call of attention
-    module: nn.Module, kernel: str, query: Tensor, value: Tensor, *, softcap: float | None, sinks: Tensor | None
-) -> None:
-    wrong = [
-        reason
-        for holds, reason in (
-            (softcap is not None and kernel == "varlen", "capped scores"),
-            (sinks is not None, "attention sinks"),
-            (query.shape[-1] != value.shape[-1], f"heads of {query.shape[-1]} and values of {value.shape[-1]}"),
-            (query.shape[-1] > LARGEST_HEAD or query.shape[-1] % 8 != 0, f"heads of {query.shape[-1]}"),
-            (query.dtype not in (torch.bfloat16, torch.float16), f"{query.dtype}"),
-        )
-        if holds
-    ]
-    if wrong:
-        raise ModelError(
-            f"{type(module).__name__} has {', '.join(wrong)}, which kernels.attention={kernel!r} does not compute; "
-            f"choose 'flex' or 'sdpa'"
-        )
-
-
-def _by_varlen(
+def _by_flash(  # noqa: PLR0917 - as both take them
+    kernel: AttentionKernel,
     tensors: tuple[Tensor, Tensor, Tensor],
     starts: Tensor,
-    *,
     longest: int,
+    *,
     scale: float,
-    window: int | None,
+    window: tuple[int, int],
     softcap: float | None,
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    del softcap  # refused before
+    """[S, Q, E]."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    tokens_and_rows = (query, key, value, starts, starts, longest, longest)
+    if kernel == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        gqa = query.shape[1] != key.shape[1]
+        out = varlen_attn(*tokens_and_rows, scale=scale, window_size=window, enable_gqa=gqa)
+    else:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+        cap = softcap or 0.0
+        out = flash_attn_varlen_func(
+            *tokens_and_rows, softmax_scale=scale, causal=True, window_size=window, softcap=cap
+        )
     assert isinstance(out, Tensor)
-    return out
-
-
-def _by_flash_attn(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    starts: Tensor,
-    *,
-    longest: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    import flash_attn  # type: ignore[import-not-found]
-
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
-    out: Tensor = flash_attn.flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
-        softcap=softcap or 0.0,
-    )
     return out

@@ -17,8 +17,6 @@ from torch import nn
 from rl_backends.errors import ModelError
 from rl_backends.packing.attention import AttentionKernel, packed_attention, padded_attention
 
-__all__ = ["attention_modules", "enable_packing", "enable_padded_kernel"]
-
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "text_encoder")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -98,20 +96,42 @@ def _configs(model: nn.Module) -> list[Any]:
 
 def findings(model: nn.Module) -> Iterator[str]:
     """One sentence for each thing that is in the way of packing."""
-    stack = _decoder_layers(model)
-    if stack is None:
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
         yield "it holds no nn.ModuleList of decoder layers"
         return
-    path, layers = stack
-    yield from _configs_say(model)
-    yield from _beside_the_layers(model.get_submodule(path.rpartition(".")[0]), path)
+    # The list with the most parameters; those nested in a layer (experts) hold fewer.
+    path, layers = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    for config in _configs(model):
+        for field in _OTHER_INPUTS:
+            if getattr(config, field, None) is not None:
+                yield f"its config has a {field}: images and sound do not lie in the pack; use the text model"
+        yield from _attention_of_config(config, known=_LAYER_TYPES)
+
+    # Beside the layers: what works token by token.
+    parent, _, own_name = path.rpartition(".")
+    decoder = model.get_submodule(parent)
+    if not _hands_on_kwargs(decoder):
+        yield f"{type(decoder).__name__}.forward does not hand on to its layers where rows begin (**kwargs)"
+    for name, child in decoder.named_children():
+        kind = type(child).__name__
+        if name != own_name and not isinstance(child, _PER_TOKEN) and not _PER_TOKEN_NAMES.search(kind):
+            yield f"{name} ({kind}) stands beside the layers, and is neither embedding, norm nor rotary embedding"
+
     for number, layer in layers.named_children():
         yield from _layer(f"{path}.{number}", layer)
     inside = {id(module) for layer in layers for module in layer.modules()}
     for place, module in attention_modules(model):
         if id(module) not in inside:
             yield f"{_collapsed(place)} ({type(module).__name__}) is attention outside the decoder layers"
-    yield from _position_embeddings(model)
+    for place, module in model.named_modules():
+        told = vars(module).get("rope_type")
+        for kind in told.values() if isinstance(told, dict) else (told,):
+            if kind in _LENGTH_DEPENDENT_ROPE:
+                yield (
+                    f"{_collapsed(place)} has rope_type={kind!r}, whose frequencies depend on the longest row that it "
+                    f"is given: a row's result would depend on its neighbours"
+                )
 
 
 def padded_findings(model: nn.Module) -> Iterator[str]:
@@ -130,35 +150,12 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if "is_causal" in vars(module)]
 
 
-def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The list with the most parameters; those nested in a layer (experts) hold fewer."""
-    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()), default=None)
-
-
-def _configs_say(model: nn.Module) -> Iterator[str]:
-    for config in _configs(model):
-        for field in _OTHER_INPUTS:
-            if getattr(config, field, None) is not None:
-                yield f"its config has a {field}: images and sound do not lie in the pack; use the text model"
-        yield from _attention_of_config(config, known=_LAYER_TYPES)
-
-
 def _attention_of_config(config: Any, *, known: tuple[str, ...]) -> Iterator[str]:
     for field, effect in _OTHER_ATTENTION.items():
         if value := getattr(config, field, None):
             yield f"its config has {field}={value}, which {effect}"
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - set(known)):
         yield f"its layer_types hold {', '.join(others)}: only {' and '.join(_LAYER_TYPES)} are known"
-
-
-def _beside_the_layers(decoder: nn.Module, path: str) -> Iterator[str]:
-    if not _hands_on_kwargs(decoder):
-        yield f"{type(decoder).__name__}.forward does not hand on to its layers where rows begin (**kwargs)"
-    for name, child in decoder.named_children():
-        kind = type(child).__name__
-        if name != path.rpartition(".")[2] and not isinstance(child, _PER_TOKEN) and not _PER_TOKEN_NAMES.search(kind):
-            yield f"{name} ({kind}) stands beside the layers, and is neither embedding, norm nor rotary embedding"
 
 
 def _layer(place: str, layer: nn.Module) -> Iterator[str]:
@@ -178,21 +175,26 @@ def _layer(place: str, layer: nn.Module) -> Iterator[str]:
             yield f"{part} is a convolution over tokens, whose window reaches into the row before"
         elif name in _MIXERS:
             yield f"{part} mixes tokens beside attention"
-        if found := _MIXING_CALLS.search(_source(module)):
+        if found := _MIXING_CALLS.search(source_of(type(module).forward)):
             yield f"{part} calls {found[0]}...) in its forward, which may reach into the row before"
     for path, attention in attentions:
         yield from _attention(f"{where}.{_collapsed(path)} ({type(attention).__name__})", attention)
 
 
 def _attention(part: str, attention: nn.Module) -> Iterator[str]:
-    source, config = _source(attention), getattr(attention, "config", None)
+    source, config = source_of(type(attention).forward), getattr(attention, "config", None)
     if not attention.is_causal:
         yield f"{part} is not causal"
     if "ALL_ATTENTION_FUNCTIONS" not in source or not hasattr(config, "_attn_implementation"):
         yield f"{part} does not compute attention through transformers' AttentionInterface"
     elif not _hands_on_kwargs(attention):
         yield f"{part} does not hand on to the attention function where rows begin (**kwargs)"
-    if _may_slide(attention, config) and "sliding_window" not in source:
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        slides = "sliding_attention" in types
+    else:
+        slides = any(getattr(each, "sliding_window", None) is not None for each in (attention, config))
+    if slides and "sliding_window" not in source:
         yield f"{part} has a sliding window that it does not hand on to the attention function"
     if any("sink" in name for name, _ in attention.named_parameters(recurse=False)) and "s_aux" not in source:
         yield f"{part} has attention sinks that it does not hand on as s_aux"
@@ -200,34 +202,17 @@ def _attention(part: str, attention: nn.Module) -> Iterator[str]:
         yield f"{part} caps scores and does not hand on softcap"
 
 
-def _may_slide(attention: nn.Module, config: Any) -> bool:
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return "sliding_attention" in types
-    return getattr(attention, "sliding_window", None) is not None or getattr(config, "sliding_window", None) is not None
-
-
-def _position_embeddings(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
-        told = vars(module).get("rope_type")
-        for kind in told.values() if isinstance(told, dict) else (told,):
-            if kind in _LENGTH_DEPENDENT_ROPE:
-                yield (
-                    f"{_collapsed(path)} has rope_type={kind!r}, whose frequencies depend on the longest row that it "
-                    f"is given: a row's result would depend on its neighbours"
-                )
-
-
 def _hands_on_kwargs(module: nn.Module) -> bool:
     """Whether its forward takes what it does not know by name, and gives it to something."""
     forward = inspect.unwrap(type(module).forward)
     names = [each.name for each in inspect.signature(forward).parameters.values() if each.kind is each.VAR_KEYWORD]
-    return bool(names) and len(re.findall(rf"\*\*{names[0]}\b", _source(module))) > 1
+    return bool(names) and len(re.findall(rf"\*\*{names[0]}\b", source_of(type(module).forward))) > 1
 
 
-def _source(module: nn.Module) -> str:
+def source_of(thing: Any) -> str:
+    """The source of a class or function; empty where there is none."""
     try:
-        return inspect.getsource(inspect.unwrap(type(module).forward))
+        return inspect.getsource(inspect.unwrap(thing))
     except (OSError, TypeError):
         return ""
 
