@@ -5,9 +5,9 @@ return another one. `read_into` then copies any box of the result straight from 
 elements, or another view of them, is refused by its name.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,22 @@ class UnknownConversionError(TypeError):
     """A function of torch that is not done on slices of files; the message is its name."""
 
 
-class LazyTensor(ABC):
-    """A tensor whose numbers lie in files."""
+class LazyTensor:
+    """A tensor whose numbers lie in files.
 
-    def __init__(self, shape: Iterable[int], dtype: torch.dtype) -> None:
+    Args:
+        shape: of it.
+        dtype: in the files.
+        read_into: `read_into(out, offsets)` copies the box of the shape of `out` that begins at `offsets` into `out`, cast
+            to its dtype.
+    """
+
+    def __init__(
+        self, shape: Iterable[int], dtype: torch.dtype, read_into: Callable[[Tensor, Sequence[int]], None]
+    ) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
-
-    @abstractmethod
-    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
-        """Copy the box of the shape of `out` that begins at `offsets` into `out`, cast to its dtype."""
+        self.read_into = read_into
 
     @classmethod
     def __torch_function__(
@@ -80,86 +86,73 @@ class LazyTensor(ABC):
         squeezed = self
         for each in range(self.ndim - 1, -1, -1) if dim is None else [dim % self.ndim]:
             if self.shape[each] == 1:
-                squeezed = _Squeezed(squeezed, each)
+                squeezed = _without(squeezed, each)
         return squeezed
 
 
-class _Stacked(LazyTensor):
-    def __init__(self, parts: Sequence[LazyTensor], dim: int = 0) -> None:
-        _same([part.shape for part in parts])
-        first = parts[0].shape
-        self._parts, self._dim = tuple(parts), dim % (len(first) + 1)
-        super().__init__((*first[: self._dim], len(parts), *first[self._dim :]), parts[0].dtype)
+def _without(tensor: LazyTensor, dim: int) -> LazyTensor:
+    def read_into(out: Tensor, offsets: Sequence[int]) -> None:
+        tensor.read_into(out.unsqueeze(dim), [*offsets[:dim], 0, *offsets[dim:]])
 
-    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
-        rest = [offset for dim, offset in enumerate(offsets) if dim != self._dim]
-        for index, piece in enumerate(out.unbind(self._dim), start=offsets[self._dim]):
-            self._parts[index].read_into(piece, rest)
+    return LazyTensor((*tensor.shape[:dim], *tensor.shape[dim + 1 :]), tensor.dtype, read_into)
 
 
-class _Joined(LazyTensor):
-    def __init__(self, parts: Sequence[LazyTensor], dim: int = 0) -> None:
-        self._parts, self._dim = tuple(parts), dim % parts[0].ndim
-        _same([[size for dim, size in enumerate(part.shape) if dim != self._dim] for part in parts])
-        shape = list(parts[0].shape)
-        shape[self._dim] = sum(part.shape[self._dim] for part in parts)
-        super().__init__(shape, parts[0].dtype)
+def _stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    first = parts[0].shape
+    _same([part.shape for part in parts])
+    dim %= len(first) + 1
 
-    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
-        wanted, end = offsets[self._dim], offsets[self._dim] + out.shape[self._dim]
-        start = 0
-        for part in self._parts:
-            stop = start + part.shape[self._dim]
-            first, last = max(wanted, start), min(end, stop)
-            if first < last:
-                piece = out.narrow(self._dim, first - wanted, last - first)
-                part.read_into(piece, [*offsets[: self._dim], first - start, *offsets[self._dim + 1 :]])
-            start = stop
+    def read_into(out: Tensor, offsets: Sequence[int]) -> None:
+        for index, piece in enumerate(out.unbind(dim), start=offsets[dim]):
+            parts[index].read_into(piece, [*offsets[:dim], *offsets[dim + 1 :]])
+
+    return LazyTensor((*first[:dim], len(parts), *first[dim:]), parts[0].dtype, read_into)
 
 
-class _Cut(LazyTensor):
-    def __init__(self, whole: LazyTensor, *, dim: int, start: int, size: int) -> None:
-        self._whole, self._dim, self._start = whole, dim, start
-        super().__init__((*whole.shape[:dim], size, *whole.shape[dim + 1 :]), whole.dtype)
+def _cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    first = parts[0].shape
+    dim %= len(first)
+    _same([[*part.shape[:dim], *part.shape[dim + 1 :]] for part in parts])
+    starts = [0, *accumulate(part.shape[dim] for part in parts)]
 
-    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
-        at = self._dim
-        self._whole.read_into(out, [*offsets[:at], offsets[at] + self._start, *offsets[at + 1 :]])
+    def read_into(out: Tensor, offsets: Sequence[int]) -> None:
+        wanted, end = offsets[dim], offsets[dim] + out.shape[dim]
+        for part, start, stop in zip(parts, starts, starts[1:], strict=False):
+            low, high = max(wanted, start), min(end, stop)
+            if low < high:
+                piece = out.narrow(dim, low - wanted, high - low)
+                part.read_into(piece, [*offsets[:dim], low - start, *offsets[dim + 1 :]])
+
+    return LazyTensor((*first[:dim], starts[-1], *first[dim + 1 :]), parts[0].dtype, read_into)
 
 
-class _Transposed(LazyTensor):
-    def __init__(self, other: LazyTensor, dim0: int, dim1: int) -> None:
-        self._other, self._dims = other, (dim0 % other.ndim, dim1 % other.ndim)
-        super().__init__(self._swapped(other.shape), other.dtype)
-
-    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
-        self._other.read_into(out.transpose(*self._dims), self._swapped(offsets))
-
-    def _swapped(self, sizes: Sequence[int]) -> list[int]:
+def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
+    def swapped(sizes: Sequence[int]) -> list[int]:
         swapped = list(sizes)
-        dim0, dim1 = self._dims
         swapped[dim0], swapped[dim1] = swapped[dim1], swapped[dim0]
         return swapped
 
+    def read_into(out: Tensor, offsets: Sequence[int]) -> None:
+        tensor.read_into(out.transpose(dim0, dim1), swapped(offsets))
 
-class _Squeezed(LazyTensor):
-    def __init__(self, other: LazyTensor, dim: int) -> None:
-        self._other, self._dim = other, dim
-        super().__init__((*other.shape[:dim], *other.shape[dim + 1 :]), other.dtype)
-
-    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
-        self._other.read_into(out.unsqueeze(self._dim), [*offsets[: self._dim], 0, *offsets[self._dim :]])
+    return LazyTensor(swapped(tensor.shape), tensor.dtype, read_into)
 
 
 def _split(tensor: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
     whole = tensor.shape[dim]
+    dim %= tensor.ndim
     if isinstance(sizes, int):
         sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
     if sum(sizes) != whole:
         raise ValueError(f"{list(sizes)} do not add up to the {whole} of dim {dim}")
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    dim %= tensor.ndim
-    return tuple(_Cut(tensor, dim=dim, start=start, size=size) for start, size in zip(starts, sizes, strict=True))
+
+    def part(start: int, size: int) -> LazyTensor:
+        def read_into(out: Tensor, offsets: Sequence[int]) -> None:
+            tensor.read_into(out, [*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]])
+
+        return LazyTensor((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), tensor.dtype, read_into)
+
+    return tuple(part(sum(sizes[:at]), size) for at, size in enumerate(sizes))
 
 
 def _same(shapes: Sequence[Sequence[int]]) -> None:
@@ -168,9 +161,9 @@ def _same(shapes: Sequence[Sequence[int]]) -> None:
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.stack: _Stacked,
-    torch.cat: _Joined,
-    torch.transpose: _Transposed,
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.transpose: _transpose,
     torch.chunk: lambda tensor, chunks, dim=0: _split(tensor, -(-tensor.shape[dim] // chunks), dim),
     torch.split: _split,
 }
@@ -179,31 +172,28 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 # ---- Files.
 
 
-class FileTensor(LazyTensor):
+def _file_tensor(handle: Any, name: str, *, file: Path) -> LazyTensor:
     """One tensor of an open safetensors file."""
+    stored = handle.get_slice(name)
+    if (dtype := DTYPES.get(stored.get_dtype())) is None:
+        raise ModelError(
+            f"{file}: {name} is stored as {stored.get_dtype()}; quantized weights cannot be trained, give the "
+            f"folder of the model in bfloat16, float16 or float32"
+        )
 
-    def __init__(self, handle: Any, name: str, *, file: Path) -> None:
-        header = handle.get_slice(name)
-        if (dtype := DTYPES.get(header.get_dtype())) is None:
-            raise ModelError(
-                f"{file}: {name} is stored as {header.get_dtype()}; quantized weights cannot be trained, give the "
-                f"folder of the model in bfloat16, float16 or float32"
-            )
-        super().__init__(header.get_shape(), dtype)
-        self._handle, self._name = handle, name
-
-    def read_into(self, out: Tensor, offsets: Sequence[int]) -> None:
-        """Copy a box, some rows at a time, so that what is read and not yet cast stays small."""
+    def read_into(out: Tensor, offsets: Sequence[int]) -> None:
         if not offsets:
-            out.copy_(self._handle.get_tensor(self._name))
+            out.copy_(handle.get_tensor(name))
             return
-        row_bytes = max(1, out[:1].numel() * self.dtype.itemsize)
+        # Some rows at a time, so that what is read and not yet cast stays small.
+        row_bytes = max(1, out[:1].numel() * dtype.itemsize)
         rows = max(1, PIECE_BYTES // row_bytes)
         inner = tuple(slice(at, at + size) for at, size in zip(offsets[1:], out.shape[1:], strict=True))
-        stored = self._handle.get_slice(self._name)
         for first in range(0, out.shape[0], rows):
             piece = out[first : first + rows]
             piece.copy_(stored[(slice(offsets[0] + first, offsets[0] + first + piece.shape[0]), *inner)])
+
+    return LazyTensor(stored.get_shape(), dtype, read_into)
 
 
 @contextmanager
@@ -218,5 +208,5 @@ def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, LazyTensor]]:
                 handle = stack.enter_context(safe_open(str(file), framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} cannot be read: {type(error).__name__}: {error}; fetch it again") from error
-            found |= {name: FileTensor(handle, name, file=file) for name in handle.keys()}  # noqa: SIM118 - no mapping
+            found |= {name: _file_tensor(handle, name, file=file) for name in handle.keys()}  # noqa: SIM118 - no mapping
         yield found

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_backends.checkpoints.folders import atomic_folder, unfinished_name
-from rl_backends.checkpoints.nested_state import pack, unpack
+from rl_launcher.checkpoints.nested_state import pack, unpack
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import (
     POLICY,
