@@ -39,7 +39,7 @@ from rl_backends.checkpoints.shards import num_ranks, this_rank
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource
-from rl_backends.loading.source import local_folder, weight_files
+from rl_backends.loading.source import local_folder
 from rl_backends.megatron.config import (
     VARIABLE,
     MegatronConfig,
@@ -154,7 +154,9 @@ def convert(
     try:
         on_rank_0(lambda: (unfinished / WEIGHTS).mkdir(parents=True))
         on_every_rank(lambda: _require_shared(unfinished / WEIGHTS))
-        model = _megatron_model(source, config, dtype=about["dtype"])
+        skeleton = source.skeleton()
+        laid_out = replace(config, precision=about["dtype"])
+        model = MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
         try:
             with cpu_compat():
                 _save(model.chunks, unfinished / WEIGHTS)
@@ -289,7 +291,7 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
         blob = file.resolve().name
         return blob if file.is_symlink() and HUB_BLOB.fullmatch(blob) else digest_of(file)
 
-    files = weight_files(source.model_name, source.folder)
+    files = source.weight_files()
     digests = dict(zip([file.name for file in files], in_threads(digest, files), strict=True))
     dtypes: set[str] = set()
     for file in files:
@@ -302,12 +304,6 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
     common = names.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
     config = digest_of(source.folder / "config.json")
     return text_digest({"head": source.head, "config": config, "files": digests}), common
-
-
-def _megatron_model(source: ModelSource, config: MegatronConfig, *, dtype: str) -> MegatronModel:
-    skeleton = source.skeleton()
-    laid_out = replace(config, precision=dtype)  # type: ignore[arg-type]
-    return MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
 
 
 def _save(chunks: Sequence[Any], folder: Path) -> None:

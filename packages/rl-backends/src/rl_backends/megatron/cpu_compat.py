@@ -38,29 +38,23 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class NullStream:
+class _NullStream:
     """Stands in for `torch.cuda.Stream`, and for the events that it records: the CPU's work is done when asked for."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A null stream inside `cpu_compat`, what torch says elsewhere."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # what torch says outside of `cpu_compat`
         honest: Any = torch.cuda.streams.Stream
         return super().__new__(cls) if _thread.pretending else honest(*args, **kwargs)
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Device and priority mean nothing."""
+        pass
 
-    def record_event(self, *_: Any) -> "NullStream":
-        """An event that has already happened."""
+    def record_event(self, *_: Any) -> "_NullStream":
         return self
 
-    def synchronize(self) -> None:
-        """Nothing is under way."""
+    def _wait(self, *_: Any) -> None:
+        pass
 
-    def wait_event(self, *_: Any) -> None:
-        """It has happened."""
-
-    def wait_stream(self, *_: Any) -> None:
-        """It is empty."""
+    synchronize = wait_event = wait_stream = _wait
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -85,9 +79,9 @@ ATTRIBUTES: Mapping[str, object] = {
     # Pipeline communication of unequal lengths and saving of checkpoints wait for the GPU.
     "torch.cuda.synchronize": _nothing,
     # The all-to-all dispatcher of experts copies split sizes on a stream of its own, and there are no streams.
-    "torch.cuda.Stream": NullStream,
-    "torch.cuda.current_stream": lambda *_: NullStream(),
-    "torch.cuda.default_stream": lambda *_: NullStream(),
+    "torch.cuda.Stream": _NullStream,
+    "torch.cuda.current_stream": lambda *_: _NullStream(),
+    "torch.cuda.default_stream": lambda *_: _NullStream(),
     "torch.cuda.stream": lambda _stream: contextlib.nullcontext(),
     # Recomputation saves CUDA's random state, which fails, and restores it: each restoring is queued, with a stack
     # trace, for a CUDA that never starts, so that memory grows with every step.
@@ -147,17 +141,16 @@ CALLS: Mapping[Callable[..., Any], CallRule] = {
 """Torch functions and methods whose calls are answered by a rule, in a thread inside `cpu_compat`."""
 
 
-class CpuCalls(TorchFunctionMode):
+class _CpuCalls(TorchFunctionMode):
     """Answers the calls that have a rule, and makes on the CPU what any other asks to be made on a GPU.
 
-    The schedules' token count, gradient clipping, optimizers, gradient buffers and checkpoint exchange make tensors with
-    device="cuda"; the rope of context parallelism pins memory.
+    The schedules' token count, gradient clipping, optimizers, gradient buffers and checkpoint exchange make tensors
+    with device="cuda"; the rope of context parallelism pins memory.
     """
 
     def __torch_function__(  # noqa: PLR0917 - torch's signature
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The protocol of torch.overrides."""
         if not _thread.pretending:
             return func(*args, **kwargs) if kwargs else func(*args)
         if kwargs:
@@ -224,7 +217,7 @@ def _applied() -> Iterator[None]:
                 raise
         _threads_inside += 1
     try:
-        with CpuCalls():
+        with _CpuCalls():
             _thread.inside = True
             yield
     finally:

@@ -76,17 +76,6 @@ class OutputHead(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         """A layer with the one attribute `weight` [V, H], a DTensor where it is cut."""
-        layer = nn.Module()
-        layer.weight = self._weight()
-        return layer
-
-    @property
-    def score(self) -> nn.Module:
-        """The value or reward head; not cut."""
-        head: nn.Module = self._model[0].score
-        return head
-
-    def _weight(self) -> Tensor:
         from torch.distributed.tensor import DTensor, Shard
 
         mesh = self._groups.tp_mesh
@@ -94,10 +83,19 @@ class OutputHead(nn.Module):
         share, hidden = weight.shape
         start = self._groups.tp.rank() * share
         own = weight[: min(share, max(0, self._vocabulary_size - start))]
+        layer = nn.Module()
         if mesh is None:
-            return own
-        shape = torch.Size((self._vocabulary_size, hidden))
-        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
+            layer.weight = own
+        else:
+            shape = torch.Size((self._vocabulary_size, hidden))
+            layer.weight = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
+        return layer
+
+    @property
+    def score(self) -> nn.Module:
+        """The value or reward head; not cut."""
+        head: nn.Module = self._model[0].score
+        return head
 
 
 def read_hidden(
