@@ -160,10 +160,6 @@ class ShardLoadPlanner(DefaultLoadPlanner):
             items += [replace(item, dest_index=replace(item.dest_index, fqn=name)) for item in found]
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads what it needs."""
-        return global_plan
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where the elements go: a view of this rank's memory."""
         shard, box = self._boxes[read_item.dest_index.fqn, read_item.dest_index.offset]

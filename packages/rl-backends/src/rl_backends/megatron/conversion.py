@@ -23,7 +23,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any, final
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_leaves
 
 from rl_backends.checkpoints.dcp import describe_failure
 from rl_backends.checkpoints.folders import in_threads, read_marker, sync_tree, write_marker
@@ -200,7 +201,7 @@ def load_weights(conversion: Conversion, chunks: Sequence[Any]) -> None:
     on_every_rank(lambda: require_plain_metadata(conversion.weights / ".metadata"))
     sharded = _sharded_weights(chunks)
     apply_factories(sharded)  # here and not by `load`, which would join what they cut in memory of its own
-    parts = dict(_flattened(sharded))
+    parts = {str(number): part for number, part in enumerate(tree_leaves(sharded))}  # also of the lists that those made
     targets = {name: part.data.detach() for name, part in parts.items()}
     try:
         with warnings.catch_warnings():  # what torch says of how megatron-core 0.16.1 loads
@@ -424,18 +425,6 @@ def _sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
         lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory),
     )[0]
     return weights
-
-
-def _flattened(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Every leaf of nested dicts and lists, under a name of its own."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _flattened(each, f"{path}/{key}")
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _flattened(each, f"{path}/{index}")
-    else:
-        yield path, value
 
 
 def _require_shared(folder: Path, *, patience_s: float = 10.0) -> None:

@@ -208,10 +208,7 @@ def _applied() -> Iterator[None]:
     with _lock:
         if _threads_inside == 0:
             try:
-                for name, value in ATTRIBUTES.items():
-                    _replace(name, value, only_absent=False)
-                for name, value in ABSENT_ATTRIBUTES.items():
-                    _replace(name, value, only_absent=True)
+                _replace_all()
             except BaseException:
                 _restore_all()
                 raise
@@ -228,16 +225,17 @@ def _applied() -> Iterator[None]:
                 _restore_all()
 
 
-def _replace(name: str, value: object, *, only_absent: bool) -> None:
-    module_name, _, attribute = name.rpartition(".")
-    module = pkgutil.resolve_name(module_name)
-    original = getattr(module, attribute, _ABSENT)
-    if only_absent and original is not _ABSENT:
-        return
-    if original is _ABSENT and not only_absent:
-        raise AttributeError(f"{name} is to be replaced on a machine without CUDA, and does not exist")
-    _replaced.append((module, attribute, original))
-    setattr(module, attribute, _only_inside(value, original) if isinstance(value, FunctionType) else value)
+def _replace_all() -> None:
+    for name, value in {**ATTRIBUTES, **ABSENT_ATTRIBUTES}.items():
+        module_name, _, attribute = name.rpartition(".")
+        module = pkgutil.resolve_name(module_name)
+        original = getattr(module, attribute, _ABSENT)
+        if name in ABSENT_ATTRIBUTES and original is not _ABSENT:
+            continue
+        if name not in ABSENT_ATTRIBUTES and original is _ABSENT:
+            raise AttributeError(f"{name} is to be replaced on a machine without CUDA, and does not exist")
+        _replaced.append((module, attribute, original))
+        setattr(module, attribute, _only_inside(value, original) if isinstance(value, FunctionType) else value)
 
 
 def _only_inside(replacement: Callable[..., Any], original: Any) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ from rl_backends.megatron.installed import require_megatron
 
 if TYPE_CHECKING:
     from megatron.core.transformer import ModuleSpec, TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from rl_backends.megatron.decoder import Decoder
     from rl_backends.megatron.groups import ParallelGroups
@@ -267,25 +266,6 @@ def transformer_engine_available() -> bool:
     return bool(HAVE_TE) and torch.cuda.is_available()
 
 
-def block_spec(
-    architecture: Architecture, layers: "TransformerConfig", *, pipeline_rank: int, chunk: int | None, engine: bool
-) -> "TransformerBlockSubmodules":
-    """The layers of one pipeline stage, or of one chunk of it, each with its window, and the last norm."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    last_norm: type = RMSNorm
-    if engine:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        last_norm = TENorm
-    count = get_num_layers_to_build(layers, vp_stage=chunk, pp_rank=pipeline_rank)
-    first = get_transformer_layer_offset(layers, vp_stage=chunk, pp_rank=pipeline_rank)
-    windows = architecture.sliding_windows[first : first + count]
-    specs = [layer_spec(layers, sliding_window=window, engine=engine) for window in windows]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=last_norm)
-
-
 def layer_spec(layers: "TransformerConfig", *, sliding_window: int | None, engine: bool) -> "ModuleSpec":
     """One layer."""
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -335,20 +315,29 @@ def build_gpt_model(
     """
     require_megatron()
     from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from rl_backends.megatron.decoder import Decoder, GatedMLP
 
     engine = uses_transformer_engine(config)
     layers = transformer_config(architecture, config, transformer_engine=engine)
+    last_norm: type = RMSNorm
+    if engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        last_norm = TENorm
+    place = {"vp_stage": chunk, "pp_rank": groups.pp.rank()}
+    first = get_transformer_layer_offset(layers, **place)
+    windows = architecture.sliding_windows[first : first + get_num_layers_to_build(layers, **place)]
+    specs = [layer_spec(layers, sliding_window=window, engine=engine) for window in windows]
     with cpu_compat(), warnings.catch_warnings():
         # Said of experts, which are not cut.
         warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`", category=UserWarning)
         model = Decoder(
             architecture.rope,
             config=layers,
-            transformer_layer_spec=block_spec(
-                architecture, layers, pipeline_rank=groups.pp.rank(), chunk=chunk, engine=engine
-            ),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=last_norm),
             vocab_size=padded_vocab_size(architecture, config),
             max_sequence_length=architecture.max_positions,
             pre_process=groups.pp.rank() == 0 and not chunk,

@@ -224,8 +224,7 @@ def _groups_of_process() -> list[dist.ProcessGroup]:
 
 def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:
     """The mesh over these ranks, whose group outlives an arrangement: DTensor remembers it."""
-    meshes = _meshes()
-    key = (device, tuple(dist.get_process_group_ranks(tp)))
+    meshes, key = _meshes(), (device, tuple(dist.get_process_group_ranks(tp)))
     if key not in meshes:
         meshes[key] = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",))
     return meshes[key]

@@ -145,12 +145,37 @@ def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may 
             that does not fit into `num_steps`.
         ModelError: nothing is trainable.
     """
+    from megatron.core.optimizer import OptimizerConfig as TheirConfig
+    from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+
     settings = config.optimizer or _translated(optimizer)
-    # Whether norms and biases decay like the matrices; Megatron's own optimizer never lets them.
-    decay_vectors = config.optimizer is None and optimizer is not None and optimizer.decay_vectors
+    of_adam = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    del of_adam["on_nonfinite_gradient"]
     notes: list[str] = []
     with cpu_compat():
-        inner = _make_inner(ddp, transformer_config, config, settings=settings, decay_vectors=decay_vectors)
+        theirs = TheirConfig(
+            **{**of_adam, "clip_grad": settings.clip_grad or 0.0},
+            bf16=transformer_config.bf16,
+            params_dtype=transformer_config.params_dtype,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+            log_num_zeros_in_grad=False,
+        )
+        # Only an empty dict lets everything decay; the standard ones leave out norms and biases, as Megatron does.
+        decay_vectors = config.optimizer is None and optimizer is not None and optimizer.decay_vectors
+        overrides = {} if decay_vectors else get_standard_config_overrides(theirs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
+            inner = get_megatron_optimizer(theirs, list(ddp), config_overrides=overrides, use_gloo_process_groups=False)
+        if not inner.param_groups:
+            raise ModelError(
+                f"none of the {len(list(parameters_of(ddp)))} parameters of {type(ddp[0]).__name__} requires a "
+                f"gradient on any rank, so there is nothing to optimize: unfreeze some"
+            )
+        for part in inner.chained_optimizers:
+            # One kernel for all parameters, as the other backend's AdamW: Megatron leaves torch's at a loop over them.
+            if isinstance(getattr(part, "optimizer", None), AdamW):
+                for group in part.optimizer.param_groups:
+                    group.update(fused=True, foreach=False)
         schedule: NeutralSchedule | MegatronSchedule
         if config.optimizer is not None:
             scheduler = config.scheduler or MegatronSchedulerConfig()
@@ -279,44 +304,6 @@ def _translated(config: OptimizerConfig | None) -> MegatronOptimizerConfig:
         clip_grad=config.max_grad_norm,
         on_nonfinite_gradient=config.on_nonfinite_gradient,
     )
-
-
-def _make_inner(
-    ddp: Sequence[nn.Module],
-    transformer_config: Any,
-    config: MegatronConfig,
-    *,
-    settings: MegatronOptimizerConfig,
-    decay_vectors: bool,
-) -> Any:
-    from megatron.core.optimizer import OptimizerConfig as TheirConfig
-    from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-
-    of_adam = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    del of_adam["on_nonfinite_gradient"]
-    theirs = TheirConfig(
-        **{**of_adam, "clip_grad": settings.clip_grad or 0.0},
-        bf16=transformer_config.bf16,
-        params_dtype=transformer_config.params_dtype,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-        log_num_zeros_in_grad=False,
-    )
-    # Only an empty dict lets everything decay; None means the standard ones, which leave out norms and biases.
-    overrides = {} if decay_vectors else get_standard_config_overrides(theirs)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
-        inner = get_megatron_optimizer(theirs, list(ddp), config_overrides=overrides, use_gloo_process_groups=False)
-    if not inner.param_groups:
-        raise ModelError(
-            f"none of the {len(list(parameters_of(ddp)))} parameters of {type(ddp[0]).__name__} requires a gradient on "
-            "any rank, so there is nothing to optimize: unfreeze some"
-        )
-    for part in inner.chained_optimizers:
-        # One kernel for all parameters, as the other backend's AdamW: Megatron leaves torch's at a loop over them.
-        if isinstance(getattr(part, "optimizer", None), AdamW):
-            for group in part.optimizer.param_groups:
-                group.update(fused=True, foreach=False)
-    return inner
 
 
 # ---- What the optimizers keep on this rank of each parameter: the elements that they step, and state beside them.

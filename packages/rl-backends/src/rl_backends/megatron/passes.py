@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.groups import ParallelGroups
-from rl_backends.readers import Reader
 
 OnHidden = Callable[[int, Tensor], Tensor]
 """Given a microbatch's number and the last stage's hidden states; returns the scalar that backward starts from."""
@@ -98,29 +96,6 @@ class OutputHead(nn.Module):
         return head
 
 
-def read_hidden(
-    hidden: Float[Tensor, "s b H"],
-    inputs: ModelInputs,
-    reader: Reader,
-    *,
-    head: OutputHead,
-    groups: ParallelGroups,
-    sequence_parallel: bool,
-    shape: tuple[int, int],
-) -> tuple[Tensor, ...]:
-    """What the reader reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-    if sequence_parallel:
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        # The reader gives every rank the whole gradient, of which each keeps its own tokens'.
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    num_tokens, num_rows = hidden.shape[:2]
-    places = inputs.at % num_tokens * num_rows + inputs.at // num_tokens  # Megatron's hidden states have tokens first
-    read = reader(head, hidden.flatten(0, 1).index_select(0, places), inputs)
-    several = (read,) if isinstance(read, Tensor) else tuple(read)
-    return tuple(_in_rows(each, inputs, shape, context=groups.cp) for each in several)
-
-
 def _packed(inputs: ModelInputs) -> Any:
     if inputs.cu_seq_lens is None:
         return None
@@ -138,7 +113,8 @@ def _packed(inputs: ModelInputs) -> Any:
     )
 
 
-def _in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], *, context: dist.ProcessGroup) -> Tensor:
+def in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], *, context: dist.ProcessGroup) -> Tensor:
+    """What was read at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
     placed = read.new_zeros(shape[0] * shape[1], *read.shape[1:]).index_copy(0, inputs.into, read)
     whole: Tensor = placed if context.size() == 1 else _SumOverRanks.apply(placed, context)  # type: ignore[no-untyped-call]
     return whole.view(*shape, *read.shape[1:])
