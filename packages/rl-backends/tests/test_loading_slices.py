@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rl_backends.loading import lazy_tensors
-from rl_backends.loading.lazy_tensors import UnknownConversionError, open_tensors
+from rl_backends.loading import weights as loading_weights
+from rl_backends.loading.weights import UnknownConversionError, open_tensors
 
 EXPERTS = {f"{name}.{index}": (4 + 2 * (name == "up"), 6) for name in ("gate", "up") for index in range(3)}
 
@@ -53,7 +53,7 @@ def test_any_box_of_a_conversion_is_that_of_the_whole(both, data):
 
 
 def test_large_tensors_are_read_in_pieces(both, monkeypatch):
-    monkeypatch.setattr(lazy_tensors, "PIECE_BYTES", 50)  # two rows of six floats
+    monkeypatch.setattr(loading_weights, "PIECE_BYTES", 50)  # two rows of six floats
     for name, whole in both[0].items():
         out = torch.empty_like(whole)
         both[1][name].read_into(out, [0] * whole.ndim)

@@ -26,8 +26,8 @@ from rl_backends.checkpoints.folders import probe_file, sees
 from rl_backends.checkpoints.manifest import sync, write_safetensors
 from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
-from rl_backends.loading.pretrained import dtype_of_config
 from rl_backends.loading.skeleton import twin_of
+from rl_backends.loading.source import dtype_of_config
 from rl_backends.loading.weights import first_names, has_conversions
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards

@@ -15,14 +15,14 @@ from rl_backends.errors import ModelError
 from rl_backends.megatron.architecture import read_architecture
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
-from rl_backends.megatron.groups import ParallelGroups
-from rl_backends.megatron.mapping import held_tensors
-from rl_backends.megatron.transformer_config import (
+from rl_backends.megatron.gpt_model import (
     layers_of_stages,
     padded_vocab_size,
     require_layout,
     transformer_config,
 )
+from rl_backends.megatron.groups import ParallelGroups
+from rl_backends.megatron.mapping import held_tensors
 
 pytestmark = pytest.mark.filterwarnings(  # megatron-core 0.16.1 says so to its own linear layers, in every forward
     "ignore:Warning. tp_group is None, using default tp group:DeprecationWarning"

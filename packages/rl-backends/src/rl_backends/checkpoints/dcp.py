@@ -9,7 +9,7 @@ docs/adr/0015-our-own-dcp-storage.md).
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +160,6 @@ class ShardLoadPlanner(DefaultLoadPlanner):
             items += [replace(item, dest_index=replace(item.dest_index, fqn=name)) for item in found]
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads what it needs."""
-        return global_plan
-
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Where the elements go: a view of this rank's memory."""
         shard, box = self._boxes[read_item.dest_index.fqn, read_item.dest_index.offset]
@@ -243,25 +239,16 @@ class StagingBuffers:
 # ---- Storage.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What goes into a checkpoint besides tensors."""
-
-    version: int
-    mesh: dict[str, Any]
-    model: dict[str, list[Any]]
-    weights: bool
-    state: dict[str, Any]
-    """The content of `state.json`."""
-
-
 class CheckpointWriter(FileSystemWriter):
     """Writes each rank's boxes into the folder `unfinished`, which exists, and renames it to `target` at the end."""
 
-    def __init__(self, unfinished: Path, target: Path, *, contents: Contents, buffers: StagingBuffers) -> None:
+    def __init__(  # noqa: PLR0917 - from, to, and what goes there
+        self, unfinished: Path, target: Path, manifest: Manifest, state: dict[str, Any], *, buffers: StagingBuffers
+    ) -> None:
+        """`state`: the content of `state.json`."""
         super().__init__(unfinished)
         self._unfinished, self._target = unfinished, target
-        self._contents, self._buffers = contents, buffers
+        self._manifest, self._state, self._buffers = manifest, state, buffers
 
     def stage(self, state_dict: dict[str, TensorShard]) -> dict[str, TensorShard]:
         """Copy this rank's shards to host memory before training may change them."""
@@ -299,9 +286,9 @@ class CheckpointWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all ranks have written: write index, state and marker, and rename the folder."""
-        written = [result for each in results for result in each]
-        files = {result.storage_data.name: result.storage_data for result in written}
-        file_of = {(result.index.fqn, result.index.offset): result.storage_data.name for result in written}
+        all_results = [result for each in results for result in each]
+        files = {result.storage_data.name: result.storage_data for result in all_results}
+        file_of = {(result.index.fqn, result.index.offset): result.storage_data.name for result in all_results}
         index: dict[str, Any] = {}
         for name, each in metadata.state_dict_metadata.items():
             assert isinstance(each, TensorStorageMetadata)
@@ -310,19 +297,10 @@ class CheckpointWriter(FileSystemWriter):
                 for box in each.chunks
             ]
             index[name] = {"dtype": dtype_name(each.properties.dtype), "shape": [*each.size], "boxes": boxes}
-        contents = self._contents
-        for name, value in ((INDEX, index), (STATE, contents.state)):
+        for name, value in ((INDEX, index), (STATE, self._state)):
             files[name] = write_json(self._unfinished / name, value)
-        manifest = Manifest(
-            version=contents.version,
-            written_at_ns=time.time_ns(),
-            torch=str(torch.__version__),
-            mesh=contents.mesh,
-            model=contents.model,
-            weights=contents.weights,
-            files=tuple(files.values()),
-        )
-        write_manifest(self._unfinished, manifest)
+        written = tuple(files.values())
+        write_manifest(self._unfinished, replace(self._manifest, written_at_ns=time.time_ns(), files=written))
         sync([self._unfinished])
         self._unfinished.rename(self._target)
         sync([self._target.parent])

@@ -29,18 +29,24 @@ from rl_backends.checkpoints.manifest import (
     read_json,
     read_manifest,
 )
-from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, check_optimizers, new_state, put_state
+from rl_backends.checkpoints.optimizer_state import (
+    CheckpointedOptimizers,
+    check_hyperparameters,
+    describe_optimizers,
+    new_states,
+    put_states,
+)
 from rl_backends.checkpoints.saving import idle_group, other_ranks_failures
 from rl_backends.checkpoints.shards import (
     TensorShard,
-    described_by_all_stages,
+    described_by_all_ranks,
     device_of,
     fingerprint,
     has_rng,
     mesh_of,
     model_shards,
     num_ranks,
-    of_stage,
+    numbered,
     rng_shards,
     set_rng,
     this_rank,
@@ -123,38 +129,33 @@ def load_checkpoint(
     opened = open_checkpoint(folder, verify=verify)
     held = model_shards(model)
     restored = optimizers if optimizer else None
+    saved = opened.state["optimizers"] or []
 
-    names = fingerprint(held)
+    def describe() -> list[dict[str, Any]] | None:
+        bound = [False for _ in optimizers.each] if optimizers is not None else []
+        return None if restored is None else describe_optimizers(restored, held, bound=bound)
+
+    names, described = fingerprint(held), on_every_rank(describe, group=opened.group)
     if stage_info(model) is not None:
-        names, _ = described_by_all_stages(names, None, group=opened.group)
-        if opened.state["optimizers"] is not None:
-            opened.state["optimizers"] = of_stage(opened.state["optimizers"], held)
+        names, described = described_by_all_ranks(names, described, group=opened.group)
 
     def check() -> None:
         check_model(opened.source, opened.manifest.model, names)
         check_holds(opened, weights=weights, optimizer=optimizer, has_optimizers=optimizers is not None)
-        if restored is not None:
-            same_mesh = opened.manifest.mesh == mesh_of(held)
-            try:
-                check_optimizers(restored, held, opened.state["optimizers"], same_mesh=same_mesh)
-            except CheckpointError as error:
-                raise CheckpointError(f"{opened.source}: {error}") from error
+        if described is not None:
+            check_hyperparameters(opened.source, described, saved, same_mesh=opened.manifest.mesh == mesh_of(held))
 
     on_every_rank(check, group=opened.group)
     frozen: dict[str, int] = opened.state.get("frozen", {})
     if frozen:
         check_frozen_weights(opened.source, frozen, named_shards(model), group=opened.group)
     rng = rng_shards(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
-    states, shards = on_every_rank(
-        lambda: ([], {}) if restored is None else new_state(restored, held, opened.state["optimizers"]),
-        group=opened.group,
-    )
-    shards |= rng
+    states = on_every_rank(lambda: [] if restored is None else new_states(restored, held, saved), group=opened.group)
+    filled = numbered([shard for state in states for shard in (*state.scalars, *state.shards)])
     if weights:
-        shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
-    read_shards(opened, shards, schedule=restored)
-    if restored is not None:
-        put_state(restored, held, opened.state["optimizers"], states=states)
+        filled |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
+    read_shards(opened, rng | filled, schedule=restored)
+    put_states(states, saved)
     set_rng(rng)
     model.zero_grad()
     return opened.result(rng_restored=bool(rng))

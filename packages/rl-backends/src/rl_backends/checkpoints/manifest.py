@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_backends.errors import CheckpointError
@@ -43,17 +44,17 @@ class Manifest:
 
     version: int
     """Optimizer steps that the weights have seen."""
-    written_at_ns: int
-    """When the checkpoint was completed, in nanoseconds since 1970."""
-    torch: str
-    """Release of torch that wrote it."""
     mesh: dict[str, Any]
     """`ranks`, and the `axes` with their sizes."""
     model: dict[str, list[Any]]
     """Fingerprint: name -> [dtype, shape] of every parameter and persistent buffer."""
     weights: bool
     """Whether it holds the weights, or the optimizers alone."""
-    files: tuple[FileRecord, ...]
+    torch: str = str(torch.__version__)
+    """Release of torch that wrote it."""
+    written_at_ns: int = 0
+    """When the checkpoint was completed, in nanoseconds since 1970."""
+    files: tuple[FileRecord, ...] = ()
     """All other files of the folder."""
 
 

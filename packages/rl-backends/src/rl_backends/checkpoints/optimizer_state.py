@@ -9,8 +9,9 @@ torch's own `get_optimizer_state_dict` takes a step to create the state of an op
 steps when it is saved.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +22,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rl_backends.checkpoints.shards import ModelShard, TensorShard, dtype_name, this_rank, whole_tensor
 from rl_backends.errors import CheckpointError
 
-State = dict[Tensor, dict[str, Any]]
 JSON_VALUE = bool | int | float | str | None
 
 NOT_RESTORED = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -45,20 +45,77 @@ class CheckpointedOptimizers(Protocol):
         """Continue from what `schedule_state` returned."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """What one of torch's optimizers steps on this rank: a parameter, or a part or a copy of one."""
+
+    tensor: Tensor
+    """What is stepped."""
+    optimizer: Optimizer
+    """Which has its state."""
+    group: dict[str, Any]
+    """Of the optimizer, in which it is."""
+    parts: Mapping[str, Callable[[Tensor], TensorShard]] = field(default_factory=dict)
+    """Of each tensor of the model that it holds: which part of it a tensor is that is shaped like `tensor`."""
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of it; empty before the first step."""
+        state: dict[str, Any] = self.optimizer.state.get(self.tensor, {})
+        return state
+
+    def put_state(self, state: dict[str, Any]) -> None:
+        """Give the optimizer what `state` gave, or, where that is empty, let it begin."""
+        self.optimizer.state.pop(self.tensor, None)
+        if state:
+            self.optimizer.state[self.tensor] = state
+
+
+def stepped_by(optimizer: Optimizer, held: Mapping[str, ModelShard]) -> list[Stepped]:
+    """All parameters of an optimizer, in the order of its groups."""
+    names = {id(each.shard.tensor): name for name, each in held.items()}
+    found: list[Stepped] = []
+    for group in optimizer.param_groups:
+        if strange := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
+            raise CheckpointError(
+                f"{_kind(optimizer)} holds {len(strange)} parameters that are not the model's (the first has the shape "
+                f"{list(strange[0])}): make the optimizer after the model is sharded, from model.parameters()"
+            )
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            found.append(Stepped(tensor=parameter, optimizer=optimizer, group=group, parts={name: held[name].of}))
+    return found
+
+
 # ---- Saving.
 
 
 def optimizer_shards(
     optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard], *, bound: Sequence[bool]
-) -> dict[str, TensorShard]:
+) -> list[TensorShard]:
     """This rank's part of every tensor of the optimizers' state.
 
     bound: of each optimizer, whether its state is a tensor subclass on any rank.
     """
-    shards: dict[str, TensorShard] = {}
+    shards: list[TensorShard] = []
     for optimizer, is_bound in zip(optimizers.each, bound, strict=True):
-        state = _named_state(optimizer, held)
-        shards |= _bound_shards(state) if is_bound else _state_shards(state, held)
+        stepped = stepped_by(optimizer, held)
+        shards += _bound_shards(stepped) if is_bound else state_shards(stepped)
+    return shards
+
+
+def state_shards(stepped: Iterable[Stepped]) -> list[TensorShard]:
+    """This rank's part of every tensor of the state."""
+    shards: list[TensorShard] = []
+    for each in stepped:
+        for key, value in each.state().items():
+            for name, part in each.parts.items() if isinstance(value, Tensor) else ():
+                if value.ndim and value.shape != each.tensor.shape:
+                    raise CheckpointError(
+                        f"the optimizer's {key} of {name} has the shape {list(value.shape)}, and its parameter "
+                        f"{list(part(each.tensor).shape)}: only state that is cut as its parameter is can be read on "
+                        f"another mesh; save with optimizers=None"
+                    )
+                shards.append(replace(part(value) if value.ndim else whole_tensor(value), saved_as=_name(name, key)))
     return shards
 
 
@@ -66,6 +123,23 @@ def describe_optimizers(
     optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard], *, bound: Sequence[bool]
 ) -> list[dict[str, Any]]:
     """Everything about the optimizers that is not a tensor, as JSON."""
+    described = []
+    for optimizer, is_bound in zip(optimizers.each, bound, strict=True):
+        stepped = stepped_by(optimizer, held)
+        groups = [
+            {
+                "names": [name for each in stepped if each.group is group for name in each.parts],
+                "options": {key: _option(optimizer, key, group[key]) for key in group if key not in NOT_RESTORED},
+            }
+            for group in optimizer.param_groups
+        ]
+        state = describe_state(stepped)
+        described.append({"kind": _kind(optimizer), "bound_to_mesh": is_bound, "groups": groups, "state": state})
+    return described
+
+
+def describe_state(stepped: Iterable[Stepped]) -> dict[str, dict[str, Any]]:
+    """Name -> key -> what the optimizer keeps of a tensor of the model, where it keeps anything."""
 
     def describe(name: str, key: str, value: Any) -> dict[str, Any]:
         if isinstance(value, Tensor):
@@ -74,18 +148,12 @@ def describe_optimizers(
             return {"value": value}
         raise CheckpointError(f"the optimizer's {key} of {name} is a {type(value).__name__}, neither tensor nor number")
 
-    return [
-        {
-            "kind": _kind(optimizer),
-            "bound_to_mesh": is_bound,
-            "groups": _groups(optimizer, held),
-            "state": {
-                name: {key: describe(name, key, value) for key, value in values.items()}
-                for name, values in _named_state(optimizer, held).items()
-            },
-        }
-        for optimizer, is_bound in zip(optimizers.each, bound, strict=True)
-    ]
+    return {
+        name: {key: describe(name, key, value) for key, value in state.items()}
+        for each in stepped
+        if (state := each.state())
+        for name in each.parts
+    }
 
 
 def holds_subclasses(optimizer: Optimizer) -> bool:
@@ -94,23 +162,30 @@ def holds_subclasses(optimizer: Optimizer) -> bool:
     return any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(_local(value)) for value in values)
 
 
+def _option(optimizer: Optimizer, key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value.item()
+    if all(isinstance(each, JSON_VALUE) for each in (value if isinstance(value, tuple | list) else [value])):
+        return value
+    raise CheckpointError(
+        f"{_kind(optimizer)}: its hyperparameter {key} is a {type(value).__name__}, which JSON cannot hold: save with "
+        f"optimizers=None, or keep it in the optimizer's attributes"
+    )
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _name(name: str, key: str) -> str:
+    return f"optimizer/{name}/{key}"
+
+
 # ---- Loading.
 
 
-def check_optimizers(
-    optimizers: CheckpointedOptimizers,
-    held: Mapping[str, ModelShard],
-    saved: Sequence[Mapping[str, Any]],
-    *,
-    same_mesh: bool,
-) -> None:
-    """Check that the optimizers of the checkpoint are these."""
-    here = [{"kind": _kind(optimizer), "groups": _groups(optimizer, held)} for optimizer in optimizers.each]
-    check_hyperparameters(here, saved, same_mesh=same_mesh)
-
-
 def check_hyperparameters(
-    here: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], *, same_mesh: bool
+    source: object, here: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], *, same_mesh: bool
 ) -> None:
     """Compare the `kind` and `groups` of optimizers with those of a checkpoint; a group has `names` and `options`.
 
@@ -119,15 +194,19 @@ def check_hyperparameters(
     advice = "start training with the optimizer of the checkpoint, or load the weights alone by optimizer=False"
     kinds = [each["kind"] for each in here], [each["kind"] for each in saved]
     if kinds[0] != kinds[1]:
-        raise CheckpointError(f"the checkpoint has state of {kinds[1]}, and this run optimizes by {kinds[0]}: {advice}")
+        raise CheckpointError(
+            f"{source}: the checkpoint has state of {kinds[1]}, and this run optimizes by {kinds[0]}: {advice}"
+        )
     for ours, theirs in zip(here, saved, strict=True):
         if theirs["bound_to_mesh"] and not same_mesh:
             raise CheckpointError(
-                f"the state of {theirs['kind']} is quantized in blocks of each rank's shards and cannot be cut for "
-                f"another mesh: resume on the mesh that wrote it, or load the weights alone by optimizer=False"
+                f"{source}: the state of {theirs['kind']} is quantized in blocks of each rank's shards and cannot be "
+                f"cut for another mesh: resume on the mesh that wrote it, or load the weights alone by optimizer=False"
             )
         if difference := _difference(ours["groups"], theirs["groups"]):
-            raise CheckpointError(f"the hyperparameters of {theirs['kind']} cannot be restored: {difference}: {advice}")
+            raise CheckpointError(
+                f"{source}: the hyperparameters of {theirs['kind']} cannot be restored: {difference}: {advice}"
+            )
 
 
 def _difference(here: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> str | None:
@@ -150,141 +229,103 @@ def _difference(here: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, 
     return None
 
 
-def new_state(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewState:
+    """State that is to be filled from a checkpoint, and none of it the optimizer's yet."""
+
+    stepped: Stepped
+    values: dict[str, Any]
+    """What `put_state` takes."""
+    scalars: list[TensorShard]
+    """Where scalars go, of each tensor of the model that `stepped` holds; of the first one they are in `values`."""
+    shards: list[TensorShard]
+    """Where everything else goes."""
+
+
+def new_state(each: Stepped, saved: Mapping[str, Mapping[str, Any]]) -> NewState:
+    """saved: name -> key -> what a checkpoint has of the state, as `describe_state` gives it."""
+    specs = {name: saved.get(name, {}) for name in each.parts}
+    first = next(iter(specs.values()))
+    if any(spec.keys() != first.keys() for spec in specs.values()):
+        raise CheckpointError(
+            f"the checkpoint has other state of each of {', '.join(specs)}, which are one parameter of Megatron: load "
+            f"the weights alone by optimizer=False"
+        )
+    values: dict[str, Any] = {}
+    scalars: list[TensorShard] = []
+    shards: list[TensorShard] = []
+    # Where torch's optimizers keep their step count.
+    device = each.tensor.device if each.group.get("fused") or each.group.get("capturable") else "cpu"
+    for key, spec in first.items():
+        if "value" in spec:
+            values[key] = spec["value"]
+            continue
+        dtype = getattr(torch, spec["dtype"])
+        if spec["sharded"]:
+            values[key] = value = torch.zeros_like(each.tensor.detach(), dtype=dtype)
+            shards += [replace(part(value), saved_as=_name(name, key)) for name, part in each.parts.items()]
+        else:
+            counts = {name: torch.zeros((), dtype=dtype, device=device) for name in specs}
+            scalars += [replace(whole_tensor(count), saved_as=_name(name, key)) for name, count in counts.items()]
+            values[key] = next(iter(counts.values()))
+    return NewState(stepped=each, values=values, scalars=scalars, shards=shards)
+
+
+def new_states(
     optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard], saved: Sequence[Mapping[str, Any]]
-) -> tuple[list[State], dict[str, TensorShard]]:
-    """State to be filled from the checkpoint, one for each optimizer, and its shards; the optimizers are untouched.
+) -> list[NewState]:
+    """Of all parameters of the optimizers, which are untouched.
 
     State that is bound to the mesh can only be created by its optimizer, which then forgets it again.
     """
-    states: list[State] = []
-    shards: dict[str, TensorShard] = {}
-    for optimizer, each in zip(optimizers.each, saved, strict=True):
-        if each["bound_to_mesh"]:
-            with _with_state(optimizer):
-                state = {n: values for n, values in _named_state(optimizer, held).items() if n in each["state"]}
-            shards |= _bound_shards(state)
-        else:
-            group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-            state = {}
-            for name, values in each["state"].items():
-                parameter = held[name].shard.tensor
-                group = group_of[id(parameter)]
-                state[name] = {key: _empty(spec, parameter, group) for key, spec in values.items()}
-            shards |= _state_shards(state, held)
-        states.append({held[name].shard.tensor: values for name, values in state.items()})
-    return states, shards
+    states: list[NewState] = []
+    for optimizer, described in zip(optimizers.each, saved, strict=True):
+        stepped = stepped_by(optimizer, held)
+        if not described["bound_to_mesh"]:
+            states += [new_state(each, described["state"]) for each in stepped]
+            continue
+        with _with_state(optimizer):
+            for each in stepped:
+                known = described["state"].keys() >= each.parts.keys()
+                values, shards = (each.state(), _bound_shards([each])) if known else ({}, [])
+                states.append(NewState(stepped=each, values=values, scalars=[], shards=shards))
+    return states
 
 
-def put_state(
-    optimizers: CheckpointedOptimizers,
-    held: Mapping[str, ModelShard],
-    saved: Sequence[Mapping[str, Any]],
-    *,
-    states: Sequence[State],
-) -> None:
-    """Give the optimizers the state that was read, and the learning rate of the checkpoint."""
-    for optimizer, state, each in zip(optimizers.each, states, saved, strict=True):
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        saved_options = _options_by_name(each["groups"])
-        for group, here in zip(optimizer.param_groups, _groups(optimizer, held), strict=True):
-            options = saved_options[here["names"][0]] if here["names"] else {}
-            for key in LEARNING_RATES & options.keys():
-                if isinstance(group[key], Tensor):
-                    group[key].fill_(options[key])
-                else:
-                    group[key] = options[key]
-
-
-def _empty(spec: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    if "value" in spec:
-        return spec["value"]
-    dtype = getattr(torch, spec["dtype"])
-    if spec["sharded"]:
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    on_device = group.get("fused") or group.get("capturable")  # where torch's optimizers keep their step count
-    return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-
-
-# ---- State and groups by the names of parameters.
-
-
-def _named_state(optimizer: Optimizer, held: Mapping[str, ModelShard]) -> dict[str, dict[str, Any]]:
-    """The state of each parameter that has any, by the parameter's name, in the order of the groups."""
-    names = {id(each.shard.tensor): name for name, each in held.items()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {names[id(p)]: optimizer.state[p] for p in parameters if optimizer.state.get(p)}
-
-
-def _state_shards(state: Mapping[str, Mapping[str, Any]], held: Mapping[str, ModelShard]) -> dict[str, TensorShard]:
-    shards: dict[str, TensorShard] = {}
-    for name, values in state.items():
-        for key, value in values.items():
-            if not isinstance(value, Tensor):
-                continue
-            shard = held[name].shard
-            if value.ndim == 0:
-                shards[f"optimizer/{name}/{key}"] = whole_tensor(value)
-            elif value.shape == shard.tensor.shape:
-                shards[f"optimizer/{name}/{key}"] = held[name].of(value)
+def put_states(states: Iterable[NewState], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give the optimizers the state that was read, and the learning rates of the checkpoint."""
+    saved_options = {name: options for each in saved for name, options in _options_by_name(each["groups"]).items()}
+    for state in states:
+        state.stepped.put_state(state.values)
+        group, options = state.stepped.group, saved_options[next(iter(state.stepped.parts))]
+        for key in LEARNING_RATES & options.keys():
+            if isinstance(group[key], Tensor):
+                group[key].fill_(options[key])
             else:
-                raise CheckpointError(
-                    f"the optimizer's {key} of {name} has the shape {list(value.shape)}, and its parameter "
-                    f"{list(shard.shape)}: only state that is cut as its parameter is can be read on another mesh; "
-                    f"save with optimizers=None"
-                )
-    return shards
-
-
-def _groups(optimizer: Optimizer, held: Mapping[str, ModelShard]) -> list[dict[str, Any]]:
-    names = {id(each.shard.tensor): name for name, each in held.items()}
-    groups = []
-    for group in optimizer.param_groups:
-        if strange := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
-            raise CheckpointError(
-                f"{_kind(optimizer)} holds {len(strange)} parameters that are not the model's (the first has the shape "
-                f"{list(strange[0])}): make the optimizer after the model is sharded, from model.parameters()"
-            )
-        options = {key: _option(optimizer, key, group[key]) for key in group if key not in NOT_RESTORED}
-        groups.append({"names": [names[id(p)] for p in group["params"]], "options": options})
-    return groups
-
-
-def _option(optimizer: Optimizer, key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.ndim == 0:
-        return value.item()
-    if all(isinstance(each, JSON_VALUE) for each in (value if isinstance(value, tuple | list) else [value])):
-        return value
-    raise CheckpointError(
-        f"{_kind(optimizer)}: its hyperparameter {key} is a {type(value).__name__}, which JSON cannot hold: save with "
-        f"optimizers=None, or keep it in the optimizer's attributes"
-    )
+                group[key] = options[key]
 
 
 def _options_by_name(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: group["options"] for group in groups for name in group["names"]}
 
 
-def _kind(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
 # ---- State that is bound to the mesh: tensor subclasses.
 
 
-def _bound_shards(state: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorShard]:
+def _bound_shards(stepped: Iterable[Stepped]) -> list[TensorShard]:
     """Every inner tensor on this rank, under a name that has the rank."""
-    shards: dict[str, TensorShard] = {}
-    for name, values in state.items():
-        for key, value in values.items():
+    shards: list[TensorShard] = []
+    for each in stepped:
+        (name,) = each.parts
+        for key, value in each.state().items():
             if isinstance(value, Tensor):
                 local: Any = _local(value)
                 tensors = {"local": local}
                 if is_traceable_wrapper_subclass(local):
                     tensors = {inner: getattr(local, inner) for inner in local.__tensor_flatten__()[0]}
                 for inner, tensor in tensors.items():
-                    shards[f"optimizer/{name}/{key}/rank-{this_rank()}/{inner}"] = whole_tensor(tensor)
+                    saved_as = f"{_name(name, key)}/rank-{this_rank()}/{inner}"
+                    shards.append(replace(whole_tensor(tensor), saved_as=saved_as))
     return shards
 
 

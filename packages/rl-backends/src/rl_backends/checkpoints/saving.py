@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from rl_backends.checkpoints.dcp import CheckpointWriter, Contents, ShardSavePlanner, StagingBuffers, describe_failure
-from rl_backends.checkpoints.manifest import MARKER, read_manifest
+from rl_backends.checkpoints.dcp import CheckpointWriter, ShardSavePlanner, StagingBuffers, describe_failure
+from rl_backends.checkpoints.manifest import MARKER, Manifest, read_manifest
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
     describe_optimizers,
@@ -32,17 +32,21 @@ from rl_backends.checkpoints.optimizer_state import (
 )
 from rl_backends.checkpoints.shards import (
     TensorShard,
-    described_by_all_stages,
+    described_by_all_ranks,
     device_of,
     fingerprint,
     mesh_of,
     model_shards,
+    numbered,
     rng_shards,
     this_rank,
 )
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
 from rl_parallel_plans import stage_info
+
+Collected = tuple[dict[str, TensorShard], Manifest, dict[str, Any]]
+"""What this rank holds, the manifest without its files, and the content of `state.json`."""
 
 
 @contextmanager
@@ -89,13 +93,13 @@ def save_checkpoint(
             save failed and nobody has been told; nothing was saved then.
     """
 
-    def collect(group: dist.ProcessGroup | None) -> tuple[dict[str, TensorShard], Contents]:
+    def collect(group: dist.ProcessGroup | None) -> Collected:
         # An optimizer may hold quantized state on some ranks only; all must treat it alike.
         flags = [holds_subclasses(optimizer) for optimizer in optimizers.each] if optimizers is not None else []
         every_ranks = [json.loads(text) for text in gather_text(json.dumps(flags), group=group)]
         bound = [any(flags) for flags in zip(*every_ranks, strict=True)]
 
-        def collect_here() -> tuple[dict[str, TensorShard], Contents]:
+        def collect_here() -> Collected:
             held = model_shards(model)
             shards = rng_shards(device_of(held))
             state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
@@ -103,18 +107,17 @@ def save_checkpoint(
             if weights:
                 shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
             if optimizers is not None:
-                shards |= optimizer_shards(optimizers, held, bound=bound)
+                shards |= numbered(optimizer_shards(optimizers, held, bound=bound))
                 state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
                 state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
-            return shards, Contents(
-                version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights, state=state
-            )
+            manifest = Manifest(version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights)
+            return shards, manifest, state
 
-        shards, contents = on_every_rank(collect_here, group=group)
-        if stage_info(model) is None:
-            return shards, contents
-        names, described = described_by_all_stages(contents.model, contents.state["optimizers"], group=group)
-        return shards, replace(contents, model=names, state={**contents.state, "optimizers": described})
+        shards, manifest, state = on_every_rank(collect_here, group=group)
+        if stage_info(model) is not None:
+            names, state["optimizers"] = described_by_all_ranks(manifest.model, state["optimizers"], group=group)
+            manifest = replace(manifest, model=names)
+        return shards, manifest, state
 
     return write_checkpoint(collect, folder, asynchronous=asynchronous)
 
@@ -193,7 +196,7 @@ def unfinished_name(folder: Path) -> str:
 
 @other_ranks_failures()
 def write_checkpoint(
-    collect: Callable[[dist.ProcessGroup | None], tuple[dict[str, TensorShard], Contents]],
+    collect: Callable[[dist.ProcessGroup | None], Collected],
     folder: str | Path,
     *,
     asynchronous: bool,
@@ -215,12 +218,12 @@ def write_checkpoint(
         raise CheckpointError(
             "asynchronous=True needs a process group: call torch.distributed.init_process_group first"
         )
-    shards, contents = collect(group)
+    shards, manifest, state = collect(group)
     if len(set(gather_text(str(target), group=group))) > 1:
         raise CheckpointError(f"the ranks were given different folders ({target} here): give all of them the same one")
     unfinished = target.with_name(unfinished_name(target))
     on_rank_0(lambda: _make_room(target, unfinished), group=group)
-    writer = CheckpointWriter(unfinished, target, contents=contents, buffers=_buffers)
+    writer = CheckpointWriter(unfinished, target, manifest, state, buffers=_buffers)
     future: Future[Any] = Future()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank without a group

@@ -85,6 +85,11 @@ def model_shards(model: nn.Module) -> dict[str, ModelShard]:
     }
 
 
+def numbered(shards: Iterable[TensorShard]) -> dict[str, TensorShard]:
+    """Under names of their own: a rank may hold one tensor of a checkpoint in several places, as Megatron's experts."""
+    return {f"{index} {each.saved_as}": each for index, each in enumerate(shards)}
+
+
 def whole_tensor(tensor: Tensor) -> TensorShard:
     """A tensor that is not sharded."""
     return TensorShard(local=tensor.detach(), shape=tuple(tensor.shape), boxes=tuple(local_boxes(tensor)))
@@ -95,10 +100,10 @@ def fingerprint(shards: Mapping[str, ModelShard]) -> dict[str, list[Any]]:
     return {name: [dtype_name(each.shard.tensor.dtype), list(each.shard.shape)] for name, each in shards.items()}
 
 
-def described_by_all_stages(
+def described_by_all_ranks(
     model: Mapping[str, list[Any]], optimizers: Sequence[Mapping[str, Any]] | None, *, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, list[Any]], list[dict[str, Any]] | None]:
-    """Fingerprint and description of the optimizers of all pipeline stages, from those of each; a collective."""
+    """Fingerprint and description of the optimizers where each rank has parts of the model alone; a collective."""
     names: dict[str, list[Any]] = {}
     merged: list[dict[str, Any]] | None = None if optimizers is None else []
     for text in gather_text(json.dumps([dict(model), optimizers]), group=group):
@@ -109,23 +114,13 @@ def described_by_all_stages(
             if index == len(merged):
                 merged.append({**each, "groups": [], "state": {}})
             merged[index]["state"] |= each["state"]
+            groups = merged[index]["groups"]
             for part in each["groups"]:
-                same = [group for group in merged[index]["groups"] if group["options"] == part["options"]]
-                if not same:
-                    merged[index]["groups"].append({"names": [], "options": part["options"]})
-                known = (same or merged[index]["groups"][-1:])[0]["names"]
-                known += [name for name in part["names"] if name not in known]
+                same = next((group for group in groups if group["options"] == part["options"]), None)
+                if same is None:
+                    groups.append(same := {"names": [], "options": part["options"]})
+                same["names"] += [name for name in part["names"] if name not in same["names"]]
     return names, merged
-
-
-def of_stage(saved: Sequence[Mapping[str, Any]], held: Mapping[str, ModelShard]) -> list[dict[str, Any]]:
-    """What a checkpoint says of the optimizers, of the parameters that one pipeline stage holds."""
-    parts = []
-    for each in saved:
-        groups = [{**group, "names": [name for name in group["names"] if name in held]} for group in each["groups"]]
-        state = {name: values for name, values in each["state"].items() if name in held}
-        parts.append({**each, "groups": [group for group in groups if group["names"]], "state": state})
-    return parts
 
 
 def device_of(shards: Mapping[str, ModelShard]) -> str:

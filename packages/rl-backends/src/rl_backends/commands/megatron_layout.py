@@ -17,9 +17,9 @@ from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
 from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpoint_dir, megatron_checkpoint_dir
+from rl_backends.megatron.gpt_model import layers_of_stages, padded_vocab_size, require_layout
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.installed import INSTALL
-from rl_backends.megatron.transformer_config import layers_of_stages, padded_vocab_size, require_layout
 
 MadeT = TypeVar("MadeT")
 

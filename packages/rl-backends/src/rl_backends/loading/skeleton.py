@@ -47,13 +47,22 @@ def make_skeleton(make: Callable[[], nn.Module]) -> nn.Module:
     tie: Callable[[], None] | None = getattr(model, "tie_weights", None)
     if tie is not None:  # code that comes with a model need not have it
         tie()
-    _require_real_buffers(model)
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta and name in module._non_persistent_buffers_set:  # noqa: SLF001 - no public one
+                raise ModelError(
+                    f"{type(model).__name__}: no file holds the buffer {path}.{name}, and it is not computed when the "
+                    f"model is made; load it whole with load_causal_lm"
+                )
     return model.eval()
 
 
 def twin_of(model: nn.Module) -> nn.Module:
     """The skeleton of a model that may be sharded, wrapped and adapted: its names, shapes and rules before all that."""
-    cls: Any = original_class(model)
+    from torch.distributed.fsdp import FSDPModule  # of which FSDP makes a subclass of the model's class
+
+    classes = [cls for cls in type(model).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule)]
+    cls: Any = classes[0]
     if not hasattr(cls, "_from_config"):
         raise ModelError(f"{cls.__name__} is no model of transformers, whose configuration says how to make another")
     return make_skeleton(lambda: cls._from_config(in_float32(model.config), dtype=torch.float32))
@@ -66,23 +75,6 @@ def in_float32(config: Any) -> Any:
         if each is not None:
             each.dtype = torch.float32
     return config
-
-
-def original_class(model: nn.Module) -> type[nn.Module]:
-    """The class of a model before FSDP made a subclass of it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(cls for cls in type(model).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
-
-
-def _require_real_buffers(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta and name in module._non_persistent_buffers_set:  # noqa: SLF001 - no public one
-                raise ModelError(
-                    f"{type(model).__name__}: no file holds the buffer {path}.{name}, and it is not computed when the "
-                    f"model is made; load it whole with load_causal_lm"
-                )
 
 
 # ---- Memory.

@@ -6,6 +6,7 @@ safetensors files come into the Hub's cache, all of one commit.
 """
 
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from rl_backends.errors import ModelError, RankError
-from rl_backends.loading.pretrained import check_generation_config, dtypes_in_files
 from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
 from rl_backends.rank_agreement import gather_text, on_every_rank
@@ -47,11 +47,18 @@ class ModelSource:
         Raises:
             ModelError: transformers has no such class or cannot make it, or generation_config.json is contradictory.
         """
-        model = self._bare()
-        self._attach_generation_config(model)
+        from transformers import GenerationConfig
+
+        model: Any = self._bare()
+        if (self.folder / "generation_config.json").is_file() and model.can_generate():
+            try:
+                model.generation_config = GenerationConfig.from_pretrained(str(self.folder))
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
         check_generation_config(model)
-        model._file_dtypes = dtypes_in_files(model, self.config)  # type: ignore[assignment]  # noqa: SLF001
-        return model
+        model._file_dtypes = dtypes_in_files(model, self.config)  # noqa: SLF001
+        skeleton: nn.Module = model
+        return skeleton
 
     def load_into(self, model: nn.Module, *, new_head: bool = False, seed: int = 0) -> LoadReport:
         """Fill a skeleton, which may be sharded and has memory (`materialize`), from the safetensors files.
@@ -89,7 +96,16 @@ class ModelSource:
         Raises:
             ModelError: there are none, or not all that the index names.
         """
-        return list(weight_files(self.model_name, self.folder))
+        folder = self.folder
+        names = _indexed(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+        if local_folder(self.model_name) is None:
+            folder = _download(self.model_name, revision=folder.name, patterns=names)
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ModelError(
+                f"{self.model_name}: no file {', '.join(missing[:3])}; weights are read from safetensors alone, so "
+                f"give the whole folder, or convert other formats with transformers' save_pretrained"
+            )
+        return [folder / name for name in names]
 
     def _require_one_commit(self) -> None:
         if local_folder(self.model_name) is None and len(commits := set(gather_text(self.folder.name))) > 1:
@@ -115,15 +131,6 @@ class ModelSource:
             raise ModelError(
                 f"{self.model_name}: transformers cannot make a model of config.json: {type(error).__name__}: {error}"
             ) from error
-
-    def _attach_generation_config(self, model: Any) -> None:
-        from transformers import GenerationConfig
-
-        if (self.folder / "generation_config.json").is_file() and model.can_generate():
-            try:
-                model.generation_config = GenerationConfig.from_pretrained(str(self.folder))
-            except (OSError, ValueError) as error:
-                raise ModelError(f"{self.folder / 'generation_config.json'} cannot be read: {error}") from error
 
 
 def open_model(
@@ -195,6 +202,143 @@ def _auto_class(config: Any, head: Head) -> Any:
     return images if not of_text and type(config) in images._model_mapping else text  # noqa: SLF001 - no public one
 
 
+# ---- Whole models and tokenizers by transformers, and what is checked of them before a run and not after it.
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
+
+
+def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """Load a Hugging Face causal language model in float32, whole: for what one process holds.
+
+    Args:
+        model_name: a folder with `config.json` and safetensors weights, or a hub id.
+        revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
+        trust_remote_code: run the model's own Python code. Only for code that you have read.
+
+    Raises:
+        ModelError: the folder is missing, lacks weights or contradicts itself, or transformers cannot load it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, report = _load(
+        AutoModelForCausalLM,
+        model_name,
+        what="model",
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):  # which transformers would fill in at random
+        if found := sorted(map(str, report.get(kind) or [])):
+            some = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            raise ModelError(
+                f"{model_name}: {kind.replace('_', ' ')}: {some}. Training would go on from random weights there; "
+                f"give the folder of the whole causal language model"
+            )
+    check_generation_config(model)
+    config = AutoConfig.from_pretrained(model_name, revision=revision, trust_remote_code=trust_remote_code)
+    model._file_dtypes = dtypes_in_files(model, config)  # noqa: SLF001
+    loaded: nn.Module = model
+    return loaded
+
+
+def dtype_of_config(config: Any) -> torch.dtype | None:
+    """The dtype that a configuration of transformers names, which may be text; None if it names none."""
+    dtype: torch.dtype | str | None = getattr(config, "dtype", None)
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def dtypes_in_files(model: nn.Module, config: Any) -> dict[str, torch.dtype]:
+    """Name -> the dtype that the configuration of a folder gives its floating-point tensors.
+
+    The model itself is loaded in float32. `export_pretrained(dtype="auto")` finds this as `model._file_dtypes`.
+    """
+    dtype = dtype_of_config(config)
+    if dtype is None:
+        return {}
+    return {name: dtype for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer that lies beside a model; arguments and errors as `load_causal_lm`."""
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer, model_name, what="tokenizer", revision=revision, trust_remote_code=trust_remote_code)
+
+
+def _load(auto_class: Any, model_name: str, *, what: str, **options: Any) -> Any:
+    folder = Path(model_name)
+    if model_name.startswith((".", "/", "~")) or folder.exists():
+        folder = folder.expanduser()
+        wanted = ("config.json",) if what == "model" else TOKENIZER_FILES
+        if not any((folder / name).is_file() for name in wanted):
+            state = f"has no {' or '.join(wanted)}" if folder.is_dir() else "does not exist"
+            raise ModelError(
+                f"{model_name}: {state}, so transformers cannot load the {what}; give a folder that save_pretrained "
+                f"wrote, or a hub id"
+            )
+        model_name = str(folder)
+    try:
+        return auto_class.from_pretrained(model_name, **options)
+    except Exception as error:  # of many kinds: of the operating system, transformers, safetensors, jinja
+        raise ModelError(
+            f"{model_name}: transformers cannot load the {what}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_generation_config(model: Any) -> None:
+    """Refuse a generation configuration that transformers would refuse to save, before a run and not after it.
+
+    Raises:
+        ModelError: it contradicts itself.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config.save_pretrained(folder)
+        except ValueError as error:
+            raise ModelError(
+                f"the model's generation_config.json contradicts itself, so it could not be saved again: {error}"
+            ) from error
+
+
+def check_vocabulary(*, model_vocab_size: int, tokenizer_size: int, allow_padded: bool = False) -> None:
+    """Refuse a model whose vocabulary is not the tokenizer's.
+
+    Raises:
+        ModelError: the sizes differ; a larger model is accepted with `allow_padded`, a smaller one never.
+    """
+    if model_vocab_size == tokenizer_size or (allow_padded and model_vocab_size > tokenizer_size):
+        return
+    if model_vocab_size < tokenizer_size:
+        raise ModelError(
+            f"the tokenizer has {tokenizer_size} tokens and the model only {model_vocab_size} embeddings, so they do "
+            f"not belong together; use the model's own tokenizer, or resize the model's embeddings"
+        )
+    raise ModelError(
+        f"the model has {model_vocab_size} embeddings and the tokenizer only {tokenizer_size} tokens; if the "
+        f"{model_vocab_size - tokenizer_size} rows beyond are padding, as in Qwen models, accept "
+        f"them by allow_padded=True (policy.padded_vocabulary=true in a recipe), or use the model's own tokenizer"
+    )
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response: the tokenizer's end of sequence, then those of the model's generation config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
+    """The tokenizer's padding token; without one, the first stop token, since padding is never attended to."""
+    return int(stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
 # ---- Folders and the Hub.
 
 INDEX = "model.safetensors.index.json"
@@ -221,22 +365,6 @@ def model_folder(model_name: str, *, revision: str | None, trust_remote_code: bo
     if not (folder / "config.json").is_file():
         raise ModelError(f"{model_name}: the repository on the Hub has no config.json, so it is not a model")
     return folder
-
-
-def weight_files(model_name: str, folder: Path) -> list[Path]:
-    """The safetensors files of a model, from the Hub where `model_name` is an id.
-
-    folder: what `model_folder` gave.
-    """
-    names = _indexed(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
-    if local_folder(model_name) is None:
-        folder = _download(model_name, revision=folder.name, patterns=names)
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(
-            f"{model_name}: no file {', '.join(missing[:3])}; weights are read from safetensors alone, so give the "
-            f"whole folder, or convert other formats with transformers' save_pretrained"
-        )
-    return [folder / name for name in names]
 
 
 def _indexed(index: Path) -> list[str]:

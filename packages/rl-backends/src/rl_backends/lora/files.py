@@ -80,7 +80,19 @@ def save_adapter(
     in_file = peft_names(model)
     named = _gathered(model) if tensors is None else tensors
     weights = {in_file(name): to_peft(name, tensor).to("cpu").contiguous() for name, tensor in named}
-    on_rank_0(lambda: _write(Path(folder), weights, _peft_config(model, layers, base_model_name)))
+
+    def write() -> None:
+        config = _peft_config(model, layers, base_model_name)
+        target = Path(folder)
+        if target.exists():
+            raise FileExistsError(
+                f"{folder} exists already; a saved adapter is never overwritten, choose another folder"
+            )
+        with atomic_folder(target) as unfinished:
+            config.save_pretrained(str(unfinished))
+            write_safetensors(unfinished / WEIGHTS, weights, metadata={"format": "pt"})
+
+    on_rank_0(write)
 
 
 @torch.no_grad()
@@ -110,7 +122,10 @@ def _read(model: nn.Module, folder: Path, *, shards: Sequence[Shard] | None) -> 
 
     found = []
     try:
-        _check_config(_read_config(folder), model, folder)
+        config = json.loads((folder / CONFIG).read_text())
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{folder / CONFIG} holds no JSON object, but {type(config).__name__}")
+        _check_config(config, model, folder)
         with safe_open(str(folder / WEIGHTS), framework="pt") as file:
             in_file = peft_names(model)
             own: dict[str, Shard] = {
@@ -144,14 +159,6 @@ def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield f"{unwrapped(path)}.{name}", tensor
 
 
-def _write(folder: Path, weights: dict[str, Tensor], config: Any) -> None:
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already; a saved adapter is never overwritten, choose another folder")
-    with atomic_folder(folder) as unfinished:
-        config.save_pretrained(str(unfinished))
-        write_safetensors(unfinished / WEIGHTS, weights, metadata={"format": "pt"})
-
-
 def _peft_config(model: Any, layers: list[AdaptedLayer], base_model_name: str) -> Any:
     require_peft()
     import peft
@@ -182,13 +189,6 @@ def _short_names(names: list[str], targets: list[str], *, tokens: int) -> list[s
     ends = sorted({".".join(target.split(".")[-tokens:]) for target in targets})
     fits = {name for name in names if ".".join(name.split(".")[-tokens:]) in ends}
     return ends if fits == set(targets) else targets
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / CONFIG).read_text())
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / CONFIG} holds no JSON object, but {type(config).__name__}")
-    return config
 
 
 def _check_config(config: dict[str, Any], model: Any, folder: Path) -> None:

@@ -47,24 +47,31 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0, layers_only
     require_peft()
     if getattr(model, "peft_config", None):
         raise ModelError(f"{type(model).__name__} has adapters already; give the model without them")
-    targets = find_targets(model, config.target_modules, layers_only=layers_only)
-    ends = find_ends(model)
+    targets = _find_targets(model, config.target_modules, layers_only=layers_only)
+    ends = _find_ends(model)
     if config.use_dora and (outside := [name for name in targets if name in ends]):
         raise ModelError(
             f"target_modules names {outside[0]}, and use_dora=True is for linear layers of the decoder: leave it "
             f"out, or set use_dora=False"
         )
-    experts = find_experts(model, config.target_parameters)
+    experts = _find_experts(model, config.target_parameters)
     if experts and layers_only:
         raise ModelError(
             f"target_parameters={config.target_parameters!r}: adapters on experts are the DTensor backend's "
             f"(policy.dtensor_cfg); leave target_parameters out"
         )
-    whole = find_trained_whole(model, config.modules_to_save, targets=[*targets, *experts])
+    whole = _find_trained_whole(model, config.modules_to_save, targets=[*targets, *experts])
     _inject(model, config, list(targets))
     for path, weights in experts.items():
         adapt_experts(model.get_submodule(path), weights, rank=config.rank, scaling=config.scaling)
-    _set_dtypes(model, config, whole)
+    for module in whole.values():
+        module.requires_grad_(requires_grad=True)
+    # Frozen weights in their dtype, all else in float32; a parameter stays the same object, so that ties hold.
+    fp32 = kept_in_fp32(model, config.torch_base_dtype, FP32_PARAMETERS)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            keeps = parameter.requires_grad or name in fp32
+            parameter.data = parameter.data.to(torch.float32 if keeps else config.torch_base_dtype)
     if all(parameter.is_meta for parameter in model.parameters()):
         return model
     for layer in (each for each in adapted_layers(model) if each.kind != "experts"):
@@ -146,35 +153,17 @@ def _inject(model: nn.Module, config: LoraConfig, targets: list[str]) -> None:
     assert found == targets, f"peft adapted {sorted(set(found) ^ set(targets))} otherwise than it was asked to"
 
 
-def _set_dtypes(model: nn.Module, config: LoraConfig, whole: dict[str, nn.Module]) -> None:
-    """Frozen weights in their dtype, all else in float32; a parameter stays the same object, so that ties hold."""
-    for module in whole.values():
-        module.requires_grad_(requires_grad=True)
-    fp32 = kept_in_fp32(model, config.torch_base_dtype, FP32_PARAMETERS)
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            keeps = parameter.requires_grad or name in fp32
-            parameter.data = parameter.data.to(torch.float32 if keeps else config.torch_base_dtype)
-
-
 # ---- Which modules: names in, modules out, or a refusal.
 
 
-def find_targets(
+def _find_targets(
     model: nn.Module, target_modules: str | tuple[str, ...], *, layers_only: bool = False
 ) -> dict[str, nn.Module]:
-    """The layers that `LoraConfig.target_modules` means, by name, in the model's order.
-
-    layers_only: refuse the embeddings and the head.
-
-    Raises:
-        ModelError: the model has no decoder layers, is quantized, or a pattern fits none of its layers, or also what
-            cannot be adapted.
-    """
+    """The layers that `LoraConfig.target_modules` means, by name, in the model's order."""
     linears = _adaptable_linears(model)
     if target_modules == "all-linear":
         return dict(linears)
-    ends = {} if layers_only else find_ends(model)
+    ends = {} if layers_only else _find_ends(model)
     adaptable: dict[str, nn.Module] = {**linears, **ends}
     wanted: set[str] = set()
     for pattern in target_modules:
@@ -194,12 +183,8 @@ def find_targets(
     return {name: module for name, module in model.named_modules() if name in wanted}
 
 
-def find_experts(model: nn.Module, target_parameters: tuple[str, ...]) -> dict[str, list[str]]:
-    """The weights that `LoraConfig.target_parameters` means: modules of stacked experts, and names of their weights.
-
-    Raises:
-        ModelError: a pattern fits no parameter, or also one that is no stacked weight of experts in a decoder layer.
-    """
+def _find_experts(model: nn.Module, target_parameters: tuple[str, ...]) -> dict[str, list[str]]:
+    """The weights that `LoraConfig.target_parameters` means: modules of stacked experts, and names of their weights."""
     stack = text_layers(model)
     named = dict(model.named_parameters())
     adaptable = [
@@ -234,7 +219,7 @@ def find_experts(model: nn.Module, target_parameters: tuple[str, ...]) -> dict[s
     return found
 
 
-def find_ends(model: nn.Module) -> dict[str, nn.Module]:
+def _find_ends(model: nn.Module) -> dict[str, nn.Module]:
     """The embeddings of tokens and the language-model head, by name, where they can have an adapter: untied."""
     tied = {name for names in tied_names(model) for name in names}
     found = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
@@ -248,14 +233,10 @@ def find_ends(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def find_trained_whole(
+def _find_trained_whole(
     model: nn.Module, modules_to_save: tuple[str, ...], *, targets: Iterable[str]
 ) -> dict[str, nn.Module]:
-    """The modules that `LoraConfig.modules_to_save` means, by name.
-
-    Raises:
-        ModelError: a pattern fits no module with parameters, one that gets adapters, or one tied to another.
-    """
+    """The modules that `LoraConfig.modules_to_save` means, by name."""
     found: dict[str, nn.Module] = {}
     tied = {name for names in tied_names(model) for name in names}
     for pattern in modules_to_save:
@@ -311,7 +292,7 @@ def _why_not(model: nn.Module, name: str, *, layers_only: bool) -> str:
     tied = next((names for names in tied_names(model) if f"{name}.weight" in names), None)
     if tied is not None:
         return f"{' and '.join(tied)} are one weight, and an adapter of one of them would make two of it"
-    if layers_only and name in find_ends(model):
+    if layers_only and name in _find_ends(model):
         return "adapters on the embeddings and the head are the DTensor backend's (policy.dtensor_cfg)"
     if not isinstance(module, nn.Linear):
         return f"it is a {type(module).__name__}"

@@ -48,17 +48,15 @@ class MergedWeights:
 
     Args:
         model: with adapters; sharded or not.
-        dtype: of the merged weights; None keeps the frozen ones' own.
 
     Raises:
         ModelError: the model has no adapters.
     """
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._merged = {
-            layer.weight: torch.empty_like(layer.base, dtype=dtype, requires_grad=False)
-            for layer in adapted_layers(model)
+            layer.weight: torch.empty_like(layer.base, requires_grad=False) for layer in adapted_layers(model)
         }
         self._released = False
         self.refresh()
@@ -98,19 +96,11 @@ class MergedWeights:
 
 
 @torch.no_grad()
-def export_merged(
-    model: nn.Module,
-    *,
-    every_rank: bool = False,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = "cpu",
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors as of `rl_parallel_plans.export_state_dict`, adapters merged in float32.
+def export_merged(model: nn.Module, *, every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors as of `rl_parallel_plans.export_state_dict`, on the CPU, adapters merged in float32.
 
     A collective: every rank must iterate to the end; only rank 0 is given anything, unless `every_rank`. Beside what is
     yielded, this rank's part of one merged weight is in memory.
-
-    dtype: of floating-point tensors; None keeps each one's own.
     """
     layers = {layer.weight: layer for layer in adapted_layers(model)}
     for shard in named_shards(model):
@@ -125,7 +115,7 @@ def export_merged(
             tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
         if every_rank or this_rank() == 0:
             whole = tensor if shard.row_order is None else shard.row_order.undealt(tensor)
-            yield name, whole.to(device=device, dtype=dtype if whole.is_floating_point() else None)
+            yield name, whole.to("cpu")
 
 
 def _give_memory(tensor: Tensor) -> None:
@@ -140,7 +130,8 @@ def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
         return
     if layer.kind == "experts":  # of all three this rank has the same experts
         base, lora_a, lora_b = (to_local_if_dtensor(each.detach()) for each in (layer.base, layer.lora_a, layer.lora_b))
-        to_local_if_dtensor(out).copy_(_merged_experts(layer, base, lora_a=lora_a, lora_b=lora_b))
+        merged = merged_weight(base.mT if layer.transposed else base, lora_a, lora_b, scaling=layer.scaling)
+        to_local_if_dtensor(out).copy_(merged.mT if layer.transposed else merged)
         return
     lora_a = _with_all_rows(layer.lora_a)
     base, lora_b = (to_local_if_dtensor(each.detach()).to(lora_a.device) for each in (layer.base, layer.lora_b))
@@ -150,11 +141,6 @@ def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:
     local = to_local_if_dtensor(out)
     magnitude = None if layer.magnitude is None else to_local_if_dtensor(layer.magnitude.detach()).to(lora_a.device)
     local.copy_(merged_weight(base, lora_a, lora_b, scaling=layer.scaling, magnitude=magnitude).view(local.shape))
-
-
-def _merged_experts(layer: AdaptedLayer, base: Tensor, *, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-    merged = merged_weight(base.mT if layer.transposed else base, lora_a, lora_b, scaling=layer.scaling)
-    return merged.mT if layer.transposed else merged
 
 
 def _merge_embedding(layer: AdaptedLayer, *, out: Tensor) -> None:

@@ -5,7 +5,7 @@ such a model computes is either in `Architecture` or refused: a model that is ne
 Dropout is not among them: policies are evaluated and trained without it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,24 +82,16 @@ class Architecture:
 def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
     """Read the configuration of a causal language model, or of one with a value or reward head."""
     _require_family(hf_config)
-    problems = [
-        *_number_problems(hf_config),
-        *_layer_problems(hf_config),
-        *_window_problems(hf_config),
-        *_mixture_problems(hf_config),
-        *rope_problems(hf_config),
-    ]
-    if problems:
+    if problems := [*_problems(hf_config), *rope_problems(hf_config)]:
         raise ModelError(
             f"model_type={hf_config.model_type!r} is built on Megatron, but not with these fields of its "
             f"configuration:\n" + "\n".join(f"  {problem}" for problem in problems) + f"\nOtherwise {ELSEWHERE}"
         )
-    return _read(hf_config, scores=scores)
-
-
-def _read(hf_config: Any, *, scores: bool) -> Architecture:
-    family = hf_config.model_type
-    experts = _experts(hf_config)
+    family, experts = hf_config.model_type, _experts(hf_config)
+    # A Mixtral has no dense layers, and so only one width.
+    expert_width = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    window = _window(hf_config)
+    kinds = _layer_types(hf_config) or ("sliding_attention",) * hf_config.num_hidden_layers
     return Architecture(
         model_type=family,
         num_layers=hf_config.num_hidden_layers,
@@ -116,9 +108,9 @@ def _read(hf_config: Any, *, scores: bool) -> Architecture:
         norm_eps=float(hf_config.rms_norm_eps),
         num_experts=experts,
         experts_per_token=hf_config.num_experts_per_tok if experts else 0,
-        expert_ffn_hidden_size=_expert_width(hf_config) if experts else 0,
+        expert_ffn_hidden_size=int(getattr(hf_config, expert_width)) if experts else 0,
         normalise_router=bool(experts and _normalises_router(hf_config)),
-        sliding_windows=_windows(hf_config),
+        sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         max_positions=hf_config.max_position_embeddings,
         rope=read_rope(hf_config, head_dim=_head_dim(hf_config)),
     )
@@ -139,70 +131,47 @@ def _require_family(hf_config: Any) -> None:
         )
 
 
-def _number_problems(hf_config: Any) -> list[str]:
+def _problems(hf_config: Any) -> Iterator[str]:
+    """Everything but rotary positions that is not built here, each with its field and value."""
     heads, groups, head_dim = hf_config.num_attention_heads, _groups(hf_config), _head_dim(hf_config)
-    problems = []
     if groups < 1 or heads % groups:
-        problems.append(
-            f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; both must be positive"
-        )
+        yield f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}; both must be positive"
     if head_dim % 2:
-        problems.append(f"head_dim={head_dim} is odd, and rotary positions turn pairs")
-    return problems
-
-
-def _layer_problems(hf_config: Any) -> list[str]:
-    problems = []
+        yield f"head_dim={head_dim} is odd, and rotary positions turn pairs"
     if hf_config.hidden_act not in ("silu", "swish"):
-        problems.append(f"hidden_act={hf_config.hidden_act!r}: gated blocks are built with 'silu' alone")
+        yield f"hidden_act={hf_config.hidden_act!r}: gated blocks are built with 'silu' alone"
     if getattr(hf_config, "attention_bias", False):
-        problems.append(
+        yield (
             "attention_bias=True: it gives the output projection of attention a bias, which Megatron has only together "
             "with biases in the gated block"
         )
     if getattr(hf_config, "mlp_bias", False):
-        problems.append("mlp_bias=True: gated blocks are built without biases")
+        yield "mlp_bias=True: gated blocks are built without biases"
     if getattr(hf_config, "quantization_config", None) is not None:
-        problems.append("quantization_config: weights are trained as they are; use a checkpoint that is not quantized")
-    return problems
-
-
-def _window_problems(hf_config: Any) -> list[str]:
-    problems = []
-    window = getattr(hf_config, "sliding_window", None) if hf_config.model_type != "llama" else None
-    if window is not None and window < 1:
-        problems.append(f"sliding_window={window}: a token sees at least itself; use None for no window")
-    kinds = _layer_types(hf_config)
-    if kinds is None:
-        return problems
-    if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        problems.append(f"layer_types has {unknown}: attention is full_attention or sliding_attention here")
-    if len(kinds) != hf_config.num_hidden_layers:
-        problems.append(f"layer_types names {len(kinds)} layers of num_hidden_layers={hf_config.num_hidden_layers}")
-    if window is None and "sliding_attention" in kinds:
-        problems.append("layer_types has 'sliding_attention', and there is no sliding_window; set use_sliding_window")
-    return problems
-
-
-def _mixture_problems(hf_config: Any) -> list[str]:
+        yield "quantization_config: weights are trained as they are; use a checkpoint that is not quantized"
+    if (window := _window(hf_config)) is not None and window < 1:
+        yield f"sliding_window={window}: a token sees at least itself; use None for no window"
+    if (kinds := _layer_types(hf_config)) is not None:
+        if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+            yield f"layer_types has {unknown}: attention is full_attention or sliding_attention here"
+        if len(kinds) != hf_config.num_hidden_layers:
+            yield f"layer_types names {len(kinds)} layers of num_hidden_layers={hf_config.num_hidden_layers}"
+        if window is None and "sliding_attention" in kinds:
+            yield "layer_types has 'sliding_attention', and there is no sliding_window; set use_sliding_window"
     if hf_config.model_type not in MIXTURES:
-        return []
-    experts, chosen = _experts(hf_config), hf_config.num_experts_per_tok
-    name = MIXTURES[hf_config.model_type]
-    problems = []
+        return
+    experts, chosen, name = _experts(hf_config), hf_config.num_experts_per_tok, MIXTURES[hf_config.model_type]
     if experts < 1:
-        problems.append(f"{name}={experts}: a mixture has experts; without them it is a dense model")
+        yield f"{name}={experts}: a mixture has experts; without them it is a dense model"
     elif not 1 <= chosen <= experts:
-        problems.append(f"num_experts_per_tok={chosen} must be from 1 to {name}={experts}")
+        yield f"num_experts_per_tok={chosen} must be from 1 to {name}={experts}"
     if chosen == 1 and _normalises_router(hf_config):
-        problems.append("num_experts_per_tok=1 with weights that add up to 1: every weight is 1, and no router learns")
-    if hf_config.model_type == "mixtral":
-        return problems
-    if hf_config.decoder_sparse_step != 1:
-        problems.append(f"decoder_sparse_step={hf_config.decoder_sparse_step}: every layer is a mixture here, or none")
-    if hf_config.mlp_only_layers:
-        problems.append(f"mlp_only_layers={hf_config.mlp_only_layers}: every layer is a mixture here, or none")
-    return problems
+        yield "num_experts_per_tok=1 with weights that add up to 1: every weight is 1, and no router learns"
+    if hf_config.model_type != "mixtral":
+        if hf_config.decoder_sparse_step != 1:
+            yield f"decoder_sparse_step={hf_config.decoder_sparse_step}: every layer is a mixture here, or none"
+        if hf_config.mlp_only_layers:
+            yield f"mlp_only_layers={hf_config.mlp_only_layers}: every layer is a mixture here, or none"
 
 
 def _groups(hf_config: Any) -> int:
@@ -218,22 +187,16 @@ def _experts(hf_config: Any) -> int:
     return int(getattr(hf_config, MIXTURES.get(hf_config.model_type, ""), 0))
 
 
-def _expert_width(hf_config: Any) -> int:
-    mixtral = hf_config.model_type == "mixtral"  # which has no dense layers, and so only one width
-    return int(hf_config.intermediate_size if mixtral else hf_config.moe_intermediate_size)
-
-
 def _normalises_router(hf_config: Any) -> bool:
     return hf_config.model_type == "mixtral" or bool(hf_config.norm_topk_prob)
+
+
+def _window(hf_config: Any) -> int | None:
+    window: int | None = getattr(hf_config, "sliding_window", None) if hf_config.model_type != "llama" else None
+    return window
 
 
 def _layer_types(hf_config: Any) -> tuple[str, ...] | None:
     """Only these two ask it; Mistral and Qwen3-MoE have one window for all layers, or none."""
     kinds = getattr(hf_config, "layer_types", None)
     return tuple(kinds) if hf_config.model_type in ("qwen2", "qwen3") and kinds is not None else None
-
-
-def _windows(hf_config: Any) -> tuple[int | None, ...]:
-    window = getattr(hf_config, "sliding_window", None) if hf_config.model_type != "llama" else None
-    kinds = _layer_types(hf_config) or ("sliding_attention",) * hf_config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -54,7 +54,7 @@ class TorchAttention(nn.Module):
         self.layer_number = layer_number
         self.sliding_window = sliding_window
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        self.cp_group = _context_parallel_group(pg_collection)
+        self.cp_group: ProcessGroup = pg_collection.cp
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self._refuse(
             {
@@ -126,22 +126,7 @@ class TorchAttention(nn.Module):
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[n, L, Q, D] of the tokens of one `Run`."""
         ranks, rank = keys.shape[0], self.cp_group.rank()
-        if ranks == 1:  # whole rows
-            length, window = query.shape[1], self.sliding_window
-            mask = None
-            if window is not None and window < length:
-                mask = _seen(0, length, first=0, window=window, of=query)
-            attended = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                keys[0].transpose(1, 2),
-                values[0].transpose(1, 2),
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=query.shape[2] != keys.shape[3],
-            )
-            return attended.transpose(1, 2)
-        numbers = [rank, 2 * ranks - 1 - rank]
+        numbers = [0] if ranks == 1 else [rank, 2 * ranks - 1 - rank]  # whole rows, or two chunks of each
         keys, values = _in_order(keys), _in_order(values)
         out = []
         for number, queries in zip(numbers, query.chunk(len(numbers), dim=1), strict=True):
@@ -160,7 +145,7 @@ class TorchAttention(nn.Module):
                 enable_gqa=query.shape[2] != keys.shape[1],
             )
             out.append(attended.transpose(1, 2))
-        return torch.cat(out, dim=1)
+        return out[0] if ranks == 1 else torch.cat(out, dim=1)
 
     def _refuse(self, asked: dict[str, Any]) -> None:
         if left_out := [name for name, given in asked.items() if given]:
@@ -214,6 +199,8 @@ def _runs(query: Tensor, keys: Tensor, values: Tensor, *, held: list[int]) -> li
 
 def _in_order(of_ranks: Tensor) -> Tensor:
     """[n, K, cp · L, D] in the order of each row's tokens, from the two chunks of each rank [cp, n, L, K, D]."""
+    if len(of_ranks) == 1:
+        return of_ranks[0].transpose(1, 2)
     heads, tails = of_ranks.chunk(2, dim=2)
     chunks = torch.cat([heads, tails.flip(0)])  # [2 · cp, n, L / 2, K, D]
     return chunks.permute(1, 3, 0, 2, 4).flatten(2, 3)
@@ -228,13 +215,3 @@ def _seen(begin: int, end: int, *, first: int, window: int, of: Tensor) -> Tenso
 
 def _is_causal(attn_mask_type: Any) -> bool:
     return attn_mask_type.name in {"causal", "padding_causal"}
-
-
-def _context_parallel_group(pg_collection: Any) -> "ProcessGroup":
-    if pg_collection is not None:
-        group: ProcessGroup = pg_collection.cp
-        return group
-    from megatron.core import parallel_state
-
-    found: ProcessGroup = parallel_state.get_context_parallel_group()
-    return found

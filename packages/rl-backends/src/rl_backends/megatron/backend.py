@@ -30,8 +30,15 @@ from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel, require_trainable
 from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers, masters_of
-from rl_backends.megatron.proof import prove, require_own_code
-from rl_backends.megatron.weights import Gatherer, at_random, from_files, from_hugging_face, from_megatron
+from rl_backends.megatron.weights import (
+    Gatherer,
+    at_random,
+    from_files,
+    from_hugging_face,
+    from_megatron,
+    prove,
+    require_own_code,
+)
 from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import host_group, on_every_rank, require_same_model
@@ -85,7 +92,12 @@ class MegatronBackend(Backend):
         if config.lora_cfg is not None:
             add_lora(model, config.lora_cfg, seed=seed, layers_only=True)
         super().__init__(config, without_weights(model))
-        source = from_hugging_face(_with_weights(model)) if fill is None else fill
+        if fill is None and any(parameter.is_meta for parameter in model.parameters()):
+            raise ModelError(
+                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
+                f"pass fill= to put weights into it"
+            )
+        source = from_hugging_face(model) if fill is None else fill
 
         def fill_alike(distributed: MegatronModel) -> None:
             require_same_model(model)
@@ -102,7 +114,7 @@ class MegatronBackend(Backend):
         self._meter = self._make_meter(recomputed=config.recompute_granularity == "full")
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
-        self._frozen: dict[str, int] | None = None
+        self._frozen: dict[str, int] = {}  # digests of the weights under adapters, which a checkpoint leaves out
 
     @classmethod
     def from_pretrained(
@@ -119,19 +131,8 @@ class MegatronBackend(Backend):
     ) -> "MegatronBackend":
         """Load a folder or hub id: every rank reads from the safetensors files the parts that it holds.
 
-        Args:
-            model_name: a folder with `config.json` and safetensors weights, or a hub id.
-            config: sizes, device, precision, microbatches, optimizer.
-            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
-            weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
-                same weights in every layout.
-            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
-            seed: of random weights, of a new head and of adapters.
-            revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
-            trust_remote_code: run the model's own Python code. Only for code that you have read.
-
-        Raises:
-            ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
+        Arguments and errors are those of `DTensorBackend.from_pretrained`; `weights="random"` gives the same weights
+        in every layout.
         """
         source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
         skeleton, model = source.skeleton(), source.skeleton()  # one of them gets the adapters
@@ -195,7 +196,11 @@ class MegatronBackend(Backend):
         copied = MegatronModel(
             self._skeleton, self.config, fill=from_megatron(model), trainable=False, groups=model.groups
         )
-        visit = _visiting(copied) if offload else nullcontext
+        visit: Callable[[], AbstractContextManager[None]] = nullcontext
+        if offload:
+            offloader = Offloader(copied.gpt)
+            offloader.offload()
+            visit = partial(_visit, offloader)
         return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
 
     def shards(self) -> list[HeldTensor]:  # noqa: D102
@@ -261,6 +266,9 @@ class MegatronBackend(Backend):
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
     ) -> CheckpointWrite:
         self._distributed.finish_param_gather()
+        if self._distributed.adapters is not None and not self._frozen:  # once: these weights never change
+            frozen = (each for each in self._distributed.held if not each.parameter.requires_grad)
+            self._frozen = tensor_digests(frozen, group=host_group())
         return save_checkpoint(
             self._distributed.held,
             self._optimizers,
@@ -270,27 +278,36 @@ class MegatronBackend(Backend):
             weights=weights,
             asynchronous=asynchronous,
             extra=extra,
-            frozen=self._digests_of_frozen(),
+            frozen=self._frozen,
         )
-
-    def _digests_of_frozen(self) -> dict[str, int]:
-        """Of the weights under adapters, which a checkpoint leaves out; none where everything may train."""
-        if self._distributed.adapters is None:
-            return {}
-        if self._frozen is None:  # once: these weights never change
-            frozen = (each for each in self._distributed.held if not each.parameter.requires_grad)
-            self._frozen = tensor_digests(frozen, group=host_group())
-        return self._frozen
 
     def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
         self._distributed.finish_param_gather()
-        self._frozen = None
+        self._frozen = {}
         asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
         return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
 
     def explain(self) -> str:
         """The layout, what is on which rank, where the weights came from, and the optimizer."""
-        return describe(self._distributed, origin=self._origin, optimizers=self._optimizers)
+        model = self._distributed
+        config, architecture = model.config, model.architecture
+        numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
+        chunks = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in model.chunks]
+        layers = " and ".join(f"{layers[0]} to {layers[-1]}" for layers in chunks)
+        head = ", and the head" if model.groups.last_stage else ""
+        lines = [
+            f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
+            f"weights in {config.precision}, gradients and optimizer in float32",
+            f"{architecture.model_type} of {architecture.num_layers} layers, {_implementation(model)}",
+            f"this rank holds {numbers:,} elements, layers {layers}{head}",
+            f"weights from {self._origin}",
+            *([] if model.adapters is None else [model.adapters.explain()]),
+            f"microbatches of at most {config.micro_batch_size} rows"
+            + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
+            + (", packed" if config.sequence_packing else ", padded to their longest")
+            + (f", {config.recompute_granularity} recomputation in backward" if config.recompute_granularity else ""),
+        ]
+        return "\n".join([*lines, *([] if self._optimizers is None else [self._optimizers.explain()])])
 
     def _weights_moved(self, *, away: bool) -> None:
         if away and self._distributed.adapters is not None:
@@ -305,51 +322,14 @@ class MegatronBackend(Backend):
         self._distributed.close()
 
 
-def _visiting(model: MegatronModel) -> Callable[[], AbstractContextManager[None]]:
-    """Keep a model in pinned host memory but for the time of a visit to its device."""
-    offloader = Offloader(model.gpt)
-    offloader.offload()
-
-    @contextmanager
-    def visit() -> Iterator[None]:
-        offloader.onload()
-        try:
-            yield
-        finally:
-            offloader.offload()
-
-    return visit
-
-
-def _with_weights(model: nn.Module) -> nn.Module:
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or pass "
-            f"fill= to put weights into it"
-        )
-    return model
-
-
-def describe(model: MegatronModel, *, origin: str, optimizers: MegatronOptimizers | None) -> str:
-    """Several lines; the optimizer's are there once training has begun."""
-    config, architecture = model.config, model.architecture
-    numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
-    chunks = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in model.chunks]
-    layers = " and ".join(f"{layers[0]} to {layers[-1]}" for layers in chunks)
-    head = ", and the head" if model.groups.last_stage else ""
-    lines = [
-        f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
-        f"weights in {config.precision}, gradients and optimizer in float32",
-        f"{architecture.model_type} of {architecture.num_layers} layers, {_implementation(model)}",
-        f"this rank holds {numbers:,} elements, layers {layers}{head}",
-        f"weights from {origin}",
-        *([] if model.adapters is None else [model.adapters.explain()]),
-        f"microbatches of at most {config.micro_batch_size} rows"
-        + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
-        + (", packed" if config.sequence_packing else ", padded to their longest")
-        + (f", {config.recompute_granularity} recomputation in backward" if config.recompute_granularity else ""),
-    ]
-    return "\n".join([*lines, *([] if optimizers is None else [optimizers.explain()])])
+@contextmanager
+def _visit(offloader: Offloader) -> Iterator[None]:
+    """Have what lies in pinned host memory on its device for a while."""
+    offloader.onload()
+    try:
+        yield
+    finally:
+        offloader.offload()
 
 
 def _implementation(model: MegatronModel) -> str:

@@ -23,7 +23,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any, final
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_leaves
 
 from rl_backends.checkpoints.dcp import describe_failure
 from rl_backends.checkpoints.folders import in_threads, read_marker, sync_tree, write_marker
@@ -39,7 +40,7 @@ from rl_backends.checkpoints.shards import num_ranks, this_rank
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource
-from rl_backends.loading.source import local_folder, weight_files
+from rl_backends.loading.source import local_folder
 from rl_backends.megatron.config import (
     VARIABLE,
     MegatronConfig,
@@ -154,7 +155,9 @@ def convert(
     try:
         on_rank_0(lambda: (unfinished / WEIGHTS).mkdir(parents=True))
         on_every_rank(lambda: _require_shared(unfinished / WEIGHTS))
-        model = _megatron_model(source, config, dtype=about["dtype"])
+        skeleton = source.skeleton()
+        laid_out = replace(config, precision=about["dtype"])
+        model = MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
         try:
             with cpu_compat():
                 _save(model.chunks, unfinished / WEIGHTS)
@@ -212,7 +215,7 @@ def load_weights(conversion: Conversion, chunks: Sequence[Any]) -> None:
     on_every_rank(lambda: require_plain_metadata(conversion.weights / ".metadata"))
     sharded = _sharded_weights(chunks)
     apply_factories(sharded)  # here and not by `load`, which would join what they cut in memory of its own
-    parts = dict(_flattened(sharded))
+    parts = {str(number): part for number, part in enumerate(tree_leaves(sharded))}  # also of the lists that those made
     targets = {name: part.data.detach() for name, part in parts.items()}
     try:
         with warnings.catch_warnings():  # what torch says of how megatron-core 0.16.1 loads
@@ -303,7 +306,7 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
         blob = file.resolve().name
         return blob if file.is_symlink() and HUB_BLOB.fullmatch(blob) else digest_of(file)
 
-    files = weight_files(source.model_name, source.folder)
+    files = source.weight_files()
     digests = dict(zip([file.name for file in files], in_threads(digest, files), strict=True))
     dtypes: set[str] = set()
     for file in files:
@@ -316,12 +319,6 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
     common = names.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
     config = digest_of(source.folder / "config.json")
     return text_digest({"head": source.head, "config": config, "files": digests}), common
-
-
-def _megatron_model(source: ModelSource, config: MegatronConfig, *, dtype: str) -> MegatronModel:
-    skeleton = source.skeleton()
-    laid_out = replace(config, precision=dtype)  # type: ignore[arg-type]
-    return MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
 
 
 def _save(chunks: Sequence[Any], folder: Path) -> None:
@@ -443,18 +440,6 @@ def _sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
         lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory),
     )[0]
     return weights
-
-
-def _flattened(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Every leaf of nested dicts and lists, under a name of its own."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _flattened(each, f"{path}/{key}")
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _flattened(each, f"{path}/{index}")
-    else:
-        yield path, value
 
 
 def _require_shared(folder: Path, *, patience_s: float = 10.0) -> None:

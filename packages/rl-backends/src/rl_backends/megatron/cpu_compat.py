@@ -38,46 +38,27 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class NullStream:
+class _NullStream:
     """Stands in for `torch.cuda.Stream`, and for the events that it records: the CPU's work is done when asked for."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A null stream inside `cpu_compat`, what torch says elsewhere."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # what torch says outside of `cpu_compat`
         honest: Any = torch.cuda.streams.Stream
         return super().__new__(cls) if _thread.pretending else honest(*args, **kwargs)
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Device and priority mean nothing."""
+        pass
 
-    def record_event(self, *_: Any) -> "NullStream":
-        """An event that has already happened."""
+    def record_event(self, *_: Any) -> "_NullStream":
         return self
 
-    def synchronize(self) -> None:
-        """Nothing is under way."""
+    def _wait(self, *_: Any) -> None:
+        pass
 
-    def wait_event(self, *_: Any) -> None:
-        """It has happened."""
-
-    def wait_stream(self, *_: Any) -> None:
-        """It is empty."""
-
-
-def _null_stream(*_: Any) -> NullStream:
-    stream: NullStream = NullStream()
-    return stream
-
-
-def _use_stream(_stream: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
+    synchronize = wait_event = wait_stream = _wait
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _no_cuda_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
 
 
 def _splits_as_on_gpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002, ARG001 - Megatron's signature
@@ -98,14 +79,14 @@ ATTRIBUTES: Mapping[str, object] = {
     # Pipeline communication of unequal lengths and saving of checkpoints wait for the GPU.
     "torch.cuda.synchronize": _nothing,
     # The all-to-all dispatcher of experts copies split sizes on a stream of its own, and there are no streams.
-    "torch.cuda.Stream": NullStream,
-    "torch.cuda.current_stream": _null_stream,
-    "torch.cuda.default_stream": _null_stream,
-    "torch.cuda.stream": _use_stream,
+    "torch.cuda.Stream": _NullStream,
+    "torch.cuda.current_stream": lambda *_: _NullStream(),
+    "torch.cuda.default_stream": lambda *_: _NullStream(),
+    "torch.cuda.stream": lambda _stream: contextlib.nullcontext(),
     # Recomputation saves CUDA's random state, which fails, and restores it: each restoring is queued, with a stack
     # trace, for a CUDA that never starts, so that memory grows with every step.
-    "torch.cuda.get_rng_state": _no_cuda_rng_state,
-    "torch.cuda.random.get_rng_state": _no_cuda_rng_state,
+    "torch.cuda.get_rng_state": lambda *_, **__: torch.empty(0, dtype=torch.uint8),
+    "torch.cuda.random.get_rng_state": lambda *_, **__: torch.empty(0, dtype=torch.uint8),
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": _nothing,
     # Advice about CUDA_DEVICE_MAX_CONNECTIONS, which is about the speed of a GPU, counts as given.
     "megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce.warned": True,
@@ -127,41 +108,14 @@ ABSENT_ATTRIBUTES: Mapping[str, object] = {
 """What is put under a dotted name that does not exist, and left alone where it does."""
 
 
-class CpuCalls(TorchFunctionMode):
-    """Answers the calls that have a rule; any other goes on as it came."""
-
-    def __init__(self, rules: Mapping[Callable[..., Any], CallRule]) -> None:
-        super().__init__()
-        self._rules = rules
-
-    def __torch_function__(  # noqa: PLR0917 - torch's signature
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """The protocol of torch.overrides."""
-        rule = self._rules.get(func)
-        if rule is None or not _thread.pretending:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return rule(func, args, kwargs or {})
-
-
 def _is_cuda(device: object) -> bool:
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _on_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if _is_cuda(kwargs.get("device")):
-        kwargs = {**kwargs, "device": "cpu"}
-    if kwargs.get("pin_memory"):
-        kwargs = {**kwargs, "pin_memory": False}
-    return func(*args, **kwargs)
-
-
 def _to_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 1 and _is_cuda(args[1]):
-        args = (args[0], "cpu", *args[2:])
-    return _on_cpu(func, args, kwargs)
+    return func(args[0], "cpu", *args[2:], **kwargs) if len(args) > 1 and _is_cuda(args[1]) else func(*args, **kwargs)
 
 
 def _itself(_func: Callable[..., Any], args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -174,38 +128,7 @@ def _cuda_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return answer.replace("torch.", "torch.cuda.", 1) if asks else answer
 
 
-_FACTORIES = (
-    torch.arange,
-    torch.as_tensor,
-    torch.empty,
-    torch.empty_like,
-    torch.empty_strided,
-    torch.eye,
-    torch.full,
-    torch.full_like,
-    torch.linspace,
-    torch.ones,
-    torch.ones_like,
-    torch.rand,
-    torch.randint,
-    torch.randn,
-    torch.randn_like,
-    torch.randperm,
-    torch.rand_like,
-    torch.tensor,
-    torch.zeros,
-    torch.zeros_like,
-    torch.Tensor.new_empty,
-    torch.Tensor.new_full,
-    torch.Tensor.new_ones,
-    torch.Tensor.new_tensor,
-    torch.Tensor.new_zeros,
-)
-
 CALLS: Mapping[Callable[..., Any], CallRule] = {
-    # The schedules' token count, gradient clipping, optimizers, gradient buffers and checkpoint exchange make tensors
-    # with device="cuda"; the rope of context parallelism pins memory.
-    **dict.fromkeys(_FACTORIES, _on_cpu),
     # Initialization of tied embeddings, the rope of context parallelism, exchange of loaded checkpoint shards and
     # optimizer state on its way back from offloading move tensors to the GPU.
     torch.Tensor.cuda: _itself,
@@ -216,6 +139,30 @@ CALLS: Mapping[Callable[..., Any], CallRule] = {
     torch.Tensor.type: _cuda_type,
 }
 """Torch functions and methods whose calls are answered by a rule, in a thread inside `cpu_compat`."""
+
+
+class _CpuCalls(TorchFunctionMode):
+    """Answers the calls that have a rule, and makes on the CPU what any other asks to be made on a GPU.
+
+    The schedules' token count, gradient clipping, optimizers, gradient buffers and checkpoint exchange make tensors
+    with device="cuda"; the rope of context parallelism pins memory.
+    """
+
+    def __torch_function__(  # noqa: PLR0917 - torch's signature
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not _thread.pretending:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": "cpu"}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        rule = CALLS.get(func)
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(func, args, kwargs or {})
+
 
 _ABSENT = object()
 
@@ -260,10 +207,14 @@ def _applied() -> Iterator[None]:
     global _threads_inside  # noqa: PLW0603 - the attributes are global too
     with _lock:
         if _threads_inside == 0:
-            _replace_all()
+            try:
+                _replace_all()
+            except BaseException:
+                _restore_all()
+                raise
         _threads_inside += 1
     try:
-        with CpuCalls(CALLS):
+        with _CpuCalls():
             _thread.inside = True
             yield
     finally:
@@ -275,26 +226,16 @@ def _applied() -> Iterator[None]:
 
 
 def _replace_all() -> None:
-    try:
-        for name, value in ATTRIBUTES.items():
-            _replace(name, value, only_absent=False)
-        for name, value in ABSENT_ATTRIBUTES.items():
-            _replace(name, value, only_absent=True)
-    except BaseException:
-        _restore_all()
-        raise
-
-
-def _replace(name: str, value: object, *, only_absent: bool) -> None:
-    module_name, _, attribute = name.rpartition(".")
-    module = pkgutil.resolve_name(module_name)
-    original = getattr(module, attribute, _ABSENT)
-    if only_absent and original is not _ABSENT:
-        return
-    if original is _ABSENT and not only_absent:
-        raise AttributeError(f"{name} is to be replaced on a machine without CUDA, and does not exist")
-    _replaced.append((module, attribute, original))
-    setattr(module, attribute, _only_inside(value, original) if isinstance(value, FunctionType) else value)
+    for name, value in {**ATTRIBUTES, **ABSENT_ATTRIBUTES}.items():
+        module_name, _, attribute = name.rpartition(".")
+        module = pkgutil.resolve_name(module_name)
+        original = getattr(module, attribute, _ABSENT)
+        if name in ABSENT_ATTRIBUTES and original is not _ABSENT:
+            continue
+        if name not in ABSENT_ATTRIBUTES and original is _ABSENT:
+            raise AttributeError(f"{name} is to be replaced on a machine without CUDA, and does not exist")
+        _replaced.append((module, attribute, original))
+        setattr(module, attribute, _only_inside(value, original) if isinstance(value, FunctionType) else value)
 
 
 def _only_inside(replacement: Callable[..., Any], original: Any) -> Callable[..., Any]:

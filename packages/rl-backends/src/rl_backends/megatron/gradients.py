@@ -96,20 +96,29 @@ def clip_and_step(
             and optimizers are as they were, and the gradients are cleared.
     """
     from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     with cpu_compat():
         finalize_model_grads(list(ddp), None)
         optimizers.inner.prepare_grads()
         norm = _agree_on_norm(optimizers, next(ddp[0].parameters()).device)
         if not math.isfinite(norm):
-            return _leave_out(optimizers, norm=norm, version=version, names=names or {})
-        clipped = _clip(optimizers, norm)
+            found = _nonfinite_gradients(optimizers, names or {})
+            optimizers.zero_grad()
+            if optimizers.settings.on_nonfinite_gradient == "raise":
+                raise nonfinite_error(found, norm=norm, version=version)
+            optimizers.num_steps_skipped += 1
+            return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=found[:NAMED])
+        max_norm = optimizers.settings.clip_grad
+        if max_norm is not None:
+            for part in optimizers.parts:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, norm)
         optimizers.step()
         if ddp[0].ddp_config.overlap_param_gather:  # type: ignore[union-attr]
             for group in bucket_groups(ddp):
                 group.param_gather_dispatched = False  # whatever was gathered since the gradients were summed
         optimizers.zero_grad()
-        return GradientStep(norm=norm, clipped=clipped, skipped=False)
+        return GradientStep(norm=norm, clipped=max_norm is not None and norm > max_norm, skipped=False)
 
 
 def _agree_on_norm(optimizers: MegatronOptimizers, device: torch.device) -> float:
@@ -119,39 +128,15 @@ def _agree_on_norm(optimizers: MegatronOptimizers, device: torch.device) -> floa
     replica or copy would have the ranks' weights part.
     """
     norm = optimizers.inner.get_grad_norm()
-    no_number = math.isnan(norm) or not _finite_outside_the_norm(optimizers)
+    counted = {id(grad) for part in optimizers.parts for grad in part.get_main_grads_for_grad_norm()}
+    gradients = [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
+    others = [grad for grad in gradients if id(grad) not in counted]
+    no_number = math.isnan(norm) or bool(others and not nn.utils.get_total_norm(others).isfinite())
     finite = norm if math.isfinite(norm) else 0.0
     told = torch.tensor([finite, no_number, math.isinf(norm)], dtype=torch.float64, device=device)
     dist.all_reduce(told, dist.ReduceOp.MAX)
     agreed, no_number_anywhere, infinite_anywhere = told.tolist()
     return math.nan if no_number_anywhere else math.inf if infinite_anywhere else agreed
-
-
-def _finite_outside_the_norm(optimizers: MegatronOptimizers) -> bool:
-    counted = {id(grad) for part in optimizers.parts for grad in part.get_main_grads_for_grad_norm()}
-    gradients = [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
-    others = [grad for grad in gradients if id(grad) not in counted]
-    return not others or bool(nn.utils.get_total_norm(others).isfinite())
-
-
-def _clip(optimizers: MegatronOptimizers, norm: float) -> bool:
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-    max_norm = optimizers.settings.clip_grad
-    if max_norm is None:
-        return False
-    for part in optimizers.parts:
-        clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, norm)
-    return norm > max_norm
-
-
-def _leave_out(optimizers: MegatronOptimizers, *, norm: float, version: int, names: Mapping[str, str]) -> GradientStep:
-    found = _nonfinite_gradients(optimizers, names)
-    optimizers.zero_grad()
-    if optimizers.settings.on_nonfinite_gradient == "raise":
-        raise nonfinite_error(found, norm=norm, version=version)
-    optimizers.num_steps_skipped += 1
-    return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=found[:NAMED])
 
 
 def _nonfinite_gradients(optimizers: MegatronOptimizers, names: Mapping[str, str]) -> tuple[str, ...]:

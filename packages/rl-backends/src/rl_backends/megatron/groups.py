@@ -151,6 +151,7 @@ def _require_device(config: MegatronConfig) -> None:
 
 def _arrange(sizes: dict[str, int], config: MegatronConfig) -> _Arrangement:
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     global _arrangement  # noqa: PLW0603 - Megatron has one a process
     world = dist.group.WORLD
@@ -175,32 +176,24 @@ def _arrange(sizes: dict[str, int], config: MegatronConfig) -> _Arrangement:
         )
     before = set(_groups_of_process())
     try:
-        _initialize(sizes, config)
+        minutes: int = config.timeout_s / 60  # type: ignore[assignment]  # which goes into a timedelta as it is
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes["tp"],
+            pipeline_model_parallel_size=sizes["pp"],
+            virtual_pipeline_model_parallel_size=sizes.get("vp"),
+            context_parallel_size=sizes["cp"],
+            expert_model_parallel_size=sizes["ep"],
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=minutes,
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(0, inference_rng_tracker=config.device == "cpu", force_reset_rng=True)
     except BaseException:
         _destroy([group for group in _groups_of_process() if group not in before])
         raise
     made = tuple(group for group in _groups_of_process() if group not in before)
     _arrangement = _Arrangement(world=world, sizes=sizes, groups=made)
     return _arrangement
-
-
-def _initialize(sizes: dict[str, int], config: MegatronConfig) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    minutes: int = config.timeout_s / 60  # type: ignore[assignment]  # which goes into a timedelta as it is
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes["tp"],
-        pipeline_model_parallel_size=sizes["pp"],
-        virtual_pipeline_model_parallel_size=sizes.get("vp"),
-        context_parallel_size=sizes["cp"],
-        expert_model_parallel_size=sizes["ep"],
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=minutes,
-        create_gloo_process_groups=False,
-    )
-    on_cpu = config.device == "cpu"
-    model_parallel_cuda_manual_seed(0, inference_rng_tracker=on_cpu, force_reset_rng=True)
 
 
 def _dissolve(arrangement: _Arrangement) -> None:
@@ -232,8 +225,7 @@ def _groups_of_process() -> list[dist.ProcessGroup]:
 
 def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:
     """The mesh over these ranks, whose group outlives an arrangement: DTensor remembers it."""
-    meshes = _meshes()
-    key = (device, tuple(dist.get_process_group_ranks(tp)))
+    meshes, key = _meshes(), (device, tuple(dist.get_process_group_ranks(tp)))
     if key not in meshes:
         meshes[key] = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",))
     return meshes[key]

@@ -62,20 +62,20 @@ def check_installed() -> None:
     Raises:
         MissingDependencyError: It names what is missing or of another release, and what to install.
     """
-    problems = [_megatron_problem()]
-    if importlib.util.find_spec("psutil") is None:
-        problems.append("psutil is not installed, without which megatron-core's checkpoint writers never return")
-    if problems := [problem for problem in problems if problem]:
-        raise MissingDependencyError(f"the Megatron backend cannot be used: {'; '.join(problems)}. Install: {INSTALL}")
-
-
-def _megatron_problem() -> str:
+    problems = []
     try:
         installed = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
-        return f"megatron-core is not installed, and {NEEDED} is needed"
-    from packaging.specifiers import SpecifierSet  # comes with megatron-core
+        problems.append(f"megatron-core is not installed, and {NEEDED} is needed")
+    else:
+        from packaging.specifiers import SpecifierSet  # comes with megatron-core
 
-    if SpecifierSet(NEEDED).contains(installed):
-        return ""
-    return f"megatron-core {installed} is installed, and {NEEDED} is needed, whose workings the backend was tested with"
+        if not SpecifierSet(NEEDED).contains(installed):
+            problems.append(
+                f"megatron-core {installed} is installed, and {NEEDED} is needed, whose workings the backend was "
+                f"tested with"
+            )
+    if importlib.util.find_spec("psutil") is None:
+        problems.append("psutil is not installed, without which megatron-core's checkpoint writers never return")
+    if problems:
+        raise MissingDependencyError(f"the Megatron backend cannot be used: {'; '.join(problems)}. Install: {INSTALL}")

@@ -25,7 +25,7 @@ from rl_backends.megatron.gpt_model import build_gpt_model
 from rl_backends.megatron.groups import ParallelGroups
 from rl_backends.megatron.lora import Adapters, add_adapters, bare_shapes
 from rl_backends.megatron.mapping import HeldTensor, held_tensors
-from rl_backends.megatron.passes import OutputHead, read_hidden, run_passes
+from rl_backends.megatron.passes import OutputHead, in_rows, run_passes
 from rl_backends.rank_agreement import on_every_rank, raise_together, told_by_last_rank
 from rl_backends.readers import Reader, has_language_model_head
 
@@ -117,15 +117,16 @@ class MegatronModel(DistributedModel):
             weight = last.score.weight if self.architecture.num_labels else last.head_weight
             if weight in self.ddp[-1].param_to_bucket_group:
                 self.ddp[-1].param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
-        return read_hidden(
-            hidden,
-            inputs,
-            reader,
-            head=self._head,
-            groups=self.groups,
-            sequence_parallel=self.config.sequence_parallel,
-            shape=shape,
-        )
+        if self.config.sequence_parallel:
+            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+            # The reader gives every rank the whole gradient, of which each keeps its own tokens'.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        num_tokens, num_rows = hidden.shape[:2]
+        places = inputs.at % num_tokens * num_rows + inputs.at // num_tokens  # Megatron's have tokens first
+        read = reader(self._head, hidden.flatten(0, 1).index_select(0, places), inputs)
+        several = (read,) if isinstance(read, Tensor) else tuple(read)
+        return tuple(in_rows(each, inputs, shape, context=self.groups.cp) for each in several)
 
     def _forward(
         self,

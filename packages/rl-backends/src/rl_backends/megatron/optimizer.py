@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from rl_backends.checkpoints.optimizer_state import Stepped
 from rl_backends.checkpoints.shards import TensorShard, flat_boxes
+from rl_backends.choices import refuse
 from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
@@ -60,7 +62,19 @@ class MegatronSchedule:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self._decay_steps = scheduler.lr_decay_iters or num_steps
-        _check_megatron_schedule(optimizer, scheduler, decay_steps=self._decay_steps)
+        problems = []
+        if scheduler.lr_warmup_iters >= self._decay_steps:
+            default = "" if scheduler.lr_decay_iters is not None else ", which is the steps of the stage,"
+            problems.append(
+                f"lr_warmup_iters={scheduler.lr_warmup_iters} must be less than lr_decay_iters={self._decay_steps}"
+                f"{default} or the learning rate goes down before it is up"
+            )
+        if scheduler.lr_warmup_init > optimizer.lr:
+            problems.append(
+                f"lr_warmup_init={scheduler.lr_warmup_init} must be at most lr={optimizer.lr}, which the warm-up goes "
+                f"up to"
+            )
+        refuse(problems)
         self._inner = inner
         self._optimizer = optimizer
         self._config = scheduler
@@ -110,23 +124,6 @@ class MegatronSchedule:
         return f"{text}; weight decay from {grows} in {scheduler.wd_incr_steps} steps"
 
 
-def _check_megatron_schedule(
-    optimizer: MegatronOptimizerConfig, scheduler: MegatronSchedulerConfig, *, decay_steps: int
-) -> None:
-    default = "" if scheduler.lr_decay_iters is not None else ", which is the steps of the stage,"
-    problems = [
-        f"lr_warmup_iters={scheduler.lr_warmup_iters} must be less than lr_decay_iters={decay_steps}{default} or "
-        f"the learning rate goes down before it is up"
-        if scheduler.lr_warmup_iters >= decay_steps
-        else "",
-        f"lr_warmup_init={scheduler.lr_warmup_init} must be at most lr={optimizer.lr}, which the warm-up goes up to"
-        if scheduler.lr_warmup_init > optimizer.lr
-        else "",
-    ]
-    if found := [problem for problem in problems if problem]:
-        raise ValueError("; ".join(found))
-
-
 def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may say how
     ddp: Sequence[nn.Module],
     transformer_config: Any,
@@ -148,13 +145,49 @@ def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may 
             that does not fit into `num_steps`.
         ModelError: nothing is trainable.
     """
-    settings = _settings(config.optimizer, optimizer)
-    # Whether norms and biases decay like the matrices; Megatron's own optimizer never lets them.
-    decay_vectors = config.optimizer is None and optimizer is not None and optimizer.decay_vectors
+    from megatron.core.optimizer import OptimizerConfig as TheirConfig
+    from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+
+    settings = config.optimizer or _translated(optimizer)
+    of_adam = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    del of_adam["on_nonfinite_gradient"]
+    notes: list[str] = []
     with cpu_compat():
-        inner = _make_inner(ddp, transformer_config, config, settings=settings, decay_vectors=decay_vectors)
-        schedule = _make_schedule(inner, config, optimizer, num_steps=num_steps)
-        notes = _notes(config, optimizer)
+        theirs = TheirConfig(
+            **{**of_adam, "clip_grad": settings.clip_grad or 0.0},
+            bf16=transformer_config.bf16,
+            params_dtype=transformer_config.params_dtype,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+            log_num_zeros_in_grad=False,
+        )
+        # Only an empty dict lets everything decay; the standard ones leave out norms and biases, as Megatron does.
+        decay_vectors = config.optimizer is None and optimizer is not None and optimizer.decay_vectors
+        overrides = {} if decay_vectors else get_standard_config_overrides(theirs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
+            inner = get_megatron_optimizer(theirs, list(ddp), config_overrides=overrides, use_gloo_process_groups=False)
+        if not inner.param_groups:
+            raise ModelError(
+                f"none of the {len(list(parameters_of(ddp)))} parameters of {type(ddp[0]).__name__} requires a "
+                f"gradient on any rank, so there is nothing to optimize: unfreeze some"
+            )
+        for part in inner.chained_optimizers:
+            # One kernel for all parameters, as the other backend's AdamW: Megatron leaves torch's at a loop over them.
+            if isinstance(getattr(part, "optimizer", None), AdamW):
+                for group in part.optimizer.param_groups:
+                    group.update(fused=True, foreach=False)
+        schedule: NeutralSchedule | MegatronSchedule
+        if config.optimizer is not None:
+            scheduler = config.scheduler or MegatronSchedulerConfig()
+            schedule = MegatronSchedule(inner, config.optimizer, scheduler, num_steps=num_steps)
+            if optimizer is not None:
+                unused = f"name={optimizer.name!r}, lr={optimizer.lr:g}, schedule={optimizer.schedule!r}"
+                notes.append(
+                    f"From megatron_cfg.optimizer; the optimizer that training was started with ({unused}) is not used."
+                )
+        else:
+            assert optimizer is not None
+            schedule = NeutralSchedule(inner, optimizer, num_steps=num_steps)
         return MegatronOptimizers(ddp, inner, schedule, settings=settings, num_steps=num_steps, notes=notes)
 
 
@@ -170,7 +203,7 @@ class MegatronOptimizers(StepCount):
         *,
         settings: MegatronOptimizerConfig,
         num_steps: int,
-        notes: tuple[str, ...] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         super().__init__(num_steps=num_steps)
         self.inner = inner
@@ -237,103 +270,40 @@ class MegatronOptimizers(StepCount):
         return "\n".join([*lines, *table(rows)])
 
 
-def _settings(megatron: MegatronOptimizerConfig | None, neutral: OptimizerConfig | None) -> MegatronOptimizerConfig:
-    """What both sources say of AdamW and of the gradient step, in Megatron's words."""
-    if megatron is not None:
-        return megatron
-    if neutral is None:
+def _translated(config: OptimizerConfig | None) -> MegatronOptimizerConfig:
+    """What the `OptimizerConfig` of every other backend says of AdamW and of the gradient step, in Megatron's words."""
+    if config is None:
         raise ValueError(
             "there is no optimizer: set megatron_cfg.optimizer (and megatron_cfg.scheduler), or start training with an "
             "OptimizerConfig"
         )
-    _refuse_what_megatron_lacks(neutral)
-    return MegatronOptimizerConfig(
-        lr=neutral.lr,
-        weight_decay=neutral.weight_decay,
-        adam_beta1=neutral.betas[0],
-        adam_beta2=neutral.betas[1],
-        adam_eps=neutral.eps,
-        clip_grad=neutral.max_grad_norm,
-        on_nonfinite_gradient=neutral.on_nonfinite_gradient,
-    )
-
-
-def _refuse_what_megatron_lacks(config: OptimizerConfig) -> None:
-    problems = [
-        f"name={config.name!r}: take 'adamw'" if config.name != "adamw" else "",
-        f"no_decay={config.no_decay}: names are those of Hugging Face, and Megatron holds several in one parameter; "
-        "leave it out"
-        if config.no_decay
-        else "",
-        f"implementation={config.implementation!r}: Megatron takes the AdamW of Transformer Engine or Apex where there "
-        "is one, else torch's; leave it out"
-        if config.name == "adamw" and config.implementation != "fused"
-        else "",
-    ]
-    if found := [problem for problem in problems if problem]:
+    problems = []
+    if config.name != "adamw":
+        problems.append(f"name={config.name!r}: take 'adamw'")
+    if config.no_decay:
+        problems.append(
+            f"no_decay={config.no_decay}: names are those of Hugging Face, and Megatron holds several in one "
+            f"parameter; leave it out"
+        )
+    if config.name == "adamw" and config.implementation != "fused":
+        problems.append(
+            f"implementation={config.implementation!r}: Megatron takes the AdamW of Transformer Engine or Apex where "
+            f"there is one, else torch's; leave it out"
+        )
+    if problems:
         raise ValueError(
-            f"the Megatron backend has no counterpart of {'; of '.join(found)}. Or set megatron_cfg.optimizer, which "
-            "is then used instead"
+            f"the Megatron backend has no counterpart of {'; of '.join(problems)}. Or set megatron_cfg.optimizer, "
+            f"which is then used instead"
         )
-
-
-def _notes(config: MegatronConfig, optimizer: OptimizerConfig | None) -> tuple[str, ...]:
-    if config.optimizer is None or optimizer is None:
-        return ()
-    unused = f"name={optimizer.name!r}, lr={optimizer.lr:g}, schedule={optimizer.schedule!r}"
-    return (f"From megatron_cfg.optimizer; the optimizer that training was started with ({unused}) is not used.",)
-
-
-def _make_schedule(
-    inner: Any, config: MegatronConfig, optimizer: OptimizerConfig | None, *, num_steps: int
-) -> NeutralSchedule | MegatronSchedule:
-    if config.optimizer is not None:
-        scheduler = config.scheduler or MegatronSchedulerConfig()
-        return MegatronSchedule(inner, config.optimizer, scheduler, num_steps=num_steps)
-    assert optimizer is not None
-    return NeutralSchedule(inner, optimizer, num_steps=num_steps)
-
-
-def _fuse(inner: Any) -> None:
-    """One kernel for all parameters, as the other backend's AdamW: Megatron leaves torch's at a loop over them."""
-    for part in inner.chained_optimizers:
-        if isinstance(getattr(part, "optimizer", None), AdamW):
-            for group in part.optimizer.param_groups:
-                group.update(fused=True, foreach=False)
-
-
-def _make_inner(
-    ddp: Sequence[nn.Module],
-    transformer_config: Any,
-    config: MegatronConfig,
-    *,
-    settings: MegatronOptimizerConfig,
-    decay_vectors: bool,
-) -> Any:
-    from megatron.core.optimizer import OptimizerConfig as TheirConfig
-    from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-
-    of_adam = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    del of_adam["on_nonfinite_gradient"]
-    theirs = TheirConfig(
-        **{**of_adam, "clip_grad": settings.clip_grad or 0.0},
-        bf16=transformer_config.bf16,
-        params_dtype=transformer_config.params_dtype,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-        log_num_zeros_in_grad=False,
+    return MegatronOptimizerConfig(
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.max_grad_norm,
+        on_nonfinite_gradient=config.on_nonfinite_gradient,
     )
-    # Only an empty dict lets everything decay; None means the standard ones, which leave out norms and biases.
-    overrides = {} if decay_vectors else get_standard_config_overrides(theirs)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
-        inner = get_megatron_optimizer(theirs, list(ddp), config_overrides=overrides, use_gloo_process_groups=False)
-    if not inner.param_groups:
-        raise ModelError(
-            f"none of the {len(list(parameters_of(ddp)))} parameters of {type(ddp[0]).__name__} requires a gradient on "
-            "any rank, so there is nothing to optimize: unfreeze some"
-        )
-    _fuse(inner)
-    return inner
 
 
 # ---- What the optimizers keep on this rank of each parameter: the elements that they step, and state beside them.
@@ -343,17 +313,11 @@ def _make_inner(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Master:
-    """What one of torch's optimizers steps on this rank of one parameter."""
+class Master(Stepped):
+    """What one of torch's optimizers steps on this rank of one parameter: flat where it is a range of it."""
 
     parameter: nn.Parameter
     """The model's."""
-    tensor: Tensor
-    """What is stepped: flat where it is a range, else shaped like the parameter."""
-    optimizer: Optimizer
-    """Which has its state."""
-    group: dict[str, Any]
-    """Of the optimizer, in which it is."""
     start: int | None = None
     """Where the range begins in the flattened parameter; None where it is all of it."""
 
@@ -372,29 +336,25 @@ class Master:
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state of it, as torch's AdamW has it, which counts the steps of each parameter."""
-        state: dict[str, Any] = self.optimizer.state.get(self.tensor, {})
-        if state and not isinstance(self.optimizer, AdamW):  # Transformer Engine and Apex count those of a group
+        state = Stepped.state(self)
+        if state and self._counted_by_group:
             state = {key: state[key] for key in ("exp_avg", "exp_avg_sq")}
             state["step"] = torch.tensor(float(self.group["step"]))
         return state
 
-    def new_step(self) -> Tensor:
-        """A count of steps, to be filled, where torch's optimizers keep it."""
-        on_device = self.group.get("fused") or self.group.get("capturable")
-        return torch.zeros((), device=self.tensor.device if on_device else "cpu")
-
     def put_state(self, state: dict[str, Any]) -> None:
         """Give the optimizer what `state` gave, or, where that is empty, let it begin."""
-        counted_by_group = not isinstance(self.optimizer, AdamW)
-        if counted_by_group:
+        if self._counted_by_group:
             self.group.pop("step", None)
-        self.optimizer.state.pop(self.tensor, None)
-        if not state:
-            return
-        if counted_by_group:
-            self.group["step"] = int(state["step"])
-            state = {key: value for key, value in state.items() if key != "step"}
-        self.optimizer.state[self.tensor] = state
+            if state:
+                self.group["step"] = int(state["step"])
+                state = {key: value for key, value in state.items() if key != "step"}
+        Stepped.put_state(self, state)
+
+    @property
+    def _counted_by_group(self) -> bool:
+        """Whether steps are those of a group, as in the optimizers of Transformer Engine and Apex."""
+        return not isinstance(self.optimizer, AdamW)
 
 
 def masters_of(optimizers: MegatronOptimizers) -> list[Master]:

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.groups import ParallelGroups
-from rl_backends.readers import Reader
 
 OnHidden = Callable[[int, Tensor], Tensor]
 """Given a microbatch's number and the last stage's hidden states; returns the scalar that backward starts from."""
@@ -76,17 +74,6 @@ class OutputHead(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         """A layer with the one attribute `weight` [V, H], a DTensor where it is cut."""
-        layer = nn.Module()
-        layer.weight = self._weight()
-        return layer
-
-    @property
-    def score(self) -> nn.Module:
-        """The value or reward head; not cut."""
-        head: nn.Module = self._model[0].score
-        return head
-
-    def _weight(self) -> Tensor:
         from torch.distributed.tensor import DTensor, Shard
 
         mesh = self._groups.tp_mesh
@@ -94,33 +81,19 @@ class OutputHead(nn.Module):
         share, hidden = weight.shape
         start = self._groups.tp.rank() * share
         own = weight[: min(share, max(0, self._vocabulary_size - start))]
+        layer = nn.Module()
         if mesh is None:
-            return own
-        shape = torch.Size((self._vocabulary_size, hidden))
-        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
+            layer.weight = own
+        else:
+            shape = torch.Size((self._vocabulary_size, hidden))
+            layer.weight = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
+        return layer
 
-
-def read_hidden(
-    hidden: Float[Tensor, "s b H"],
-    inputs: ModelInputs,
-    reader: Reader,
-    *,
-    head: OutputHead,
-    groups: ParallelGroups,
-    sequence_parallel: bool,
-    shape: tuple[int, int],
-) -> tuple[Tensor, ...]:
-    """What the reader reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-    if sequence_parallel:
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-        # The reader gives every rank the whole gradient, of which each keeps its own tokens'.
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    num_tokens, num_rows = hidden.shape[:2]
-    places = inputs.at % num_tokens * num_rows + inputs.at // num_tokens  # Megatron's hidden states have tokens first
-    read = reader(head, hidden.flatten(0, 1).index_select(0, places), inputs)
-    several = (read,) if isinstance(read, Tensor) else tuple(read)
-    return tuple(_in_rows(each, inputs, shape, context=groups.cp) for each in several)
+    @property
+    def score(self) -> nn.Module:
+        """The value or reward head; not cut."""
+        head: nn.Module = self._model[0].score
+        return head
 
 
 def _packed(inputs: ModelInputs) -> Any:
@@ -140,7 +113,8 @@ def _packed(inputs: ModelInputs) -> Any:
     )
 
 
-def _in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], *, context: dist.ProcessGroup) -> Tensor:
+def in_rows(read: Tensor, inputs: ModelInputs, shape: tuple[int, int], *, context: dist.ProcessGroup) -> Tensor:
+    """What was read at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
     placed = read.new_zeros(shape[0] * shape[1], *read.shape[1:]).index_copy(0, inputs.into, read)
     whole: Tensor = placed if context.size() == 1 else _SumOverRanks.apply(placed, context)  # type: ignore[no-untyped-call]
     return whole.view(*shape, *read.shape[1:])

@@ -8,7 +8,7 @@ References: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Peng et al. 2023, "Ya
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,32 +37,29 @@ class Rope:
         return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
 
 
-def rope_problems(hf_config: Any) -> list[str]:
+def rope_problems(hf_config: Any) -> Iterator[str]:
     """Why the rotary positions of a configuration are not built here, each with its field and value."""
     if not _is_release_5(hf_config) and getattr(hf_config, "rope_parameters", None):
-        found, base = hf_config.rope_parameters, getattr(hf_config, "rope_theta", None)
-        reason = (
-            f"rope_parameters={found}: the configuration was written by transformers 5, and the release that is "
-            f"installed would read rope_theta={base} in its place; install transformers>=5"
+        yield (
+            f"rope_parameters={hf_config.rope_parameters}: the configuration was written by transformers 5, and the "
+            f"release that is installed would read rope_theta={getattr(hf_config, 'rope_theta', None)} in its place; "
+            f"install transformers>=5"
         )
-        return [reason]
+        return
     fields = _fields(hf_config)
     if any(isinstance(value, Mapping) for value in fields.values()):
-        return [
-            f"rope_parameters={dict(fields)}: one kind of rotary positions for each kind of layer is not built here"
-        ]
-    problems = []
+        yield f"rope_parameters={dict(fields)}: one kind of rotary positions for each kind of layer is not built here"
+        return
     if _kind(fields) not in STATIC:
-        problems.append(
+        yield (
             f"rope_type={_kind(fields)!r}: its frequencies change with the length of a sequence, or are unknown here; "
             f"what is built: {', '.join(STATIC)}"
         )
     if not isinstance(_base(hf_config), int | float):
-        problems.append(f"rope_theta={_base(hf_config)!r}: the base of rotary positions is a number")
+        yield f"rope_theta={_base(hf_config)!r}: the base of rotary positions is a number"
     partial = fields.get("partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", None))
     if partial not in (None, 1, 1.0):
-        problems.append(f"partial_rotary_factor={partial}: whole heads are turned here")
-    return problems
+        yield f"partial_rotary_factor={partial}: whole heads are turned here"
 
 
 def read_rope(hf_config: Any, *, head_dim: int) -> Rope:

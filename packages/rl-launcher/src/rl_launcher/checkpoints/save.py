@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_backends.checkpoints.folders import atomic_folder, unfinished_name
-from rl_backends.checkpoints.nested_state import pack, unpack
 from rl_launcher.build.parts import Parts
 from rl_launcher.checkpoints.folders import (
     POLICY,
@@ -31,6 +30,7 @@ from rl_launcher.checkpoints.folders import (
     root_of,
     unfinished_of,
 )
+from rl_launcher.checkpoints.nested_state import pack, unpack
 from rl_launcher.checkpoints.progress import NUMBER_FIELDS, Progress, data_digest
 from rl_launcher.schema import CheckpointingConfig
 from rl_observe import RunDirectory, read_metrics

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.checkpoints.nested_state import pack, unpack
+from rl_launcher.checkpoints.nested_state import pack, unpack
 
 STATES = st.recursive(
     st.none()
