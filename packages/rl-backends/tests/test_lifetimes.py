@@ -107,6 +107,7 @@ def see_gpus(monkeypatch, num_gpus, *, environment, current=0):
         device_count=lambda: num_gpus, current_device=lambda: current, set_device=chosen.append
     )
     monkeypatch.setattr(process_group, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: False)  # whatever another test left open
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
