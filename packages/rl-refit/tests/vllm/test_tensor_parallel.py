@@ -1,5 +1,6 @@
 """Two workers, tensor parallel, in processes of their own: each is a rank of the sink, and receives its own shard."""
 
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
@@ -99,6 +100,10 @@ def test_a_fault_in_one_of_them_poisons_the_engine_until_a_refit_succeeds(llm, s
     assert says(llm, served, NEW)
 
 
+@pytest.mark.skipif(
+    version("vllm").startswith(("0.30.", "0.31.")),
+    reason="before 0.32, vLLM's shutdown waits for ever for what it could not send to a dead worker: its socket lingers",
+)
 def test_a_worker_that_dies_in_its_commit_ends_it_and_poisons(llm, served):
     """The last test of this engine."""
     sink = VllmSink(llm, timeout_s=10.0)
