@@ -102,7 +102,7 @@ def test_a_fault_in_one_of_them_poisons_the_engine_until_a_refit_succeeds(llm, s
 
 @pytest.mark.skipif(
     version("vllm").startswith(("0.30.", "0.31.")),
-    reason="before 0.32, vLLM's shutdown waits for ever for what it could not send to a dead worker: its socket lingers",
+    reason="before 0.32, vLLM's shutdown waits for ever for what it could not send to a dead worker",
 )
 def test_a_worker_that_dies_in_its_commit_ends_it_and_poisons(llm, served):
     """The last test of this engine."""
