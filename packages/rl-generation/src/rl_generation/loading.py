@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from rl_generation.checkpoints import load_config, load_model, load_tokenizer, stop_token_ids_of
 from rl_generation.engine import Engine
@@ -56,8 +56,8 @@ class EngineSpec:
     model: str
     """A folder that `save_pretrained` wrote, or a hub id."""
 
-    engine: str = "transformers"
-    """One of `ENGINES`: in this process by transformers, or by vLLM."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates: transformers, in this process, or vLLM."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub id; None is its main branch, which may move."""
@@ -83,8 +83,8 @@ class EngineSpec:
     logp_of: LogpOf = "sampled"
     """Which distribution the log-probabilities refer to."""
 
-    continuous_batching: str | None = None
-    """Of the transformers engine: "auto", "required" or "off", see `TransformersEngine`; None is "auto"."""
+    continuous_batching: Literal["auto", "required", "off"] | None = None
+    """Of the transformers engine: see there; None is "auto"."""
 
     max_cache_tokens: int | None = None
     """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
