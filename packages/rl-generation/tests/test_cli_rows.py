@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_generation.commands.console import CommandError
 from rl_generation.commands.flags import add_engine_arguments, add_sampling_arguments, override, sampling_of, spec_of
-from rl_generation.commands.generate import Job, _append, _cut_to_whole_chunks, _open_locked
+from rl_generation.commands.generate import Job, _cut_to_whole_chunks, _open_locked, _save
 from rl_generation.commands.prompt_rows import check_limits, read_rows
 from rl_generation.loading import EngineSpec
 from rl_generation.requests import Limits, Sampling
@@ -190,8 +190,7 @@ def chunks_of(answers, chunk_prompts):
 
 def job_of(tmp_path, answers, *, chunk_prompts):
     rows = rows_of(tmp_path, *[{"prompt": "a", "sampling": {"n": count}} for count in answers])
-    identity = {"chunk_prompts": chunk_prompts}
-    return Job(rows=rows, tokenizer=None, identity=identity, circumstances={}, begun=True)
+    return Job(rows=rows, tokenizer=None, identity={}, circumstances={}, chunk_prompts=chunk_prompts, begun=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -208,7 +207,7 @@ def test_a_file_torn_anywhere_goes_on_after_its_last_whole_chunk(tmp_path_factor
     with _open_locked(path) as output:
         assert _cut_to_whole_chunks(output, path, job) == (0, {})
         for chunk in chunks:
-            _append(output, chunk)
+            _save(output, *(json.dumps(row, ensure_ascii=False) for row in chunk))
     whole = path.read_bytes()
     ends = [0]
     for chunk in chunks:
@@ -223,7 +222,7 @@ def test_a_file_torn_anywhere_goes_on_after_its_last_whole_chunk(tmp_path_factor
         assert finished.total() == sum(map(len, chunks[:kept]))
         assert path.stat().st_size == ends[kept]
         for chunk in chunks[kept:]:
-            _append(output, chunk)
+            _save(output, *(json.dumps(row, ensure_ascii=False) for row in chunk))
     assert path.read_bytes() == whole
 
 

@@ -74,15 +74,14 @@ class MetricsSample:
             raise ValueError(
                 f"the second reading, at {second.time_s} s, is not later than the first, at {first.time_s} s"
             )
-        grown = {name: getattr(second, name) - getattr(first, name) for name in COUNTERS}
+        grown: dict[str, int] = {name: getattr(second, name) - getattr(first, name) for name in COUNTERS}
         reasons = {**first.finished, **second.finished}
         finished = {why: second.finished.get(why, 0) - first.finished.get(why, 0) for why in reasons}
         restarted = min([*grown.values(), *finished.values()]) < 0
         if restarted:
             grown, finished = {name: getattr(second, name) for name in COUNTERS}, dict(second.finished)
         states = {name: getattr(second, name) for name in GAUGES}
-        times = {"start_s": first.time_s, "end_s": second.time_s}
-        return cls(**times, **grown, **states, finished=finished, restarted=restarted)
+        return cls(start_s=first.time_s, end_s=second.time_s, **grown, **states, finished=finished, restarted=restarted)
 
     @property
     def duration_s(self) -> float:

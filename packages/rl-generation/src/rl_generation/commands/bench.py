@@ -27,7 +27,7 @@ from rl_generation.loading import check_available
 from rl_generation.requests import Sampling
 
 if TYPE_CHECKING:
-    from rl_generation.agreement import LogpAgreement
+    from rl_generation.verify import LogpAgreement
 
 __all__ = ["add_arguments", "run"]
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and return the exit code."""
-    from rl_generation.agreement import FAULT
+    from rl_generation.verify import FAULT
 
     for name in COUNTS:
         if getattr(arguments, name) < 1:
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             from rl_generation.verify import verify_logp
 
             spec = specs[0]
-            which = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+            which: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
             model = load_model(spec.model, dtype="float32", device="cpu", **which)
             for each in engines:
                 each.agreement = verify_logp(each.engine, model)

@@ -128,7 +128,7 @@ def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Se
 
 def _inspected(spec: EngineSpec, config: Any, *, dtype: str) -> Sequence[str]:
     """Return what the embedded engine will find special about the model."""
-    from rl_generation.embedded.inspection import inspect_model
+    from rl_generation.embedded.choice import inspect_model
 
     model = meta_model(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     support = inspect_model(model)

@@ -103,7 +103,7 @@ KINDS: dict[Any, Kind] = {
 
 
 @cache
-def _kinds(config: type[Any]) -> dict[str, Kind]:
+def _kinds(config: Any) -> dict[str, Kind]:
     """Field → what it may hold; None, where it is admitted, is said by leaving the field out."""
     kinds: dict[str, Kind] = {}
     for name, hint in get_type_hints(config).items():
@@ -118,7 +118,7 @@ def _kinds(config: type[Any]) -> dict[str, Kind]:
 
 def _docs(config: type[Any]) -> dict[str, str]:
     """Field → the string that stands under it in the source, in one line."""
-    body = ast.parse(inspect.getsource(config)).body[0].body  # type: ignore[attr-defined]
+    body: list[Any] = ast.parse(inspect.getsource(config)).body[0].body  # type: ignore[attr-defined]
     return {
         field.target.id: " ".join(under.value.value.split())
         for field, under in pairwise(body)
@@ -126,13 +126,15 @@ def _docs(config: type[Any]) -> dict[str, str]:
     }
 
 
-def _add_flags(group: Any, config: type[Any], *, leave_out: Sequence[str] = (), **defaults: object) -> None:
+def _add_flags(
+    group: Any, config: type[Any], *, leave_out: Sequence[str] = (), defaults: Mapping[str, object] | None = None
+) -> None:
     """Declare a flag for each field; `defaults` stand in place of the fields' own."""
-    kinds, docs = _kinds(config), _docs(config)
+    kinds, docs, given = _kinds(config), _docs(config), defaults or {}
     for field in dataclasses.fields(config):
         if field.name in leave_out:
             continue
-        options, default = kinds[field.name].flag, defaults.get(field.name, field.default)
+        options, default = kinds[field.name].flag, given.get(field.name, field.default)
         many = options.get("action") == "append"
         name = field.name.removesuffix("s") if many and options.get("type") is not _bias else field.name
         told = docs[field.name].replace("%", "%%")
@@ -140,7 +142,7 @@ def _add_flags(group: Any, config: type[Any], *, leave_out: Sequence[str] = (), 
         group.add_argument(
             f"--{name.replace('_', '-')}",
             dest=field.name,
-            default=defaults.get(field.name, argparse.SUPPRESS),
+            default=given.get(field.name, argparse.SUPPRESS),
             help=told,
             **options,
         )
@@ -254,7 +256,7 @@ def json_pairs(texts: Sequence[str], flag: str) -> dict[str, Any]:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
     """Declare a flag for each field of Sampling; `defaults` stand in place of Sampling's own."""
-    _add_flags(parser.add_argument_group("sampling"), Sampling, **defaults)
+    _add_flags(parser.add_argument_group("sampling"), Sampling, defaults=defaults)
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:

@@ -115,17 +115,23 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             say(f"{len(job.rows)} prompts, seed {job.identity['sampling']['seed']}")
         if done < len(job.rows):
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
             engine, _ = start_engine(spec)
             try:
                 check_limits(arguments.input, job.rows, engine.limits)
                 if not job.begun:  # only now, when nothing is left to be refused, is lost what the output held
                     output.truncate(0)
-                    _write_record(path, job)
+                    record = {"identity": job.identity, "circumstances": job.circumstances}
+                    with _writing(path), _record_path(path).open("wb") as file:
+                        _save(file, json.dumps(record, indent=1))  # before there is an answer
                 start_s = time.monotonic()
-                with _progress_bar(sum(row.sampling.n for row in job.rows), finished.total()) as bar:
+                total, often = sum(row.sampling.n for row in job.rows), 0.1 if sys.stderr.isatty() else 10.0
+                with tqdm(total=total, initial=finished.total(), unit="answer", mininterval=often) as bar:
                     for start in range(done, len(job.rows), job.chunk_prompts):
                         lines = _answer_chunk(engine, job, start, timing=arguments.timing)
-                        _append(output, lines)
+                        with _writing(path):
+                            _save(output, *(json.dumps(line, ensure_ascii=False, allow_nan=False) for line in lines))
                         finished.update(line["finish_reason"] for line in lines)
                         tokens += sum(len(line["token_ids"]) for line in lines)
                         bar.set_postfix_str(f"{tokens / (time.monotonic() - start_s):,.0f} tokens/s", refresh=False)
@@ -177,14 +183,11 @@ class Job:
     circumstances: Mapping[str, Any]
     """What else is worth telling of a run."""
 
+    chunk_prompts: int
+    """How many prompts are answered and saved together."""
+
     begun: bool
     """Whether the output holds answers of this job, made by an earlier run."""
-
-    @property
-    def chunk_prompts(self) -> int:
-        """How many prompts are answered and saved together."""
-        chunk_prompts: int = self.identity["chunk_prompts"]
-        return chunk_prompts
 
 
 def _make_job(arguments: argparse.Namespace, spec: EngineSpec) -> Job:
@@ -246,7 +249,14 @@ def _make_job(arguments: argparse.Namespace, spec: EngineSpec) -> Job:
             )
         for difference in _differences(before["circumstances"], circumstances):
             say(f"since the run began, {difference}")
-    return Job(rows=rows, tokenizer=tokenizer, identity=identity, circumstances=circumstances, begun=bool(before))
+    return Job(
+        rows=rows,
+        tokenizer=tokenizer,
+        identity=identity,
+        circumstances=circumstances,
+        chunk_prompts=chunk_prompts,
+        begun=bool(before),
+    )
 
 
 # ---- the record beside the output
@@ -278,18 +288,6 @@ def _read_record(arguments: argparse.Namespace) -> dict[str, Any] | None:
     return record
 
 
-def _write_record(output: Path, job: Job) -> None:
-    """Write the record, synced before there is an answer: a crash leaves no answers without one."""
-    path = _record_path(output)
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            json.dump({"identity": job.identity, "circumstances": job.circumstances}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror}") from None
-
-
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterator[str]:
     for name in {**before, **now}:
         one, other = before.get(name), now.get(name)
@@ -303,12 +301,25 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str 
 
 
 @contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # as where the disk is full
+        raise CommandError(f"{error.filename or path} cannot be written: {error.strerror}; --resume goes on") from None
+
+
+def _save(file: IO[bytes], *lines: str) -> None:
+    """Write lines; once this returns, a power failure does not lose them."""
+    file.write("".join(f"{line}\n" for line in lines).encode())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
 def _open_locked(path: Path) -> Iterator[IO[bytes]]:
     """Open `path` for appending, which no other process then writes; an empty file does not outlive this."""
-    try:
+    with _writing(path):
         file = path.open("a+b")
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror}") from None
     with file:
         try:  # held until the file is closed, or its process ends in whatever way
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -357,17 +368,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return answer if isinstance(answer, dict) and "finish_reason" in answer else {}
 
 
-def _append(file: IO[bytes], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the lines of a chunk; once this returns, a power failure does not lose them."""
-    try:
-        for line in lines:
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    except OSError as error:  # as where the disk is full
-        raise CommandError(f"{file.name} cannot be written: {error.strerror}; --resume goes on") from None
-
-
 def _answer_chunk(engine: Engine, job: Job, start: int, *, timing: bool) -> list[dict[str, Any]]:
     """Answer the chunk that begins with row `start`; return the line of each answer, by prompt and sample."""
     rows = job.rows[start : start + job.chunk_prompts]
@@ -396,7 +396,7 @@ def answer_fields(
     if isinstance(answer, TimedOutSample):
         text = None if tokenizer is None else answer_text(tokenizer, answer.tokens, prompt=row.prompt)
         return {"text": text, "token_ids": answer.tokens, "logp": None, "finish_reason": TIMEOUT}
-    fields = {
+    fields: dict[str, Any] = {
         "text": None if tokenizer is None else decode_rollout(tokenizer, answer, prompt=row.prompt),
         "token_ids": answer.tokens,
         "logp": answer.logp,
@@ -411,10 +411,3 @@ def answer_fields(
     if timing and answer.timing is not None:
         fields |= {"first_token_s": answer.timing.first_token_s, "total_s": answer.timing.total_s}
     return fields
-
-
-def _progress_bar(total: int, done: int) -> Any:
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    often = {"mininterval": 0.1, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": 10.0}
-    return tqdm(total=total, initial=done, unit="answer", smoothing=0.1, **often)

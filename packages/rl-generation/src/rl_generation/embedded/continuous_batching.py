@@ -30,11 +30,12 @@ from torch import Tensor
 from rl_generation.constraints import Constraints
 from rl_generation.distribution import SamplingTensors, choose, exact_dtype, raw_logp, sampled_logits, uniforms
 from rl_generation.embedded.slot_model import SlotModel
+from rl_generation.engine import RolloutDelta
 from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request, Sampling
-from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, TopLogp, VersionSpan
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
 
-__all__ = ["Batch", "ContinuousBatching", "Counters", "Profile", "Progress", "Row"]
+__all__ = ["Batch", "ContinuousBatching", "Counters", "News", "Profile", "Row"]
 
 # Fields of the state: the last token, where it stands, tokens generated, how many at most, seed, row of the buffers.
 TOKEN, POSITION, GENERATED, LIMIT, SEED, BUFFER = range(6)
@@ -129,7 +130,7 @@ class Row:
         if not self.spans or self.spans[-1][0] != version:
             self.spans.append((version, start))
 
-    def ended(self, *, logp_of: LogpOf, version: int) -> "Progress":
+    def ended(self, *, logp_of: LogpOf, version: int) -> "News":
         """Make the rollout, or the error where the last logp is not finite, after which no row goes on.
 
         `version` is that of the weights now.
@@ -137,12 +138,11 @@ class Row:
         tokens, logp = self.tokens, self.logp
         if logp and not math.isfinite(logp[-1]):
             step = len(tokens) - 1
-            error = LogpError(
+            return self, LogpError(
                 f"prompt {self.request.prompt_index}: token {step} of its answer, id {tokens[step]}, has "
                 f"logp={logp[step]} under weights of version {version}: the logits hold NaN or infinity; look for it "
                 f"in the weights"
             )
-            return Progress(self, (), (), None, error)
         spans = self.spans or [(version, 0)]
         ends = [*(start for _, start in spans[1:]), len(tokens)]
         timing = None
@@ -166,21 +166,12 @@ class Row:
             prompt_index=self.request.prompt_index,
             sample_index=self.sample_index,
         )
-        return Progress(self, (), (), rollout)
+        return self, RolloutDelta(sample_index=self.sample_index, tokens=(), logp=(), rollout=rollout)
 
 
-class Progress(NamedTuple):
-    """News of one response."""
-
-    row: Row
-    tokens: tuple[int, ...]
-    """New ones, and their logp; only where they were asked for."""
-    logp: tuple[float, ...]
-    rollout: Rollout | None
-    """The finished response, once it has ended."""
-    error: LogpError | None = None
-    """Why there is none, where its logits were not finite; other rows are not touched by it."""
-    top_logp: TopLogp = ()
+News = tuple[Row, RolloutDelta | LogpError]
+"""What has become of a row: new tokens where they were asked for, and the rollout once it has ended; or why there is
+none, where its logits were not finite. Other rows are not touched by that."""
 
 
 @final
@@ -204,16 +195,9 @@ class _Settings:
 
     def of(self, index: Int[Tensor, " k"]) -> "_Settings":
         """Return those of `index`, which may repeat."""
-        table = self.sampling
-        sampling = replace(
-            table,
-            greedy=table.greedy[index],
-            temperature=None if table.temperature is None else table.temperature[index],
-            min_p=None if table.min_p is None else table.min_p[index],
-            top_k=None if table.top_k is None else table.top_k[index],
-            top_p=None if table.top_p is None else table.top_p[index],
-        )
-        return _Settings(sampling, self.stops[index])
+        columns = {name: getattr(self.sampling, name) for name in ("greedy", "temperature", "min_p", "top_k", "top_p")}
+        chosen = {name: None if column is None else column[index] for name, column in columns.items()}
+        return _Settings(replace(self.sampling, **chosen), self.stops[index])
 
 
 @final
@@ -520,7 +504,7 @@ class ContinuousBatching:
         """Take answers in; they start in this order."""
         self._waiting.extend(rows)
 
-    def advance(self, *, stream: bool) -> list[Progress]:
+    def advance(self, *, stream: bool) -> list[News]:
         """Run one forward; return who has ended, and with `stream` every new token."""
         batch, device = self._batch, self._model.model.device
         groups = self._rearrange()
@@ -546,18 +530,28 @@ class ContinuousBatching:
         if slots is None:
             self._fresh = []
         self._stale.difference_update(ended)
-        news = {row: row.ended(logp_of=self._logp_of, version=self._version) for row in ended}
+        ends = dict(row.ended(logp_of=self._logp_of, version=self._version) for row in ended)
         if not stream:
-            return list(news.values())
-        return [
-            (news[row] if row in news else Progress(row, (), (), None))._replace(
-                tokens=(token,), logp=(value,), top_logp=tuple(row.top_logp[-1:])
+            return list(ends.items())
+        news: list[News] = []
+        for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
+            if row is None:
+                continue
+            end = ends.get(row)
+            if isinstance(end, LogpError):
+                news.append((row, end))
+                continue
+            delta = RolloutDelta(
+                sample_index=row.sample_index,
+                tokens=(token,),
+                logp=(value,),
+                top_logp=tuple(row.top_logp[-1:]),
+                rollout=None if end is None else end.rollout,
             )
-            for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True)
-            if row is not None
-        ]
+            news.append((row, delta))
+        return news
 
-    def abort(self, owner: object) -> list[Progress]:
+    def abort(self, owner: object) -> list[News]:
         """Take the answers that somebody wanted out, as they are."""
         waiting = [row for row in self._waiting if row.owner == owner]
         self._waiting = deque(row for row in self._waiting if row.owner != owner)

@@ -9,6 +9,7 @@ Axes: N rows, S tokens so far, V vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_generation.embedded.continuous_batching import Batch, Counters, Progress, Row
+from rl_generation.embedded.continuous_batching import Batch, Counters, News, Row
+from rl_generation.errors import LogpError
 from rl_generation.rollout import LogpOf
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class WholeBatches:
         """Take answers in; they start in this order, those with prompts of one length together."""
         self._waiting.extend(rows)
 
-    def advance(self, *, stream: bool) -> list[Progress]:
+    def advance(self, *, stream: bool) -> list[News]:
         """Run the next batch to its end."""
         if not self._waiting:
             return []
@@ -92,11 +94,13 @@ class WholeBatches:
         if not stream:
             return news
         return [
-            item._replace(tokens=tuple(item.row.tokens), logp=tuple(item.row.logp), top_logp=tuple(item.row.top_logp))
-            for item in news
+            (row, end)
+            if isinstance(end, LogpError)
+            else (row, replace(end, tokens=tuple(row.tokens), logp=tuple(row.logp), top_logp=tuple(row.top_logp)))
+            for row, end in news
         ]
 
-    def abort(self, owner: object) -> list[Progress]:
+    def abort(self, owner: object) -> list[News]:
         """Take the answers that somebody wanted out: none of them has begun."""
         aborted = [row for row in self._waiting if row.owner == owner]
         self._waiting = deque(row for row in self._waiting if row.owner != owner)
