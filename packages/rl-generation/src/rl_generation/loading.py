@@ -180,8 +180,10 @@ def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
     others = {name: value for name, value in spec.vllm_kwargs.items() if name not in own}
     if not spec.with_tokenizer:
         others["skip_tokenizer_init"] = True
-    same = ("model", "tokenizer", "revision", "trust_remote_code", "dtype", "tensor_parallel_size")
-    same += ("data_parallel_size", "max_model_len", "kv_cache_memory_bytes", "enforce_eager")
+    same = (
+        *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "tensor_parallel_size"),
+        *("data_parallel_size", "max_model_len", "kv_cache_memory_bytes", "enforce_eager"),
+    )
     ours: dict[str, Any] = {name: getattr(spec, name) for name in same} | {"max_num_seqs": spec.max_batch_size}
     ours = {name: value for name, value in ours.items() if value is not None and value is not False}
     for name in sorted(given.keys() & ours.keys()):

@@ -11,30 +11,31 @@ from typing import Any, ClassVar, final
 
 from rl_generation.errors import PromptError
 
-__all__ = ["MAX_SEED", "MIN_TEMPERATURE", "Limits", "Prompt", "Request", "Sampling", "check_token_ids", "make_requests"]
+__all__ = [
+    "MAX_SEED",
+    "MIN_TEMPERATURE",
+    "BasicSampling",
+    "Limits",
+    "Prompt",
+    "Request",
+    "Sampling",
+    "check_token_ids",
+    "make_requests",
+]
 
 MAX_SEED = 2**63
 MIN_TEMPERATURE = 0.01
 """Below it, and above 0, vLLM puts this value in place of the one that was asked for; every engine refuses it."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the answers to a prompt are sampled, in every engine alike.
-
-    First `logit_bias` is added; then tokens that would end a bad word, break the grammar or end the response too early
-    are excluded; then the penalties apply; then logits are divided by the temperature, then cut by min-p, by top-k and
-    by top-p, in this order, which is vLLM's.
-    """
+class BasicSampling:
+    """What requests and the recipes of training runs alike say of how a response is sampled."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_new_tokens: int
-    """Tokens after which an answer is cut off, its stop token included; more costs time and cache memory."""
-
-    n: int = 1
-    """Answers to each prompt, which share its prefill where the engine can; sample j of them draws with `seed + j`."""
+    """Length limit of a response in tokens, its stop token included; longer ones are cut off and count as truncated."""
 
     temperature: float = 1.0
     """Divides the logits: below 1 the likely becomes likelier, above 1 rarer; 0 is greedy, whatever the cuts below."""
@@ -48,12 +49,29 @@ class Sampling:
     min_p: float = 0.0
     """Draw from the tokens at least this likely relative to the likeliest one; 0 draws from all of them."""
 
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, besides the engine's own; an answer includes the one that ended it."""
+    min_new_tokens: int = 0
+    """No stop token ends a response before it has this many tokens; 0 is off. Not beside `stop` strings."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end an answer as soon as its text holds one; the tokens that completed it are kept. Asks for a
+    """Strings that end a response as soon as its text holds one; the tokens that completed it are kept. Asks for a
     tokenizer."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the engine's own; a response includes the one that ended it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(BasicSampling):
+    """How the answers to a prompt are sampled, in every engine alike.
+
+    First `logit_bias` is added; then tokens that would end a bad word, break the grammar or end the response too early
+    are excluded; then the penalties apply; then logits are divided by the temperature, then cut by min-p, by top-k and
+    by top-p, in this order, which is vLLM's.
+    """
+
+    n: int = 1
+    """Answers to each prompt, which share its prefill where the engine can; sample j of them draws with `seed + j`."""
 
     bad_words: tuple[str, ...] = ()
     """Words whose last token is never drawn where it would complete one. Asks for a tokenizer."""
@@ -76,9 +94,6 @@ class Sampling:
 
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and what is added to its logit, -inf to exclude it; a mapping is taken too."""
-
-    min_new_tokens: int = 0
-    """Stop tokens are excluded until the response has this many tokens."""
 
     json_schema: str | None = None
     """JSON text of a schema that the response follows; tokens that would break it are excluded. Asks for a tokenizer

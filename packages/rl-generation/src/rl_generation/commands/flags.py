@@ -116,18 +116,22 @@ def _kinds(config: Any) -> dict[str, Kind]:
     return kinds
 
 
-def _docs(config: type[Any]) -> dict[str, str]:
+def _docs(config: Any) -> dict[str, str]:
     """Field → the string that stands under it in the source, in one line."""
-    body: list[Any] = ast.parse(inspect.getsource(config)).body[0].body  # type: ignore[attr-defined]
-    return {
-        field.target.id: " ".join(under.value.value.split())
-        for field, under in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr)
-    }
+    docs: dict[str, str] = {}
+    owners: list[Any] = [each for each in reversed(config.__mro__) if dataclasses.is_dataclass(each)]
+    for owner in owners:
+        (definition,) = ast.parse(inspect.getsource(owner)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field_and_doc in pairwise(definition.body):
+            match field_and_doc:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
 
 
 def _add_flags(
-    group: Any, config: type[Any], *, leave_out: Sequence[str] = (), defaults: Mapping[str, object] | None = None
+    group: Any, config: Any, *, leave_out: Sequence[str] = (), defaults: Mapping[str, object] | None = None
 ) -> None:
     """Declare a flag for each field; `defaults` stand in place of the fields' own."""
     kinds, docs, given = _kinds(config), _docs(config), defaults or {}
@@ -148,7 +152,7 @@ def _add_flags(
         )
 
 
-def _given(arguments: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+def _given(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(config)]
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -196,7 +196,7 @@ class _Settings:
     def of(self, index: Int[Tensor, " k"]) -> "_Settings":
         """Return those of `index`, which may repeat."""
         columns = {name: getattr(self.sampling, name) for name in ("greedy", "temperature", "min_p", "top_k", "top_p")}
-        chosen = {name: None if column is None else column[index] for name, column in columns.items()}
+        chosen: dict[str, Any] = {name: None if column is None else column[index] for name, column in columns.items()}
         return _Settings(replace(self.sampling, **chosen), self.stops[index])
 
 
