@@ -66,10 +66,10 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[int] = deque()
+        self._waiting: deque[tuple[int, threading.Event]] = deque()
 
     @property
     def mine(self) -> bool:
@@ -81,21 +81,31 @@ class Turns:
         if self._owner == me:
             self._depth += 1
             return
-        with self._changed:
-            self._waiting.append(me)
-            try:
-                self._changed.wait_for(lambda: self._owner is None and self._waiting[0] == me)
+        with self._lock:
+            if self._owner is None:
                 self._owner, self._depth = me, 1
-            finally:  # also where an interrupt ends the wait
-                self._waiting.remove(me)
-                self._changed.notify_all()
+                return
+            waiting = (me, threading.Event())
+            self._waiting.append(waiting)
+        try:
+            waiting[1].wait()
+        except BaseException:  # an interrupt, before or after the turn was handed on to this thread
+            with self._lock:
+                if waiting in self._waiting:
+                    self._waiting.remove(waiting)
+                    raise
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if not self._depth:
-            with self._changed:
-                self._owner = None
-                self._changed.notify_all()
+        if self._depth:
+            return
+        with self._lock:
+            self._owner = None
+            if self._waiting:
+                (self._owner, turn), self._depth = self._waiting.popleft(), 1
+                turn.set()
 
 
 @final
