@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 from torch import nn
 
-EMBEDDED = ["bare_generate", "continuous_batching", "proof", "recorded_forward", "slot_model", "whole_batches"]
+EMBEDDED = ["choice", "continuous_batching", "recorded_forward", "slot_model", "whole_batches"]
 SHAPED = [
-    "rl_generation.distribution",
     "rl_generation.distribution",
     "rl_generation.verify",
     *(f"rl_generation.embedded.{room}" for room in EMBEDDED),

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rl_generation.agreement import AgreementError, AgreementMonitor, LogpAgreement, TokenDifference
+from rl_generation.verify import AgreementError, AgreementMonitor, LogpAgreement, TokenDifference
 
 
 def agreement(*pairs):

@@ -22,11 +22,12 @@ from unfinished import last_chunk_waits
 
 from rl_generation import Sampling
 from rl_generation.cli import main
-from rl_generation.commands.answer_rows import answer_rows
+from rl_generation.commands.generate import answer_fields
 from rl_generation.commands.prompt_rows import PromptRow
-from rl_generation.errors import TimedOutSample
+from rl_generation.errors import SampleTimeoutError, TimedOutSample
 from rl_generation.loading import load_transformers_engine
 from rl_generation.rollout import Rollout, VersionSpan
+from rl_generation.transformers_engine import TransformersEngine
 
 MANY = 20  # prompts of the run that is killed
 CHUNKS = 5
@@ -290,12 +291,24 @@ def test_misuse_is_refused_with_its_reason(generate, flags, reason):
     assert reason in said.err
 
 
-def test_a_sample_that_timed_out_has_a_line_of_its_own():
-    row = PromptRow(line=1, kind="prompt", content="x", sampling=Sampling(max_new_tokens=1), id="a", carried={"k": 1})
-    lost = TimedOutSample(prompt_index=1, sample_index=2, tokens=(4, 5))
-    (line,) = answer_rows([row] * 3, [lost], first_index=1, prompts=[(1,)] * 3, tokenizer=None, timing=True)
-    wanted = {"index": 2, "sample_index": 2, "id": "a", "text": None, "token_ids": (4, 5), "logp": None}
-    assert line == {**wanted, "finish_reason": "timeout", "k": 1}
+def test_a_sample_that_timed_out_has_a_line_of_its_own_and_the_others_are_kept(generate, monkeypatch):
+    engine_generate = TransformersEngine.generate
+
+    def with_a_timeout(engine, *asked):
+        *kept, lost = engine_generate(engine, *asked)
+        lost = TimedOutSample(prompt_index=lost.prompt_index, sample_index=lost.sample_index, tokens=lost.tokens[:1])
+        raise SampleTimeoutError("one took too long", timed_out=[lost], rollouts=kept)
+
+    monkeypatch.setattr(TransformersEngine, "generate", with_a_timeout)
+    code, answers, said = generate([{"prompt": "x"}, {"prompt": "y", "id": "a"}], "--n", "2", "--seed", "1", "--json")
+    assert code == 1
+    assert [(answer["index"], answer["sample_index"]) for answer in answers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (answers[3]["id"], answers[3]["logp"], answers[3]["finish_reason"]) == ("a", None, "timeout")
+    assert len(answers[3]["token_ids"]) == 1
+    assert all(answer["logp"] for answer in answers[:3])
+    assert "one took too long" in said.err
+    figures = json.loads(said.out.splitlines()[-1])
+    assert (figures["holds"], figures["finished"]["timeout"]) == (False, 1)
 
 
 @pytest.fixture(scope="module")
@@ -403,11 +416,12 @@ def test_what_is_refused_overwrites_nothing(generate, tmp_path, flags):
 @pytest.mark.parametrize(
     "record",
     [
-        {"format": 1},
-        {"format": 1, "identity": {}},
-        {"format": 1, "identity": [], "circumstances": {}},
-        {"format": 1, "identity": {}, "circumstances": {}},
-        {"format": 1, "identity": {"sampling": 5, "chunk_prompts": 1}, "circumstances": {}},
+        [],
+        {"identity": {}},
+        {"identity": [], "circumstances": {}},
+        {"identity": {}, "circumstances": {}},
+        {"identity": {"sampling": 5, "chunk_prompts": 1}, "circumstances": {}},
+        {"identity": {"sampling": {"seed": 1}, "chunk_prompts": 1}, "circumstances": 5},
     ],
 )
 def test_a_damaged_record_is_refused_by_its_name(generate, tmp_path, record):
@@ -439,12 +453,10 @@ def test_the_text_of_an_answer_is_read_behind_its_prompt():
     backend = Tokenizer(models.WordLevel({"<s>": 0, "▁the": 1}, unk_token="<s>"))
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-    row = PromptRow(line=1, kind="prompt", content="x", sampling=Sampling(max_new_tokens=1), id=None, carried={})
+    row = PromptRow(line=1, prompt=(0, 1), sampling=Sampling(max_new_tokens=1), id=None, carried={})
     version = VersionSpan(version=0, start=0, end=1)
     made = Rollout(
         tokens=(1,), logp=(-1.0,), logp_of="sampled", finish_reason="stop", stop_reason=" the", versions=(version,)
     )
     lost = TimedOutSample(prompt_index=1, sample_index=0, tokens=(1,))
-    prompts = [(0,), (0, 1), (0, 1)]
-    lines = answer_rows([row] * 3, [made, lost], first_index=1, prompts=prompts, tokenizer=tokenizer, timing=False)
-    assert [line["text"] for line in lines] == ["", " the"]
+    assert [answer_fields(answer, row, tokenizer)["text"] for answer in (made, lost)] == ["", " the"]

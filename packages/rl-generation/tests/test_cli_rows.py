@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_generation.commands.chunked_output import open_output
 from rl_generation.commands.console import CommandError
+from rl_generation.commands.flags import add_engine_arguments, add_sampling_arguments, override, sampling_of, spec_of
+from rl_generation.commands.generate import Job, _cut_to_whole_chunks, _open_locked, _save
 from rl_generation.commands.prompt_rows import check_limits, read_rows
-from rl_generation.commands.run_record import RunRecord, read_record, record_path, write_record
-from rl_generation.commands.sampling_flags import CHECKS, FLAGS, add_sampling_arguments, sampling_of
+from rl_generation.loading import EngineSpec
 from rl_generation.requests import Limits, Sampling
 
 BASE = Sampling(max_new_tokens=4, seed=3)
@@ -19,11 +19,38 @@ BASE = Sampling(max_new_tokens=4, seed=3)
 def rows_of(tmp_path, *lines, **options):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
-    return read_rows(path, BASE, **options)
+    return read_rows(path, BASE, encode=encode, **options)
+
+
+def encode(kind, content):
+    return [len(kind), len(content)]
 
 
 def test_every_field_of_sampling_has_a_flag_and_a_json_type():
-    assert set(FLAGS) == set(CHECKS) == {field.name for field in dataclasses.fields(Sampling)}
+    flags = ["--max-new-tokens=4", "--n=2", "--temperature=0.5", "--top-p=0.5", "--top-k=3", "--min-p=0.25"]
+    flags += ["--stop-token-id=5", "--stop-token-id=6", "--stop=a", "--bad-word=b", "--ignore-eos", "--seed=7"]
+    flags += ["--presence-penalty=1", "--frequency-penalty=1", "--repetition-penalty=2", "--logit-bias=5=-100"]
+    flags += ["--json-schema={}", "--top-logp=2"]
+    parser = argparse.ArgumentParser()
+    add_sampling_arguments(parser)
+    sampling = sampling_of(parser.parse_args(flags))
+    changed = {field.name for field in dataclasses.fields(Sampling) if getattr(sampling, field.name) != field.default}
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    assert names - changed == {"min_new_tokens", "regex"}  # which are not beside the others
+    assert (sampling.stop_token_ids, sampling.logit_bias) == ((5, 6), ((5, -100.0),))
+    for name in names:
+        with pytest.raises(ValueError, match=f"sampling.{name} must be"):
+            override(BASE, {name: object()})
+
+
+def test_every_field_of_an_engine_has_a_flag():
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    assert {field.name for field in dataclasses.fields(EngineSpec)} - {action.dest for action in parser._actions} == {
+        "vllm_kwargs"  # which has a flag for each of its keys
+    }
+    spec = spec_of(parser.parse_args(["m", "--engine=vllm", "--no-tokenizer", "--enforce-eager", "--vllm-kwarg=a=[1]"]))
+    assert (spec.with_tokenizer, spec.enforce_eager, spec.vllm_kwargs) == (False, True, {"a": [1]})
 
 
 @pytest.mark.parametrize("text", ["5", "5=x", "x=1", "5=-inf", "5=nan"])
@@ -39,11 +66,7 @@ def test_a_bias_is_a_token_and_a_finite_number(text, capsys):
 def test_rows_of_each_kind_are_read_with_their_ids_and_lines(tmp_path):
     messages = [{"role": "user", "content": "x"}]
     rows = rows_of(tmp_path, {"prompt": "a", "id": 7}, "", {"messages": messages}, {"prompt_token_ids": [1, 2]})
-    assert [(row.line, row.kind, row.content, row.id) for row in rows] == [
-        (1, "prompt", "a", 7),
-        (3, "messages", messages, None),
-        (4, "prompt_token_ids", [1, 2], None),
-    ]
+    assert [(row.line, row.prompt, row.id) for row in rows] == [(1, (6, 1), 7), (3, (8, 1), None), (4, (1, 2), None)]
 
 
 def test_the_seed_of_a_row_is_that_of_its_place_unless_it_has_its_own(tmp_path):
@@ -127,14 +150,14 @@ def test_rows_that_are_not_utf8_are_refused(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(CommandError, match="line 1: is not UTF-8"):
-        read_rows(path, BASE)
+        read_rows(path, BASE, encode=encode)
 
 
 def test_a_file_without_rows_and_a_file_that_is_missing_are_refused(tmp_path):
     with pytest.raises(CommandError, match="has no rows"):
         rows_of(tmp_path, "", " ")
     with pytest.raises(CommandError, match="cannot be read: No such file"):
-        read_rows(tmp_path / "nowhere", BASE)
+        read_rows(tmp_path / "nowhere", BASE, encode=encode)
 
 
 def test_fields_are_carried_only_where_asked_for(tmp_path):
@@ -143,12 +166,12 @@ def test_fields_are_carried_only_where_asked_for(tmp_path):
 
 
 def test_rows_beyond_the_engine_are_refused_by_line(tmp_path):
-    rows = rows_of(tmp_path, {"prompt_token_ids": [1]}, "", {"prompt_token_ids": [99]})
+    rows = rows_of(tmp_path, {"prompt_token_ids": [1, 1]}, "", {"prompt_token_ids": [99]})
     limits = Limits(vocab_size=10, max_length=5)
-    with pytest.raises(CommandError, match="line 3: the prompt has token id 99 at position 0"):
-        check_limits(tmp_path / "prompts.jsonl", rows, [(1,), (99,)], limits=limits)
-    with pytest.raises(CommandError, match="line 1: the prompt has 2 tokens, and with max_new_tokens=4 passes"):
-        check_limits(tmp_path / "prompts.jsonl", rows, [(1, 1), (9,)], limits=limits)
+    with pytest.raises(CommandError, match="2 bad row") as refusal:
+        check_limits(tmp_path / "prompts.jsonl", rows, limits)
+    assert "line 1: the prompt has 2 tokens, and with max_new_tokens=4 passes" in str(refusal.value)
+    assert "line 3: the prompt has token id 99 at position 0" in str(refusal.value)
 
 
 def lines_of(answers):
@@ -165,6 +188,11 @@ def chunks_of(answers, chunk_prompts):
         yield [row for row in rows if start <= row["index"] < start + chunk_prompts]
 
 
+def job_of(tmp_path, answers, *, chunk_prompts):
+    rows = rows_of(tmp_path, *[{"prompt": "a", "sampling": {"n": count}} for count in answers])
+    return Job(rows=rows, tokenizer=None, identity={}, circumstances={}, chunk_prompts=chunk_prompts, begun=True)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     answers=st.lists(st.integers(1, 3), min_size=1, max_size=7),
@@ -173,12 +201,13 @@ def chunks_of(answers, chunk_prompts):
     junk=st.booleans(),
 )
 def test_a_file_torn_anywhere_goes_on_after_its_last_whole_chunk(tmp_path_factory, answers, chunk_prompts, share, junk):
-    path = tmp_path_factory.mktemp("torn") / "answers.jsonl"
+    folder = tmp_path_factory.mktemp("torn")
+    path, job = folder / "answers.jsonl", job_of(folder, answers, chunk_prompts=chunk_prompts)
     chunks = list(chunks_of(answers, chunk_prompts))
-    with open_output(path, answers, chunk_prompts=chunk_prompts) as output:
-        assert output.progress.prompts == 0
+    with _open_locked(path) as output:
+        assert _cut_to_whole_chunks(output, path, job) == (0, {})
         for chunk in chunks:
-            output.append(chunk)
+            _save(output, *(json.dumps(row, ensure_ascii=False) for row in chunk))
     whole = path.read_bytes()
     ends = [0]
     for chunk in chunks:
@@ -187,75 +216,33 @@ def test_a_file_torn_anywhere_goes_on_after_its_last_whole_chunk(tmp_path_factor
     kept = max(index for index, end in enumerate(ends) if end <= cut)
     # A crash of the machine may leave zeros where the end of the file should be.
     path.write_bytes(whole[:cut] + (b"\0" * min(3, len(whole) - cut) if junk else b""))
-    with open_output(path, answers, chunk_prompts=chunk_prompts) as output:
-        assert output.progress.prompts == min(kept * chunk_prompts, len(answers))
-        assert output.progress.answers == sum(map(len, chunks[:kept]))
+    with _open_locked(path) as output:
+        done, finished = _cut_to_whole_chunks(output, path, job)
+        assert done == min(kept * chunk_prompts, len(answers))
+        assert finished.total() == sum(map(len, chunks[:kept]))
         assert path.stat().st_size == ends[kept]
         for chunk in chunks[kept:]:
-            output.append(chunk)
+            _save(output, *(json.dumps(row, ensure_ascii=False) for row in chunk))
     assert path.read_bytes() == whole
 
 
 def test_lines_that_this_run_did_not_write_are_refused_and_stay(tmp_path):
     path = tmp_path / "answers.jsonl"
     lines = [json.dumps(row) + "\n" for row in lines_of([1, 1, 1])]
-    foreign = "".join([lines[0], lines[2], lines[1]])
-    path.write_text(foreign)
+    path.write_text("".join([lines[0], lines[2], lines[1]]))
     with (
         pytest.raises(CommandError, match="after the 1 answers of its first 1 prompts"),
-        open_output(path, [1, 1, 1], chunk_prompts=1),
+        _open_locked(path) as output,
     ):
-        pass
+        _cut_to_whole_chunks(output, path, job_of(tmp_path, [1, 1, 1], chunk_prompts=1))
     path.write_text("".join(lines) + lines[0])
-    with (
-        pytest.raises(CommandError, match="holds what this run did not write"),
-        open_output(path, [1, 1, 1], chunk_prompts=2),
-    ):
-        pass
+    with pytest.raises(CommandError, match="holds what this run did not write"), _open_locked(path) as output:
+        _cut_to_whole_chunks(output, path, job_of(tmp_path, [1, 1, 1], chunk_prompts=2))
     assert path.read_text() == "".join(lines) + lines[0]
 
 
 def test_two_runs_cannot_write_one_file(tmp_path):
     path = tmp_path / "answers.jsonl"
-    with (
-        open_output(path, [1], chunk_prompts=1),
-        pytest.raises(CommandError, match="another run"),
-        open_output(path, [1], chunk_prompts=1),
-    ):
+    with _open_locked(path), pytest.raises(CommandError, match="another run"), _open_locked(path):
         pass
-
-
-def test_beginning_again_empties_the_file_and_forgets_its_record(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    path.write_text("anything")
-    record_path(path).write_text("anything")
-    with open_output(path, [1], chunk_prompts=1, begin_again=True) as output:
-        assert output.progress.prompts == 0
-        assert path.read_bytes() == record_path(path).read_bytes() == b"anything"
-        output.begin()
-        assert path.read_bytes() == b""
-    assert not record_path(path).exists()
     assert not path.exists()  # nothing was made
-
-
-def test_a_record_survives_a_file_and_names_what_differs(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    record = RunRecord.of(identity={"sampling": {"stop": ("a",)}, "model": "x"}, circumstances={"torch": "1"})
-    assert read_record(path) is None
-    write_record(path, record)
-    assert read_record(path) == record
-    assert record.check(RunRecord.of(identity=record.identity, circumstances={"torch": "2"})) == [
-        'torch: was "1", now "2"'
-    ]
-    with pytest.raises(CommandError, match='not the run that was interrupted:\n  model: was "x", now "y"'):
-        record.check(RunRecord.of(identity={**record.identity, "model": "y"}, circumstances={}))
-
-
-def test_a_record_that_is_damaged_is_refused(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    record_path(path).write_text("{")
-    with pytest.raises(CommandError, match="cannot be read"):
-        read_record(path)
-    record_path(path).write_text('{"format": 99}')
-    with pytest.raises(CommandError, match="no record of format 1"):
-        read_record(path)

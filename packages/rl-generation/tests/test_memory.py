@@ -8,10 +8,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_generation.cache_layers import CacheLayer
-from rl_generation.embedded.inspection import cache_argument
+from rl_generation.embedded.slot_model import cache_argument
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.memory import (
+    CacheLayer,
     EngineMemory,
     default_cpu_cache_bytes,
     default_gpu_memory_utilization,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError
-from rl_generation.metrics_sample import MetricsSample, MetricsSummary
-from rl_generation.metrics_timeline import MetricsTimeline, to_prometheus
+from rl_generation.metrics_timeline import MetricsSample, MetricsSummary, MetricsTimeline, to_prometheus
 from rl_generation.requests import Sampling
 from rl_generation.transformers_engine import TransformersEngine
 

@@ -3,7 +3,6 @@
 Knows language models, sampling and token ids. Does not know rewards, training or how new weights arrive.
 """
 
-from rl_generation.agreement import AgreementError, AgreementMonitor, Coverage, LogpAgreement, TokenDifference
 from rl_generation.chat import decode_rollout, encode_chat, encode_text, with_required_prefix
 from rl_generation.engine import Engine, EngineMetrics, RequestEngine, RolloutDelta, SteppingEngine, StreamingEngine
 from rl_generation.errors import (
@@ -30,7 +29,15 @@ from rl_generation.rollout import Rollout, RolloutTiming, VersionSpan
 from rl_generation.streaming import Streamer
 from rl_generation.training_engine import TrainingEngineSpec, make_training_engine
 from rl_generation.transformers_engine import TransformersEngine
-from rl_generation.verify import compare_logp, verify_logp
+from rl_generation.verify import (
+    AgreementError,
+    AgreementMonitor,
+    Coverage,
+    LogpAgreement,
+    TokenDifference,
+    compare_logp,
+    verify_logp,
+)
 from rl_generation.vllm import LoraAdapter, VllmEngine, VllmOptions
 
 __all__ = [

@@ -11,11 +11,12 @@ end-of-sequence token whatever stands before it; here the text on both sides of 
 """
 
 import bisect
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_generation.detokenizer import answer_text
+from rl_generation.detokenizer import answer_text, decode
 from rl_generation.errors import PromptError
 from rl_generation.rollout import Rollout
 
@@ -29,27 +30,6 @@ Message = Mapping[str, Any]
 
 # A character of the private use area, which no template writes: where two renderings part, the mark was put.
 MARK = "\ue000"
-
-RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -242,10 +222,8 @@ def _common(first: str, second: str) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-    return str(
-        tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-    )
+def _text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
+    return decode(tokenizer, tokens, skip_special_tokens=False)
 
 
 def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], **options: Any) -> list[int]:
@@ -267,8 +245,9 @@ def _check_template_kwargs(tokenizer: "PreTrainedTokenizerBase", template_kwargs
     """Refuse what would not reach the template, would replace it, or is spelt as nothing in it."""
     template = tokenizer.chat_template or ""
     source = "\n".join(template.values()) if isinstance(template, dict) else template
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
     for name in template_kwargs:
-        if name in RESERVED or name in tokenizer.special_tokens_map:
+        if name in reserved:
             raise PromptError(f"{name!r} is not a variable of the chat template for the caller to set")
         if not re.search(rf"\b{re.escape(name)}\b", source):
             raise PromptError(f"the chat template does not know the variable {name!r}, and would ignore it")

@@ -4,6 +4,7 @@ Refuses what would only fail later or silently: folders without a model, checkpo
 would draw them at random), and tokenizers that are missing (it would make an empty one).
 """
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["device_of", "load_config", "load_model", "load_tokenizer", "meta_model", "stop_token_ids_of"]
+__all__ = [
+    "device_of",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "meta_model",
+    "model_identity",
+    "stop_token_ids_of",
+]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
@@ -77,24 +86,35 @@ def load_model(
     return loaded
 
 
-def meta_model(config: Any, *, dtype: str, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """Make the causal language model of a config on the meta device, where it has no weights.
+def meta_model(config: Any, *, dtype: str | None = None, trust_remote_code: bool = False) -> "PreTrainedModel":
+    """Make a model on the meta device, where it has no weights.
+
+    It is of the architecture that the config names, or else the causal language model of its type.
 
     Raises:
-        ModelError: transformers knows none.
+        ModelError: transformers knows none, or cannot construct it so.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    with torch.device("meta"):
-        made: PreTrainedModel = _load(
-            AutoModelForCausalLM.from_config,
-            config,
-            what="model",
-            trust_remote_code=trust_remote_code,
-            dtype=_dtype_of(dtype),
-        )
-    return made
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    make: Any = next((architecture for architecture in named if architecture is not None), None)
+    options = {}
+    if make is None:
+        make, options = transformers.AutoModelForCausalLM.from_config, {"trust_remote_code": trust_remote_code}
+    try:
+        with torch.device("meta"):
+            made: PreTrainedModel = make(config, **options)
+    except ValueError as error:
+        raise ModelError(
+            f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise ModelError(
+            f"transformers cannot construct model_type={config.model_type!r} without memory, so its parameters are not "
+            f"counted: {error}"
+        ) from error
+    return made if dtype is None else made.to(_dtype_of(dtype))
 
 
 def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -131,6 +151,38 @@ def stop_token_ids_of(
     first = next((each for each in eos if each is not None), None)
     found = [*first] if isinstance(first, list | tuple) else [first]
     return tuple(dict.fromkeys(each for each in (*found, getattr(tokenizer, "eos_token_id", None)) if each is not None))
+
+
+IDENTIFYING = {".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt"}
+"""Suffixes of the files that make a model what it is."""
+
+WHOLE_BYTES = 64 << 20
+PIECES, PIECE_BYTES = 64, 1 << 20
+
+
+def model_identity(model_name: str, config: Any) -> str:
+    """Return which model this is, without trusting its name: the commit of a hub id, or a digest of a folder's files.
+
+    Files up to 64 MiB are read whole, larger ones at 64 places, 1 MiB each: enough to tell two checkpoints of a run
+    from each other in a second, since training moves weights everywhere. It is no protection against forgery.
+    """
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir():
+        return f"{model_name}@{getattr(config, '_commit_hash', None)}"
+    total = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.suffix not in IDENTIFYING:
+            continue
+        size = path.stat().st_size
+        total.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                total.update(file.read())
+                continue
+            for piece in range(PIECES):
+                file.seek((size - PIECE_BYTES) * piece // (PIECES - 1))
+                total.update(file.read(PIECE_BYTES))
+    return f"sha256:{total.hexdigest()}"
 
 
 def device_of(name: str | None) -> "torch.device":

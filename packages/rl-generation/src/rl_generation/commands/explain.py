@@ -6,14 +6,11 @@ codes: 0 it can be served, 1 its cache does not hold one sequence, 2 refused.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
-from rl_generation.checkpoints import load_config, meta_model, stop_token_ids_of
-from rl_generation.commands.console import CommandError, show, show_json
-from rl_generation.commands.engine_flags import add_engine_arguments, spec_of
-from rl_generation.commands.generation_job import installed_versions
-from rl_generation.commands.model_identity import model_identity
+from rl_generation.checkpoints import load_config, meta_model, model_identity, stop_token_ids_of
+from rl_generation.commands.console import CommandError, installed_versions, show, show_json
+from rl_generation.commands.flags import add_engine_arguments, spec_of
 from rl_generation.loading import EngineSpec, tokenizer_of, vllm_options_of
 from rl_generation.model_flags import ModelQuirk, flags_for
 from rl_generation.model_flags import installed_versions as quirk_versions
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-KINDS = {
+ENGINE_NAMES = {
     "transformers": "TransformersEngine: transformers, in this process, continuous batching",
     "vllm": "VllmEngine: vLLM, in this process or its own",
 }
@@ -39,23 +36,6 @@ OUR_BATCH = 256
 """Answers at once that figures are given for where nobody said."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What is known of an engine before there is one."""
-
-    spec: EngineSpec
-    architecture: str
-    model_type: str
-    identity: str
-    dtype: str
-    stop_token_ids: Sequence[int]
-    tokenizer: str | None
-    quirks: Sequence[ModelQuirk]
-    notes: Sequence[str]
-    memory: "EngineMemory"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_engine_arguments(parser)
@@ -65,18 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, and return the exit code."""
-    known = _explanation(spec_of(arguments), arguments.device_memory_gib)
-    sequences = known.memory.full_length_sequences
-    holds = sequences is None or sequences >= 1
-    show("\n".join(_lines(known)))
-    if arguments.json:
-        show_json(_figures(known) | {"holds": holds})
-    return 0 if holds else 1
-
-
-def _explanation(spec: EngineSpec, device_memory_gib: float | None) -> Explanation:
-    if device_memory_gib is not None and not device_memory_gib > 0:
-        raise CommandError(f"--device-memory-gib must be above 0; got {device_memory_gib}")
+    spec, gib = spec_of(arguments), arguments.device_memory_gib
+    if gib is not None and not gib > 0:
+        raise CommandError(f"--device-memory-gib must be above 0; got {gib}")
     config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     tokenizer = tokenizer_of(spec)
     dtype = spec.dtype if spec.dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
@@ -84,18 +55,62 @@ def _explanation(spec: EngineSpec, device_memory_gib: float | None) -> Explanati
     quirks, notes = _quirks(spec, config.model_type)
     if spec.engine == "transformers":
         notes = _inspected(spec, config, dtype=dtype)
-    return Explanation(
-        spec=spec,
-        architecture=", ".join(config.architectures or ["unknown"]),
-        model_type=config.model_type,
-        identity=model_identity(spec.model, config),
-        dtype=dtype,
-        stop_token_ids=stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision),
-        tokenizer=None if tokenizer is None else f"{type(tokenizer).__name__}, {len(tokenizer)} tokens",
-        quirks=quirks,
-        notes=notes,
-        memory=_memory(spec, config, dtype=dtype, device_memory_gib=device_memory_gib),
-    )
+    memory = _memory(spec, config, dtype=dtype, device_memory_bytes=None if gib is None else int(gib * 2**30))
+    known: dict[str, Any] = {
+        "architecture": ", ".join(config.architectures or ["unknown"]),
+        "model_type": config.model_type,
+        "identity": model_identity(spec.model, config),
+        "dtype": dtype,
+        "tokenizer": None if tokenizer is None else f"{type(tokenizer).__name__}, {len(tokenizer)} tokens",
+        "stop_token_ids": stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision),
+    }
+    stops = ", ".join(map(str, known["stop_token_ids"])) or "none: answers end at max_new_tokens only"
+    lines = [
+        f"engine       {ENGINE_NAMES[spec.engine]}",
+        "model        {architecture} ({model_type}), {dtype}, {identity}".format(**known),
+        f"tokenizer    {known['tokenizer'] or 'none: no texts, no stop strings, no bad words'}",
+        f"stop tokens  {stops}",
+        f"sampling     {ORDER}",
+        f"seeds        {SEEDS}",
+        f"logp         {spec.logp_of!r}: {MEANINGS[spec.logp_of]}",
+        "quirks:",
+        *([f"  {quirk.explain()}" for quirk in quirks] or ["  none on record for this family"]),
+        *(f"  {note}" for note in notes),
+        memory.explain(),
+    ]
+    show("\n".join(lines))
+    sequences = memory.full_length_sequences
+    holds = sequences is None or sequences >= 1
+    if arguments.json:
+        show_json(
+            {
+                "engine": spec.engine,
+                "model": spec.model,
+                **known,
+                "sampling_order": ORDER,
+                "logp_of": spec.logp_of,
+                "logp_meaning": MEANINGS[spec.logp_of],
+                "quirks": [
+                    {"name": quirk.name, "flag": quirk.flag.value, "reason": quirk.reason, "source": quirk.source}
+                    for quirk in quirks
+                ],
+                "notes": notes,
+                "memory": {
+                    **{name: getattr(memory, name) for name in MEMORY},
+                    "sequence_bytes": memory.sequence_bytes(memory.max_model_len),
+                },
+                "versions": installed_versions(),
+                "holds": holds,
+            }
+        )
+    return 0 if holds else 1
+
+
+MEMORY = (
+    *("parameters", "weight_bytes", "kv_bytes_per_token", "max_model_len", "max_num_seqs", "kv_cache_bytes"),
+    *("kv_cache_tokens", "full_length_sequences", "notes"),
+)
+"""Of EngineMemory, what the line of JSON has."""
 
 
 def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Sequence[str]]:
@@ -113,7 +128,7 @@ def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Se
 
 def _inspected(spec: EngineSpec, config: Any, *, dtype: str) -> Sequence[str]:
     """Return what the embedded engine will find special about the model."""
-    from rl_generation.embedded.inspection import inspect_model
+    from rl_generation.embedded.choice import inspect_model
 
     model = meta_model(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     support = inspect_model(model)
@@ -127,23 +142,22 @@ def _inspected(spec: EngineSpec, config: Any, *, dtype: str) -> Sequence[str]:
     return (batching, *support.quirks)
 
 
-def _memory(spec: EngineSpec, config: Any, *, dtype: str, device_memory_gib: float | None) -> "EngineMemory":
+def _memory(spec: EngineSpec, config: Any, *, dtype: str, device_memory_bytes: int | None) -> "EngineMemory":
     from rl_generation.memory import estimate_memory
 
-    given = None if device_memory_gib is None else int(device_memory_gib * 2**30)
     if spec.engine == "transformers":
         return estimate_memory(
             config,
             dtype=dtype,
             max_num_seqs=spec.max_batch_size or OUR_BATCH,
             block_size=1,
-            device_memory_bytes=given,
+            device_memory_bytes=device_memory_bytes,
             gpu_memory_utilization=1.0,
         )
     options = vllm_options_of(spec)
     sized: dict[str, Any] = {"kv_cache_memory_bytes": options.kv_cache_memory_bytes}
-    if given is not None and options.kv_cache_memory_bytes is None:
-        sized = {"device_memory_bytes": given}
+    if device_memory_bytes is not None and options.kv_cache_memory_bytes is None:
+        sized = {"device_memory_bytes": device_memory_bytes}
         if options.gpu_memory_utilization is not None:
             sized["gpu_memory_utilization"] = options.gpu_memory_utilization
     names = ("max_num_batched_tokens", "kv_cache_dtype", "block_size")
@@ -157,52 +171,3 @@ def _memory(spec: EngineSpec, config: Any, *, dtype: str, device_memory_gib: flo
         max_num_seqs=options.max_num_seqs or OUR_BATCH,
         **sized,
     )
-
-
-def _lines(known: Explanation) -> list[str]:
-    quirks = [f"  {quirk.explain()}" for quirk in known.quirks] or ["  none on record for this family"]
-    stops = ", ".join(map(str, known.stop_token_ids)) or "none: answers end at max_new_tokens only"
-    return [
-        f"engine       {KINDS[known.spec.engine]}",
-        f"model        {known.architecture} ({known.model_type}), {known.dtype}, {known.identity}",
-        f"tokenizer    {known.tokenizer or 'none: no texts, no stop strings, no bad words'}",
-        f"stop tokens  {stops}",
-        f"sampling     {ORDER}",
-        f"seeds        {SEEDS}",
-        f"logp         {known.spec.logp_of!r}: {MEANINGS[known.spec.logp_of]}",
-        "quirks:",
-        *quirks,
-        *(f"  {note}" for note in known.notes),
-        known.memory.explain(),
-    ]
-
-
-def _figures(known: Explanation) -> dict[str, Any]:
-    memory = known.memory
-    return {
-        "engine": known.spec.engine,
-        "model": known.spec.model,
-        **{name: getattr(known, name) for name in ("architecture", "model_type", "identity", "dtype", "tokenizer")},
-        "stop_token_ids": list(known.stop_token_ids),
-        "sampling_order": ORDER,
-        "logp_of": known.spec.logp_of,
-        "logp_meaning": MEANINGS[known.spec.logp_of],
-        "quirks": [
-            {"name": quirk.name, "flag": quirk.flag.value, "reason": quirk.reason, "source": quirk.source}
-            for quirk in known.quirks
-        ],
-        "notes": list(known.notes),
-        "memory": {
-            "parameters": memory.parameters,
-            "weight_bytes": memory.weight_bytes,
-            "kv_bytes_per_token": memory.kv_bytes_per_token,
-            "max_model_len": memory.max_model_len,
-            "max_num_seqs": memory.max_num_seqs,
-            "sequence_bytes": memory.sequence_bytes(memory.max_model_len),
-            "kv_cache_bytes": memory.kv_cache_bytes,
-            "kv_cache_tokens": memory.kv_cache_tokens,
-            "full_length_sequences": memory.full_length_sequences,
-            "notes": list(memory.notes),
-        },
-        "versions": installed_versions(),
-    }

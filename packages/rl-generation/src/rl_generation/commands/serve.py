@@ -6,16 +6,13 @@ Writes one line to stdout once it listens: its URL. Exit codes: 0 it was ended, 
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 from rl_generation.commands.console import CommandError, say, show
-from rl_generation.commands.engine_flags import add_engine_arguments, check_available, spec_of, start_engine
-from rl_generation.engine import Engine, SteppingEngine, StreamingEngine
-from rl_generation.loading import EngineSpec
-
-if TYPE_CHECKING:
-    from rl_generation.server import ServerLimits
+from rl_generation.commands.flags import add_engine_arguments, spec_of, start_engine
+from rl_generation.engine import SteppingEngine, StreamingEngine
+from rl_generation.loading import EngineSpec, check_available
 
 __all__ = ["add_arguments", "run"]
 
@@ -55,22 +52,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until an interrupt, and return the exit code."""
     try:
-        from rl_generation.server import ControlServer, Server
+        from rl_generation.server import ControlServer, Server, ServerLimits, read_token
         from rl_generation.server.running import check_address
     except ImportError as error:
         raise CommandError(str(error)) from None
     spec = spec_of(arguments)
     if not spec.with_tokenizer:
         raise CommandError("a server of texts needs a tokenizer: leave out --no-tokenizer")
-    api_key, limits = _api_key(arguments.api_key_env), _limits(arguments)
-    token = _control_token(arguments)
+    variable, api_key, token = arguments.api_key_env, None, None
+    if variable is not None and not (api_key := os.environ.get(variable)):
+        raise CommandError(f"--api-key-env {variable}: the environment variable {variable} is not set, or empty")
+    try:
+        limits = ServerLimits(
+            **{name: getattr(arguments, name) for name in LIMITS if getattr(arguments, name) is not None}
+        )
+        if arguments.control_port is not None:
+            token = read_token(variable=arguments.control_token_env, file=arguments.control_token_file)
+        elif arguments.control_token_env is not None or arguments.control_token_file is not None:
+            raise CommandError("a token of the control port was named, and no --control-port")
+    except ValueError as error:
+        raise CommandError(str(error)) from None
     check_available(spec)
-    try:  # before the engine, which takes long to load
+    with _refusing(f"cannot serve at {arguments.host}:{arguments.port}"):  # before the engine, which takes long to load
         check_address(arguments.host, arguments.port, api_key=api_key)
-    except (OSError, ValueError) as error:
-        raise _no_address(arguments, error) from None
-    with _streaming(spec) as (streaming, tokenizer):
-        try:
+    with _streaming(spec) as (streaming, tokenizer), ExitStack() as control:
+        with _refusing(f"cannot serve at {arguments.host}:{arguments.port}"):
             server = Server(
                 streaming,
                 tokenizer=tokenizer,
@@ -82,56 +88,25 @@ def run(arguments: argparse.Namespace) -> int:
                 limits=limits,
                 shutdown_timeout_s=arguments.shutdown_timeout,
             )
-        except (OSError, ValueError) as error:
-            raise _no_address(arguments, error) from None
         say(streaming.engine.explain())
-        with ExitStack() as control:
-            if token is not None:
-                try:
-                    at = control.enter_context(ControlServer(streaming, token=token, port=arguments.control_port))
-                except (OSError, ValueError) as error:
-                    raise CommandError(f"cannot serve the control port: {error}") from None
-                say(f"control port: {at.url}")
-            show(server.url)
-            with _until_interrupt():
-                server.run()
+        if token is not None:
+            with _refusing("cannot serve the control port"):
+                at = control.enter_context(ControlServer(streaming, token=token, port=arguments.control_port))
+            say(f"control port: {at.url}")
+        show(server.url)
+        try:
+            server.run()
+        except KeyboardInterrupt:
+            say("ended")
     return 0
 
 
-def _no_address(arguments: argparse.Namespace, error: Exception) -> CommandError:
-    return CommandError(f"cannot serve at {arguments.host}:{arguments.port}: {error}")
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable)
-    if not key:
-        raise CommandError(f"--api-key-env {variable}: the environment variable {variable} is not set, or empty")
-    return key
-
-
-def _control_token(arguments: argparse.Namespace) -> str | None:
-    from rl_generation.server import read_token
-
-    if arguments.control_port is None:
-        if arguments.control_token_env is not None or arguments.control_token_file is not None:
-            raise CommandError("a token of the control port was named, and no --control-port")
-        return None
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
     try:
-        return read_token(variable=arguments.control_token_env, file=arguments.control_token_file)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-
-
-def _limits(arguments: argparse.Namespace) -> "ServerLimits":
-    from rl_generation.server import ServerLimits
-
-    given = {name: getattr(arguments, name) for name in LIMITS if getattr(arguments, name) is not None}
-    try:
-        return ServerLimits(**given)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+        yield
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{what}: {error}") from None
 
 
 @contextmanager
@@ -140,27 +115,10 @@ def _streaming(spec: EngineSpec) -> Iterator[tuple[StreamingEngine, Any]]:
     from rl_generation.streaming import Streamer
 
     engine, tokenizer = start_engine(spec)
-    try:
+    with closing(engine):
         if isinstance(engine, StreamingEngine):
             yield engine, tokenizer
             return
-        streamer = Streamer(_stepping(engine))
-        try:
+        assert isinstance(engine, SteppingEngine), f"{type(engine).__name__} neither streams nor steps"
+        with Streamer(engine) as streamer:
             yield streamer, tokenizer
-        finally:
-            streamer.close()
-    finally:
-        engine.close()
-
-
-def _stepping(engine: Engine) -> SteppingEngine:
-    assert isinstance(engine, SteppingEngine), f"{type(engine).__name__} neither streams nor steps"
-    return engine
-
-
-@contextmanager
-def _until_interrupt() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        say("ended")

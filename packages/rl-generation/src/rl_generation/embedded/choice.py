@@ -1,69 +1,128 @@
-"""Choose how a model generates: by continuous batching where that is shown to be right, otherwise by `generate`."""
+"""What a model offers to the engine, and how it generates: by continuous batching where that is right, or `generate`.
 
+That it is right is shown before anything is generated. Two prompts of different length are run and continued, over the
+slot cache and without one, and the logits must agree; every layer must also attend through transformers' attention
+interface, once a forward, and store into the cache.
+"""
+
+import inspect
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
-from rl_generation.embedded.continuous_batching import ContinuousBatching, Counters, Progress, Row
-from rl_generation.embedded.inspection import Support
-from rl_generation.embedded.proof import why_not_continuous
-from rl_generation.embedded.slot_model import SlotModel
-from rl_generation.embedded.whole_batches import WholeBatches
+from rl_generation.embedded.continuous_batching import ContinuousBatching
+from rl_generation.embedded.slot_model import SlotModel, cache_argument
+from rl_generation.embedded.whole_batches import PROMPT_LENGTHS, WholeBatches, plain_logits, what_differs
 from rl_generation.errors import ModelError
 from rl_generation.rollout import LogpOf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ContinuousBatchingChoice", "Runner", "make_runner"]
+__all__ = ["ContinuousBatchingChoice", "Runner", "Support", "inspect_model", "make_runner"]
 
 ContinuousBatchingChoice = Literal["auto", "required", "off"]
 """`"auto"` warns where a model cannot have it, `"required"` refuses such a model, `"off"` does without."""
 
+FORWARD_NEEDS = ("input_ids", "position_ids", "use_cache")
 CPU_CACHE_BYTES = 4 << 30
 DEVICE_CACHE_FRACTION = 0.5
+RECURRENT = {"conv", "linear_attention", "mamba", "recurrent"}
+# What models raise of a cache, mask or argument that is not what they were written for.
+RAISED = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
-class Runner(Protocol):
-    """What the engine needs of a way to generate. One thread at a time."""
+Runner = ContinuousBatching | WholeBatches
+"""A way to generate, for one thread at a time."""
 
-    counters: Counters
 
-    @property
-    def max_cache_tokens(self) -> int | None:
-        """Tokens that its cache may hold; None where there is no bound."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """What one model offers to the engine."""
 
-    @property
-    def running(self) -> int:
-        """Answers being generated."""
+    vocab_size: int
+    """Ids that can be both read and drawn: embeddings may be padded, heads may leave special tokens out."""
 
-    @property
-    def waiting(self) -> int:
-        """Answers that wait for a place."""
+    num_layers: int
+    """Layers, as the config counts them."""
 
-    @property
-    def cache_usage(self) -> float:
-        """Share of the cache's bound that is in use."""
+    max_positions: int | None
+    """`max_position_embeddings`; None where the config states none."""
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Take answers in; they start in this order."""
+    logits_to_keep: bool
+    """Whether forward can compute the logits of chosen positions alone."""
 
-    def advance(self, *, stream: bool) -> list[Progress]:
-        """Generate some more; return who has ended, and with `stream` every new token."""
+    missing: tuple[str, ...]
+    """Arguments of continuous batching that forward does not name."""
 
-    def abort(self, owner: object) -> list[Progress]:
-        """Take the answers that somebody wanted out, as they are."""
+    attention: str
+    """The attention implementation that the config names, such as `sdpa`."""
 
-    def commit_version(self, version: int) -> None:
-        """From here on, tokens are made by the weights of `version`."""
+    quirks: tuple[str, ...]
+    """What is special about this model here, a sentence each."""
 
-    def clear(self) -> None:
-        """Forget all answers, and give the cache back."""
 
-    def explain(self) -> list[str]:
-        """How it generates, in lines for people."""
+def inspect_model(model: "PreTrainedModel") -> Support:
+    """Return what `model` offers, or raise ModelError where it is no causal language model of transformers."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False) or not hasattr(model, "generate"):
+        raise ModelError(
+            f"{name} cannot be served: the engine needs a decoder-only causal language model of transformers, with its "
+            f"head, and {'this one has an encoder' if config and hasattr(model, 'generate') else 'this is none'}. "
+            f"Pass the bare model, without a wrapper"
+        )
+    head_of: Any = model.get_output_embeddings
+    weights = [getattr(part, "weight", None) for part in (model.get_input_embeddings(), head_of())]
+    parameters = inspect.signature(model.forward).parameters
+    text = config.get_text_config(decoder=True)
+    max_positions = getattr(text, "max_position_embeddings", None)
+    logits_to_keep = "logits_to_keep" in parameters
+    return Support(
+        vocab_size=min(len(weight) for weight in weights if weight is not None),
+        num_layers=getattr(text, "num_hidden_layers", 0),
+        max_positions=max_positions,
+        logits_to_keep=logits_to_keep,
+        missing=tuple(needed for needed in (*FORWARD_NEEDS, cache_argument(model)) if needed not in parameters),
+        attention=str(getattr(text, "_attn_implementation", None)),
+        quirks=tuple(_quirks(model, max_positions=max_positions, logits_to_keep=logits_to_keep)),
+    )
+
+
+def _quirks(model: "PreTrainedModel", *, max_positions: int | None, logits_to_keep: bool) -> list[str]:
+    quirks = ["the model's generation_config is not read: Sampling alone decides"]
+    if model.dtype.itemsize < 4:
+        quirks.append(f"weights are {model.dtype}: logp carries its rounding, which a float32 forward does not share")
+    config = model.config.get_text_config(decoder=True)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or getattr(config, "sliding_window", None):
+        quirks.append("sliding windows are masked: their layers keep all keys and values, as the others do")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") in {"dynamic", "longrope"}:
+        quirks.append(
+            f"{rope['rope_type']} frequencies change once the longest row of a batch passes the original length: from "
+            f"there an answer depends on its batch, and its logp on keys rotated before; see verify_logp"
+        )
+    if max_positions is None:
+        quirks.append("the config has no max_position_embeddings: the length of an answer is not checked")
+    if not logits_to_keep:
+        quirks.append("forward has no logits_to_keep: prefill holds the logits of every prompt token")
+    if model.device.type == "mps":
+        quirks.append("mps has no float64: tokens rarer than 6e-8 are drawn with a rounded probability")
+    return quirks
+
+
+# ---- how it generates
 
 
 def make_runner(
@@ -113,11 +172,50 @@ def make_runner(
 
 
 def _why_not(slots: SlotModel, support: Support, choice: ContinuousBatchingChoice) -> str | None:
+    """Return why the model is not decoded over its slot cache, or None where it is. Leaves the cache empty."""
+    model, name = slots.model, type(slots.model).__name__
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if choice == "off":
         return "continuous_batching='off'"
     if support.missing:
-        return f"{type(slots.model).__name__}'s forward has no {', '.join(support.missing)}"
-    return why_not_continuous(slots, num_layers=support.num_layers, vocab_size=support.vocab_size)
+        return f"{name}'s forward has no {', '.join(support.missing)}"
+    if getattr(model, "_is_stateful", False) or not RECURRENT.isdisjoint(layer_types):
+        return f"{name} keeps recurrent states, which have no place in a key/value cache"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not attend through transformers' attention interface"
+    try:
+        return _compare(slots, num_layers=support.num_layers, vocab_size=support.vocab_size)
+    except RAISED as error:
+        return f"{name} does not run over a slot cache: {type(error).__name__}: {error}"
+    finally:
+        slots.cache.clear()
+
+
+def _compare(model: SlotModel, *, num_layers: int, vocab_size: int) -> str | None:
+    device = model.model.device
+    sequences = [
+        tuple((7 * i + 3 * row + 1) % vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)
+    ]
+    model.cache.resize(slots=len(sequences), columns=max(PROMPT_LENGTHS) + 1)
+    rows = torch.arange(len(sequences), device=device)
+    prefilled = model.prefill([sequence[:-1] for sequence in sequences], slots=rows, sources=rows)
+    attended = [model.last_step.calls if model.last_step else 0]
+    decoded = model.decode(
+        torch.tensor([sequence[-1] for sequence in sequences], device=device),
+        torch.tensor(PROMPT_LENGTHS, device=device),
+        columns=max(PROMPT_LENGTHS) + 1,
+    )
+    attended.append(model.last_step.calls if model.last_step else 0)
+    if attended != [num_layers] * 2 or model.cache.layer_indices != set(range(num_layers)):
+        return (
+            f"of its {num_layers} layers, {min(attended)} attend through the attention interface and "
+            f"{len(model.cache.layer_indices)} keep keys and values"
+        )
+    plain = torch.stack([plain_logits(model.model, sequence, count=2) for sequence in sequences])
+    difference = what_differs(torch.stack([prefilled, decoded], 1), plain)
+    if difference is not None:
+        return f"its logits over a slot cache differ from a plain forward's by {difference:.1e}"
+    return None
 
 
 def _default_cache_bytes(device: torch.device) -> int:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -30,11 +30,12 @@ from torch import Tensor
 from rl_generation.constraints import Constraints
 from rl_generation.distribution import SamplingTensors, choose, exact_dtype, raw_logp, sampled_logits, uniforms
 from rl_generation.embedded.slot_model import SlotModel
+from rl_generation.engine import RolloutDelta
 from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request, Sampling
-from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, TopLogp, VersionSpan
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
 
-__all__ = ["Batch", "ContinuousBatching", "Counters", "Ended", "Profile", "Progress", "Row"]
+__all__ = ["Batch", "ContinuousBatching", "Counters", "News", "Profile", "Row"]
 
 # Fields of the state: the last token, where it stands, tokens generated, how many at most, seed, row of the buffers.
 TOKEN, POSITION, GENERATED, LIMIT, SEED, BUFFER = range(6)
@@ -117,6 +118,11 @@ class Row:
     top_logp: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     """Of all tokens so far, where the request asks for it; it stays here while the row is in the batch."""
 
+    finish_reason: FinishReason = "abort"
+    """Why it left the batch, and by which stop token or string."""
+
+    stop_reason: int | str | None = None
+
     def mark_version(self, version: int, *, start: int) -> None:
         """From token `start` on, the weights are of `version`."""
         if self.spans and self.spans[-1][1] == start:
@@ -124,37 +130,25 @@ class Row:
         if not self.spans or self.spans[-1][0] != version:
             self.spans.append((version, start))
 
-
-@final
-class Ended(NamedTuple):
-    """A row that has left the batch, and all that it generated."""
-
-    row: Row
-    tokens: list[int]
-    logp: list[float]
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-
-    def progress(self, *, logp_of: LogpOf, version: int) -> "Progress":
+    def ended(self, *, logp_of: LogpOf, version: int) -> "News":
         """Make the rollout, or the error where the last logp is not finite, after which no row goes on.
 
         `version` is that of the weights now.
         """
-        row, tokens, logp = self.row, self.tokens, self.logp
+        tokens, logp = self.tokens, self.logp
         if logp and not math.isfinite(logp[-1]):
             step = len(tokens) - 1
-            error = LogpError(
-                f"prompt {row.request.prompt_index}: token {step} of its answer, id {tokens[step]}, has "
+            return self, LogpError(
+                f"prompt {self.request.prompt_index}: token {step} of its answer, id {tokens[step]}, has "
                 f"logp={logp[step]} under weights of version {version}: the logits hold NaN or infinity; look for it "
                 f"in the weights"
             )
-            return Progress(row, (), (), None, error)
-        spans = row.spans or [(version, 0)]
+        spans = self.spans or [(version, 0)]
         ends = [*(start for _, start in spans[1:]), len(tokens)]
         timing = None
-        if tokens and row.first_token_s is not None:
+        if tokens and self.first_token_s is not None:
             timing = RolloutTiming(
-                first_token_s=row.first_token_s - row.arrived_s, total_s=time.monotonic() - row.arrived_s
+                first_token_s=self.first_token_s - self.arrived_s, total_s=time.monotonic() - self.arrived_s
             )
         rollout = Rollout(
             tokens=tuple(tokens),
@@ -168,25 +162,16 @@ class Ended(NamedTuple):
                 if end > start or len(spans) == 1
             ),
             timing=timing,
-            top_logp=tuple(row.top_logp),
-            prompt_index=row.request.prompt_index,
-            sample_index=row.sample_index,
+            top_logp=tuple(self.top_logp),
+            prompt_index=self.request.prompt_index,
+            sample_index=self.sample_index,
         )
-        return Progress(row, (), (), rollout)
+        return self, RolloutDelta(sample_index=self.sample_index, tokens=(), logp=(), rollout=rollout)
 
 
-class Progress(NamedTuple):
-    """News of one response."""
-
-    row: Row
-    tokens: tuple[int, ...]
-    """New ones, and their logp; only where they were asked for."""
-    logp: tuple[float, ...]
-    rollout: Rollout | None
-    """The finished response, once it has ended."""
-    error: LogpError | None = None
-    """Why there is none, where its logits were not finite; other rows are not touched by it."""
-    top_logp: TopLogp = ()
+News = tuple[Row, RolloutDelta | LogpError]
+"""What has become of a row: new tokens where they were asked for, and the rollout once it has ended; or why there is
+none, where its logits were not finite. Other rows are not touched by that."""
 
 
 @final
@@ -210,16 +195,9 @@ class _Settings:
 
     def of(self, index: Int[Tensor, " k"]) -> "_Settings":
         """Return those of `index`, which may repeat."""
-        table = self.sampling
-        sampling = replace(
-            table,
-            greedy=table.greedy[index],
-            temperature=None if table.temperature is None else table.temperature[index],
-            min_p=None if table.min_p is None else table.min_p[index],
-            top_k=None if table.top_k is None else table.top_k[index],
-            top_p=None if table.top_p is None else table.top_p[index],
-        )
-        return _Settings(sampling, self.stops[index])
+        columns = {name: getattr(self.sampling, name) for name in ("greedy", "temperature", "min_p", "top_k", "top_p")}
+        chosen: dict[str, Any] = {name: None if column is None else column[index] for name, column in columns.items()}
+        return _Settings(replace(self.sampling, **chosen), self.stops[index])
 
 
 @final
@@ -320,9 +298,9 @@ class Batch:
             self._profiles, self._table = profiles, self._tabulate(list(profiles))
         self._settings = self._table.of(torch.tensor(index, device=self._device))
 
-    def drop(self, slots: Sequence[int], *, finish_reason: FinishReason = "abort") -> list[Ended]:
+    def drop(self, slots: Sequence[int]) -> list[Row]:
         """Take rows out before their time."""
-        return self._end(slots, [finish_reason] * len(slots), [None] * len(slots))
+        return self._end(slots, ["abort"] * len(slots), [None] * len(slots))
 
     def clear(self) -> None:
         """Forget every row."""
@@ -335,7 +313,7 @@ class Batch:
 
     def draw(
         self, logits: Float[Tensor, "m V"], slots: list[int] | None
-    ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"], list[Ended]]:
+    ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"], list[Row]]:
         """Draw the next token of `slots` (all where None) from `logits`; return them, their logp, and who has ended.
 
         A row ends with a stop token, with a stop string, at its limit, or because its logits are not finite.
@@ -423,7 +401,7 @@ class Batch:
 
     def _end(
         self, slots: Sequence[int], reasons: Sequence[FinishReason], stop_reasons: Sequence[int | str | None]
-    ) -> list[Ended]:
+    ) -> list[Row]:
         index = torch.tensor(slots, device=self._device)
         state = self._state[:, index]
         generated: list[int] = state[GENERATED].tolist()
@@ -435,7 +413,9 @@ class Batch:
             row, count = self.rows[slot], generated[place]
             assert row is not None
             self.rows[slot] = None
-            ended.append(Ended(row, tokens[place][:count], logp[place][:count], reasons[place], stop_reasons[place]))
+            row.tokens, row.logp = tokens[place][:count], logp[place][:count]
+            row.finish_reason, row.stop_reason = reasons[place], stop_reasons[place]
+            ended.append(row)
         self._buffers += state[BUFFER].tolist()
         self._alive[index] = False
         self._state[BUFFER, index], self._state[POSITION, index] = self.capacity, 0
@@ -524,7 +504,7 @@ class ContinuousBatching:
         """Take answers in; they start in this order."""
         self._waiting.extend(rows)
 
-    def advance(self, *, stream: bool) -> list[Progress]:
+    def advance(self, *, stream: bool) -> list[News]:
         """Run one forward; return who has ended, and with `stream` every new token."""
         batch, device = self._batch, self._model.model.device
         groups = self._rearrange()
@@ -549,29 +529,36 @@ class ContinuousBatching:
                 row.first_token_s = now
         if slots is None:
             self._fresh = []
-        self._stale.difference_update([item.row for item in ended])
-        news = {item.row: item.progress(logp_of=self._logp_of, version=self._version) for item in ended}
+        self._stale.difference_update(ended)
+        ends = dict(row.ended(logp_of=self._logp_of, version=self._version) for row in ended)
         if not stream:
-            return list(news.values())
-        return [
-            (news[row] if row in news else Progress(row, (), (), None))._replace(
-                tokens=(token,), logp=(value,), top_logp=tuple(row.top_logp[-1:])
+            return list(ends.items())
+        news: list[News] = []
+        for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True):
+            if row is None:
+                continue
+            end = ends.get(row)
+            if isinstance(end, LogpError):
+                news.append((row, end))
+                continue
+            delta = RolloutDelta(
+                sample_index=row.sample_index,
+                tokens=(token,),
+                logp=(value,),
+                top_logp=tuple(row.top_logp[-1:]),
+                rollout=None if end is None else end.rollout,
             )
-            for row, token, value in zip(rows, tokens.tolist(), logp.tolist(), strict=True)
-            if row is not None
-        ]
+            news.append((row, delta))
+        return news
 
-    def abort(self, owner: object) -> list[Progress]:
+    def abort(self, owner: object) -> list[News]:
         """Take the answers that somebody wanted out, as they are."""
         waiting = [row for row in self._waiting if row.owner == owner]
         self._waiting = deque(row for row in self._waiting if row.owner != owner)
         slots = [s for s, row in enumerate(self._batch.rows) if row is not None and row.owner == owner]
-        ended = [
-            *(self._batch.drop(slots) if slots else ()),
-            *(Ended(row, row.tokens, row.logp, "abort", None) for row in waiting),
-        ]
-        self._stale.difference_update([item.row for item in ended])
-        return [item.progress(logp_of=self._logp_of, version=self._version) for item in ended]
+        ended = [*(self._batch.drop(slots) if slots else ()), *waiting]
+        self._stale.difference_update(ended)
+        return [row.ended(logp_of=self._logp_of, version=self._version) for row in ended]
 
     def commit_version(self, version: int) -> None:
         """From here on, tokens are made by the weights of `version`."""
@@ -705,11 +692,10 @@ class ContinuousBatching:
             keep = max(1, self.max_cache_tokens // (batch.columns + COLUMNS_STEP))
             alive = [(row.arrived_s, slot) for slot, row in enumerate(batch.rows) if row is not None]
             evicted = [slot for _, slot in sorted(alive)[keep:]]
-            for ended in reversed(batch.drop(evicted) if evicted else []):
-                ended.row.tokens, ended.row.logp = ended.tokens, ended.logp
-                ended.row.context = (*ended.row.request.prompt, *ended.tokens)
-                self._stale.discard(ended.row)
-                self._waiting.appendleft(ended.row)
+            for row in reversed(batch.drop(evicted) if evicted else []):
+                row.context = (*row.request.prompt, *row.tokens)
+                self._stale.discard(row)
+                self._waiting.appendleft(row)
                 self.counters.preemptions += 1
             to, source = batch.close_holes()
             self._model.cache.move(to=to, source=source, columns=batch.columns)

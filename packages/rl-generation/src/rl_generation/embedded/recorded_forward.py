@@ -28,31 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["NotRecordableError", "RecordedDecoding", "Recording", "record"]
 
 # What tells something of a tensor that its shape and kind decide; everything else that is no tensor is a value.
-METADATA = frozenset(
-    {
-        *(
-            "__get__",
-            "__len__",
-            "dim",
-            "element_size",
-            "get_device",
-            "is_complex",
-            "is_contiguous",
-            "is_floating_point",
-        ),
-        *(
-            "is_signed",
-            "ndimension",
-            "nelement",
-            "numel",
-            "size",
-            "storage_offset",
-            "stride",
-            "result_type",
-            "can_cast",
-        ),
-    }
-)
+METADATA = {
+    *("__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
+    *("is_signed", "ndimension", "nelement", "numel", "size", "storage_offset", "stride", "result_type", "can_cast"),
+}
 # Calls that may return the very tensor that they were given, and then do nothing.
 CONVERSIONS = frozenset({"to", "contiguous", "float", "type_as", "half", "bfloat16", "double", "type"})
 # Uses of a shape before it is recorded, which takes as long as some five forwards and saves half of each.

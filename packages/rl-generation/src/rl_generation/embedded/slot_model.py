@@ -12,6 +12,7 @@ V vocabulary.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,14 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rl_generation.embedded.inspection import cache_argument
 from rl_generation.embedded.recorded_forward import RecordedDecoding
 from rl_generation.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION", "AttentionStep", "SlotCache", "SlotModel", "register_attention"]
+__all__ = ["ATTENTION", "AttentionStep", "SlotCache", "SlotModel", "cache_argument", "register_attention"]
 
 
 @final
@@ -406,6 +406,11 @@ class SlotModel:
             _STEP.reset(token)
         logits: Tensor = output.logits
         return logits
+
+
+def cache_argument(model: "PreTrainedModel") -> str:
+    """Return what forward calls its key/value cache: `cache` since transformers 5.24, and `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _copy_configs(model: "PreTrainedModel") -> None:

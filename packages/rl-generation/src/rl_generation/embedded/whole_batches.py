@@ -9,22 +9,27 @@ Axes: N rows, S tokens so far, V vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_generation.embedded.bare_generate import bare_generate
-from rl_generation.embedded.continuous_batching import Batch, Counters, Ended, Progress, Row
-from rl_generation.embedded.proof import generate_cache_is_right
+from rl_generation.embedded.continuous_batching import Batch, Counters, News, Row
+from rl_generation.errors import LogpError
 from rl_generation.rollout import LogpOf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["WholeBatches"]
+__all__ = ["PROMPT_LENGTHS", "WholeBatches", "plain_logits", "what_differs"]
+
+PROMPT_LENGTHS = (5, 2)
+# Of the largest logit; rounding in each dtype is ten times less, another mask or scale is far more.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+LOW_PRECISION_TOLERANCE = 0.1
 
 
 @final
@@ -44,7 +49,7 @@ class WholeBatches:
         self.counters = Counters()
         self._model, self._reason, self._pad_token_id = model, reason, pad_token_id
         self._logp_of, self._version = logp_of, 0
-        self._use_cache = generate_cache_is_right(model, pad_token_id=pad_token_id, vocab_size=vocab_size)
+        self._use_cache = _cache_is_right(model, pad_token_id=pad_token_id, vocab_size=vocab_size)
         self._waiting: deque[Row] = deque()
         self._batch = Batch(capacity=max_batch_size, vocab_size=vocab_size, device=model.device, logp_of=logp_of)
 
@@ -72,7 +77,7 @@ class WholeBatches:
         """Take answers in; they start in this order, those with prompts of one length together."""
         self._waiting.extend(rows)
 
-    def advance(self, *, stream: bool) -> list[Progress]:
+    def advance(self, *, stream: bool) -> list[News]:
         """Run the next batch to its end."""
         if not self._waiting:
             return []
@@ -84,14 +89,22 @@ class WholeBatches:
             row.mark_version(self._version, start=0)
         ended = self._generate(rows)
         self.counters.prompt_tokens += sum(len(row.request.prompt) for row in rows)
-        self.counters.generated_tokens += sum(len(item.tokens) for item in ended)
-        return [self._progress(item, stream=stream) for item in ended]
+        self.counters.generated_tokens += sum(len(row.tokens) for row in ended)
+        news = [row.ended(logp_of=self._logp_of, version=self._version) for row in ended]
+        if not stream:
+            return news
+        return [
+            (row, end)
+            if isinstance(end, LogpError)
+            else (row, replace(end, tokens=tuple(row.tokens), logp=tuple(row.logp), top_logp=tuple(row.top_logp)))
+            for row, end in news
+        ]
 
-    def abort(self, owner: object) -> list[Progress]:
+    def abort(self, owner: object) -> list[News]:
         """Take the answers that somebody wanted out: none of them has begun."""
         aborted = [row for row in self._waiting if row.owner == owner]
         self._waiting = deque(row for row in self._waiting if row.owner != owner)
-        return [self._progress(Ended(row, [], [], "abort", None), stream=False) for row in aborted]
+        return [row.ended(logp_of=self._logp_of, version=self._version) for row in aborted]
 
     def commit_version(self, version: int) -> None:
         """From here on, tokens are made by the weights of `version`."""
@@ -119,10 +132,10 @@ class WholeBatches:
         self._waiting = deque(row for row in self._waiting if row not in taken)
         return rows
 
-    def _generate(self, rows: list[Row]) -> list[Ended]:
+    def _generate(self, rows: list[Row]) -> list[Row]:
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
-        ended: list[Ended] = []
+        ended: list[Row] = []
 
         def draw(_: Int[Tensor, "N S"], logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
             tokens, _logp, finished = self._batch.draw(logits, None)
@@ -135,7 +148,7 @@ class WholeBatches:
         def all_ended(seen: Int[Tensor, "N S"], *_: object, **__: object) -> Bool[Tensor, " N"]:
             return torch.full((len(seen),), self._batch.num_alive == 0, device=seen.device)
 
-        bare_generate(
+        _bare_generate(
             self._model,
             torch.tensor([row.request.prompt for row in rows], device=self._model.device),
             max_new_tokens=max(row.request.sampling.max_new_tokens for row in rows),
@@ -146,10 +159,65 @@ class WholeBatches:
         )
         return ended
 
-    def _progress(self, ended: Ended, *, stream: bool) -> Progress:
-        news = ended.progress(logp_of=self._logp_of, version=self._version)
-        return (
-            news._replace(tokens=tuple(ended.tokens), logp=tuple(ended.logp), top_logp=tuple(ended.row.top_logp))
-            if stream
-            else news
+
+def _bare_generate(
+    model: "PreTrainedModel",
+    prompts: Int[Tensor, "N S"],
+    *,
+    max_new_tokens: int,
+    pad_token_id: int,
+    use_cache: bool,
+    **others: Any,
+) -> Any:
+    """Take the likeliest tokens behind prompts of one length; `others` go to `generate`."""
+    import transformers
+
+    make_config: Any = transformers.GenerationConfig
+    bare = make_config(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_token_id, use_cache=use_cache)
+    # What a config leaves open, generate takes from the model's own.
+    before = model.generation_config
+    try:
+        model.generation_config = bare
+        generate: Any = model.generate
+        return generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=bare, **others)
+    finally:
+        model.generation_config = before
+
+
+def _cache_is_right(model: "PreTrainedModel", *, pad_token_id: int, vocab_size: int) -> bool:
+    """Whether `model.generate` with its own cache sees the logits of a plain forward.
+
+    transformers 4.57 gets the first tokens wrong behind a prompt shorter than the window of a convolution.
+    """
+    for length in (*PROMPT_LENGTHS, 1):
+        prompt = torch.arange(1, length + 1, device=model.device)[None] % vocab_size
+        generated = _bare_generate(
+            model,
+            prompt,
+            max_new_tokens=3,
+            pad_token_id=pad_token_id,
+            use_cache=True,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
+        plain = plain_logits(model, generated.sequences[0, :-1].tolist(), count=3)
+        if what_differs(torch.cat(generated.logits), plain) is not None:
+            return False
+    return True
+
+
+def what_differs(logits: Float[Tensor, "*shape V"], plain: Float[Tensor, "*shape V"]) -> float | None:
+    """Return the largest difference where it is more than rounding."""
+    # Weights that are still to come may be anything.
+    if not plain.isfinite().all():
+        return None
+    largest = float((logits.float() - plain.float()).abs().max())
+    allowed = TOLERANCE.get(plain.dtype, LOW_PRECISION_TOLERANCE) * max(1.0, float(plain.abs().max()))
+    return None if largest <= allowed else largest
+
+
+@torch.no_grad()
+def plain_logits(model: "PreTrainedModel", sequence: Sequence[int], *, count: int) -> Float[Tensor, "count V"]:
+    """Return the last logits of one forward without a cache."""
+    logits: Tensor = model(input_ids=torch.tensor([sequence], device=model.device), use_cache=False).logits[0, -count:]
+    return logits

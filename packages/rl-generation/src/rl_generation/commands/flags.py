@@ -1,0 +1,292 @@
+"""The flags of an engine and of how it samples: one for each field of EngineSpec and Sampling, its docstring as help.
+
+A row of a file overrides the same fields of Sampling by a JSON object, so what a field may hold is said once, by its
+type. Does not know what a command does with the engine.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rl_generation.commands.console import CommandError, say
+from rl_generation.engine import Engine
+from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, load_engine
+from rl_generation.requests import Sampling
+
+__all__ = [
+    "add_engine_arguments",
+    "add_sampling_arguments",
+    "is_integer",
+    "json_pairs",
+    "override",
+    "sampling_of",
+    "spec_of",
+    "specs_of",
+    "start_engine",
+]
+
+
+# ---- what a field may hold: as a flag, and in JSON
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """The type of a field."""
+
+    wanted: str
+    """As a refusal says it."""
+
+    check: Callable[[Any], bool]
+    """Whether a value of JSON is of this type."""
+
+    flag: Mapping[str, Any]
+    """What argparse is told."""
+
+
+def is_integer(value: object) -> bool:
+    """Whether `value` is a JSON integer; `true` is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return is_integer(value) or isinstance(value, float)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        pair = int(token), float(bias)
+    except ValueError:
+        pair = 0, math.nan
+    if not math.isfinite(pair[1]):  # -inf is no JSON, which the record of a run is
+        raise argparse.ArgumentTypeError(f"must be a token id and a finite number, such as 5=-100; got {text!r}")
+    return pair
+
+
+INTEGER, TEXT = {"type": int, "metavar": "N"}, {"metavar": "TEXT"}
+KINDS: dict[Any, Kind] = {
+    bool: Kind("true or false", lambda value: isinstance(value, bool), {"action": argparse.BooleanOptionalAction}),
+    int: Kind("an integer", is_integer, INTEGER),
+    float: Kind("a number", _is_number, {"type": float, "metavar": "X"}),
+    str: Kind("text", _is_text, TEXT),
+    tuple[int, ...]: Kind(
+        "a list of integers",
+        lambda value: isinstance(value, list) and all(map(is_integer, value)),
+        {**INTEGER, "action": "append"},
+    ),
+    tuple[str, ...]: Kind(
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(map(_is_text, value)),
+        {**TEXT, "action": "append"},
+    ),
+    tuple[tuple[int, float], ...]: Kind(
+        "an object of numbers by token id",
+        lambda value: (
+            isinstance(value, dict) and all(token.isdecimal() and _is_number(bias) for token, bias in value.items())
+        ),
+        {"type": _bias, "action": "append", "metavar": "ID=X"},
+    ),
+}
+
+
+@cache
+def _kinds(config: Any) -> dict[str, Kind]:
+    """Field → what it may hold; None, where it is admitted, is said by leaving the field out."""
+    kinds: dict[str, Kind] = {}
+    for name, hint in get_type_hints(config).items():
+        if get_origin(hint) in {Union, UnionType}:
+            (hint,) = (each for each in get_args(hint) if each is not NoneType)  # noqa: PLW2901
+        if get_origin(hint) is Literal:
+            kinds[name] = Kind("one of them", _is_text, {"choices": get_args(hint)})
+        elif hint in KINDS:
+            kinds[name] = KINDS[hint]
+    return kinds
+
+
+def _docs(config: Any) -> dict[str, str]:
+    """Field → the string that stands under it in the source, in one line."""
+    docs: dict[str, str] = {}
+    owners: list[Any] = [each for each in reversed(config.__mro__) if dataclasses.is_dataclass(each)]
+    for owner in owners:
+        (definition,) = ast.parse(inspect.getsource(owner)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field_and_doc in pairwise(definition.body):
+            match field_and_doc:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
+
+
+def _add_flags(
+    group: Any, config: Any, *, leave_out: Sequence[str] = (), defaults: Mapping[str, object] | None = None
+) -> None:
+    """Declare a flag for each field; `defaults` stand in place of the fields' own."""
+    kinds, docs, given = _kinds(config), _docs(config), defaults or {}
+    for field in dataclasses.fields(config):
+        if field.name in leave_out:
+            continue
+        options, default = kinds[field.name].flag, given.get(field.name, field.default)
+        many = options.get("action") == "append"
+        name = field.name.removesuffix("s") if many and options.get("type") is not _bias else field.name
+        told = docs[field.name].replace("%", "%%")
+        told += " It can be repeated." if many else "" if default in {None, False, ""} else f" (default {default})"
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=field.name,
+            default=given.get(field.name, argparse.SUPPRESS),
+            help=told,
+            **options,
+        )
+
+
+def _given(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(config)]
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+# ---- the engine
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Declare the model, the engine or `several` of them, and their options."""
+    parser.add_argument("model", metavar="MODEL", help="a folder of safetensors, or a hub id")
+    group = parser.add_argument_group("engine")
+    if several:
+        group.add_argument(
+            "--engine",
+            action="append",
+            choices=ENGINES,
+            help=f"what is measured; can be repeated, and ratios are to the first (default {ENGINES[0]})",
+        )
+    by_hand = ("model", "with_tokenizer", "vllm_kwargs", *(["engine"] if several else []))
+    _add_flags(group, EngineSpec, leave_out=by_hand)
+    group.add_argument(
+        "--no-tokenizer",
+        dest="with_tokenizer",
+        action="store_false",
+        help="do without: token ids in, token ids out; no texts, no stop strings and no bad words",
+    )
+    group.add_argument(
+        "--vllm-kwarg",
+        action="append",
+        default=[],
+        metavar="KEY=JSON",
+        help="vLLM: any of its engine arguments, as block_size=32; can be repeated",
+    )
+
+
+def spec_of(arguments: argparse.Namespace) -> EngineSpec:
+    """Return what the flags ask for.
+
+    Raises:
+        CommandError: A `--vllm-kwarg` is no `key=value`, or its value is no JSON.
+        EngineOptionError: An option does not belong to the engine.
+    """
+    return EngineSpec(**_given(arguments, EngineSpec), vllm_kwargs=json_pairs(arguments.vllm_kwarg, "--vllm-kwarg"))
+
+
+def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
+    """Return what the flags ask for of several engines, each of which takes the options that are its own.
+
+    Raises:
+        CommandError: As `spec_of`; or an engine stands twice.
+        EngineOptionError: An option belongs to none of them.
+    """
+    engines = arguments.engine or ENGINES[:1]
+    if len(set(engines)) < len(engines):
+        raise CommandError(f"an engine stands twice in {','.join(engines)}")
+    given = _given(arguments, EngineSpec)
+    given |= {"vllm_kwargs": json_pairs(arguments.vllm_kwarg, "--vllm-kwarg")}
+    foreign_to_all = set.intersection(*(set(FOREIGN[engine]) for engine in engines))
+    return [
+        EngineSpec(
+            **{
+                **{name: each for name, each in given.items() if name not in set(FOREIGN[engine]) - foreign_to_all},
+                "engine": engine,
+            }
+        )
+        for engine in engines
+    ]
+
+
+def start_engine(spec: EngineSpec) -> tuple[Engine, Any]:
+    """Load an engine and its tokenizer, and say so; bars of others are for terminals only."""
+    from transformers.utils import logging
+
+    say(f"{spec.engine}: loading {spec.model}")
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return load_engine(spec)
+
+
+def json_pairs(texts: Sequence[str], flag: str) -> dict[str, Any]:
+    """Parse `key=value` each, whose values are JSON.
+
+    Raises:
+        CommandError: One is not such a pair, or a key stands twice.
+    """
+    pairs: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise CommandError(f"{flag} takes KEY=JSON, such as some_option=true; got {text!r}")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise CommandError(
+                f"{flag} {name}: {value!r} is not JSON ({error.msg}); text needs quotes: {name}='\"{value}\"'"
+            ) from None
+        if name in pairs:
+            raise CommandError(f"{flag} {name} stands twice, with {json.dumps(pairs[name])} and {json.dumps(parsed)}")
+        pairs[name] = parsed
+    return pairs
+
+
+# ---- how it samples
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Declare a flag for each field of Sampling; `defaults` stand in place of Sampling's own."""
+    _add_flags(parser.add_argument_group("sampling"), Sampling, defaults=defaults)
+
+
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """Return what the flags ask for.
+
+    Raises:
+        CommandError: Sampling refuses a value.
+    """
+    try:
+        return Sampling(**_given(arguments, Sampling))
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def override(base: Sampling, fields: Mapping[str, Any]) -> Sampling:
+    """Return `base` with the `fields` of a JSON object in place of its own; token ids there are text.
+
+    Raises:
+        ValueError: A field that Sampling does not have, of another JSON type, or with a value that it refuses.
+    """
+    kinds, given = _kinds(Sampling), dict(fields)
+    for name, value in fields.items():
+        if name not in kinds:
+            raise ValueError(f"sampling has no field {name!r}; it has {', '.join(kinds)}")
+        if not kinds[name].check(value):
+            raise ValueError(f"sampling.{name} must be {kinds[name].wanted}; got {value!r}")
+        if isinstance(value, dict):
+            given[name] = tuple((int(token), bias) for token, bias in value.items())
+    return dataclasses.replace(base, **given)
