@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             say(f"{len(job.rows)} prompts, seed {job.identity['sampling']['seed']}")
         if done < len(job.rows):
-            from tqdm import tqdm  # type: ignore[import-untyped]
+            from transformers.utils.logging import tqdm
 
             engine, _ = start_engine(spec)
             try:
