@@ -23,10 +23,11 @@ from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
 from rl_refit.sink import VersionedSink, assemble, places_of, refuse_incomplete
+from rl_refit.tracing.memory import read_memory
 from rl_refit.vllm import cpu_workarounds
 from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
 from rl_refit.vllm.reload import reload_from
-from rl_refit.vllm.survey import Landing, Survey, named_tensors, survey
+from rl_refit.vllm.survey import Landing, Survey, survey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -187,7 +188,7 @@ class WorkerSink(VersionedSink):
         rows = rows_of(self.source, config, ties=ties)
         self._found = found = survey(self._worker.vllm_config, rows)
         model = self._worker.model_runner.get_model()
-        return {**found.answer, "live_ties": _live_ties(model), "repaired": repaired}
+        return {**found.answer, "live_ties": read_memory(model).tied, "repaired": repaired}
 
     def settle(self, config: NeedsConfig, fed: Sequence[str], *, room: bool = True) -> Answer:
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
@@ -294,14 +295,6 @@ class WorkerSink(VersionedSink):
 def _read(held: Sequence[Holding], region: Region) -> Tensor:
     places = places_of(held, region)
     return places[0] if places else assemble(held, region)
-
-
-def _live_ties(model: nn.Module) -> dict[str, str]:
-    """The model's tensors that are another one's memory, as they are now."""
-    roots: dict[tuple[object, ...], str] = {}
-    tensors = {name: tensor for name, tensor in named_tensors(model).items() if tensor.numel()}
-    first = {name: roots.setdefault((t.data_ptr(), t.shape, t.stride()), name) for name, t in tensors.items()}
-    return {name: root for name, root in first.items() if name != root}
 
 
 def _reloaded_tensors(found: Survey, model: nn.Module) -> dict[str, str]:
