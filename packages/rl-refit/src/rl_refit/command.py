@@ -46,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = command.run(arguments)
         sys.stdout.flush()
-    except (RefitError, ValueError) as refusal:
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
+        return 0
+    except (RefitError, ValueError, OSError) as refusal:
         print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
         return 1 if isinstance(refusal, CoverageError) else 2
     except KeyboardInterrupt:
         print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
-        return 0
     return code
 
 

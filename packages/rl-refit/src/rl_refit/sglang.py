@@ -246,7 +246,7 @@ def empty_like(folder: Path) -> dict[str, Tensor]:
         RefitError: It is no checkpoint of safetensors files.
     """
     try:
-        tensors = [each for each in read_checkpoint(folder).tensors if each.tied_to is None]
+        tensors = [each for each in read_checkpoint(folder).manifest.tensors if each.tied_to is None]
     except (OSError, ValueError) as error:
         raise RefitError(f"like= is the checkpoint folder that the server was started with: {error}") from error
-    return {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in tensors}
+    return {each.name: torch.zeros(each.shape, dtype=each.torch_dtype) for each in tensors}
