@@ -38,8 +38,8 @@ from rl_refit.errors import DigestError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.sink import assemble
-from rl_refit.vllm.engines import engine_of
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, prove_needs, rows_of
+from rl_refit.vllm.needs import DERIVED, NeedsConfig, find_needs, rows_of
+from rl_refit.vllm.sink import engine_of
 
 __all__ = ["SourceForVllm", "SourceFromVllm", "UpdateCheck"]
 
@@ -145,10 +145,9 @@ class UpdateCheck:
         self._engine, self._source = engine_of(engine, loop=loop, pause=None, timeout_s=timeout_s), source
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
-        answers = self._call("rl_refit_inspect", manifest.to_json(), asdict(config), source.ties)
-        rows = rows_of(manifest, config, ties=source.ties)
-        fed = prove_needs(manifest, rows, answers=answers, config=config)
-        settled = self._call("rl_refit_boxes", asdict(config), fed)
+        self._call("rl_refit_inspect", manifest.to_json())
+        fed, _ = find_needs(self._call, manifest, config, ties=[source.ties])
+        settled = self._call("rl_refit_settle", asdict(config), fed, False)
         self._boxes = [
             tuple(Region(name, tuple(offsets), tuple(shape)) for name, offsets, shape in each["boxes"])
             for each in settled
