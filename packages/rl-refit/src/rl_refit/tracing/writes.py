@@ -193,8 +193,17 @@ class Recorder(TorchDispatchMode):
         without_values = any(tensor.is_meta for tensor in inputs)
         if (names or without_values) and _needs_values(func):
             raise _no_values(func, names)
-        for tensor, is_out in written:
-            self._record(func, tensor, args=args, kwargs=kwargs, read=read, names=names, is_out=is_out)
+        adds = kwargs.get("accumulate", False) is True or any(value is True for value in args[3:4])
+        copies = func is torch.ops.aten.copy_.default and read and storage_id(read[0]) in self._given
+        for target, is_out in written:
+            mask, overwrites = None, operation in _OVERWRITING or is_out
+            if operation in _AT_INDICES and not adds:
+                mask, overwrites = _mask(func, target, [*args[1:], *kwargs.values()]), True
+            origin = Place.of(read[0]) if copies and read[0].shape == target.shape else None
+            storage = self._see(target)
+            write = Write(Place.of(target), frozenset(names), origin, overwrites, operation in _FILLING, mask)
+            self._writes.setdefault(storage, []).append(write)
+            self._names.setdefault(storage, set()).update(names)
         # Not done are writes into values that are to stay, or of what has none to where torch refuses it.
         refused = operation in _AT_INDICES or any(not tensor.is_meta for tensor, _ in written)
         kept = any(self._see(tensor) in self._kept for tensor, _ in written)
@@ -211,30 +220,6 @@ class Recorder(TorchDispatchMode):
             if is_new and operation not in _EMPTY:
                 self._writes[storage_id(tensor)] = [Write(Place.of(tensor), frozenset(names))]
         return result
-
-    def _record(
-        self,
-        func: Any,
-        target: Tensor,
-        *,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        read: Sequence[Tensor],
-        names: set[str],
-        is_out: bool,
-    ) -> None:
-        operation, mask = func.overloadpacket.__name__, None
-        overwrites = operation in _OVERWRITING or is_out
-        adds = kwargs.get("accumulate", False) is True or any(value is True for value in args[3:4])
-        if operation in _AT_INDICES and not adds:
-            mask, overwrites = _mask(func, target, [*args[1:], *kwargs.values()]), True
-        origin = None
-        if func is torch.ops.aten.copy_.default and read and storage_id(read[0]) in self._given:
-            origin = Place.of(read[0]) if read[0].shape == target.shape else None
-        storage = self._see(target)
-        write = Write(Place.of(target), frozenset(names), origin, overwrites, operation in _FILLING, mask)
-        self._writes.setdefault(storage, []).append(write)
-        self._names.setdefault(storage, set()).update(names)
 
     def _see(self, tensor: Tensor) -> int:
         storage = storage_id(tensor)
