@@ -179,7 +179,8 @@ def trace(
 
     One pass for each digit and two to be sure: five for a checkpoint of 16 million elements in bfloat16, seven for one
     of 8 billion. While it runs it needs 9 bytes (13 from 2³⁰ elements on) for each element of the engine in bfloat16,
-    some 30 more for those of its largest tensor, and with `restore` another copy of the engine: `names` bounds it.
+    some 50 more for those of its largest tensor and of what goes there, and with `restore` another copy of the engine:
+    `names` bounds it.
 
     Args:
         load_weights: The engine's own, which puts tensors into `module`; called several times.

@@ -7,6 +7,7 @@ model's `load_weights` in vLLM's layerwise reload. Arguments and answers are pla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
@@ -328,11 +329,12 @@ def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]
             for source, names in found.users.items()
             if source not in found.landings or reasons.keys() & set(names)
         }
-        together = {name: "loaded together with others" for source in through for name in found.users[source]}
-        together |= {name: layers[layer] for name in engine_tensors if (layer := name.rpartition(".")[0]) in layers}
-        if together.keys() <= reasons.keys():
+        users = (names for source, names in found.users.items() if source in through)
+        more = dict.fromkeys(itertools.chain(*users), "loaded together with others")
+        more |= {name: layers[layer] for name in engine_tensors if (layer := name.rpartition(".")[0]) in layers}
+        if more.keys() <= reasons.keys():
             return reasons, through
-        reasons = together | reasons
+        reasons |= {name: reason for name, reason in more.items() if name not in reasons}
 
 
 class RefitWorker:
