@@ -32,6 +32,8 @@ from rl_refit.tracing.memory import EngineMemory, LoadWeights, Place, find_boxes
 
 __all__ = ["LoaderMap", "Piece", "TracedTensor", "trace"]
 
+_CHUNK = 1 << 16
+"""Elements that are looked at together: what they need stays in a CPU's cache."""
 _MAX_BITS = 20
 _MASK = (1 << 31) - 1
 _ODD = 0x9E3779B1
@@ -340,10 +342,10 @@ class _Reading:
 
     def take(self, which: int) -> None:
         """Read the tensor after pass `which`."""
-        left = (_markable(self.tensor) == _mark(self.tensor.dtype, which)).cpu()
+        left = (_markable(self.tensor) == _mark(self.tensor.dtype, which)).flatten().cpu()
         if not self.touched and bool(left.all()):
             return
-        raw, code = self.tensor.cpu(), self._code
+        raw, code = self.tensor.flatten().cpu(), self._code
         if self.spelled and not self.touched:
             self._first = raw.clone()
             self._number = torch.zeros(raw.shape, dtype=torch.int32 if code.total <= 1 << 30 else torch.int64)
@@ -353,22 +355,25 @@ class _Reading:
         self.touched = True
         if not self.spelled:
             return
-        value = raw.to(torch.int32)
-        self._copied &= (value.to(raw.dtype) == raw) & (value >= 1) & (value <= code.base)
-        if which < code.digits:
-            shift = which * code.bits
-            digit = value.sub_(1)
-            self._copied &= digit <= (code.total - 1) >> shift
-            self._number |= digit.mul_(self._copied).to(self._number.dtype).bitwise_left_shift_(shift)
-            self._copied &= self._number < code.total
-        else:
-            self._copied &= code.values(self._number.to(torch.int64), which) == value
+        for start in range(0, raw.numel(), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            value, copied, number = raw[chunk].to(torch.int32), self._copied[chunk], self._number[chunk]
+            copied &= (value.to(raw.dtype) == raw[chunk]) & (value >= 1) & (value <= code.base)
+            if which < code.digits:
+                shift = which * code.bits
+                digit = value.sub_(1)
+                copied &= digit <= (code.total - 1) >> shift
+                number |= digit.mul_(copied).to(number.dtype).bitwise_left_shift_(shift)
+                copied &= number < code.total
+            else:
+                copied &= code.values(number.to(torch.int64), which) == value
         self._same &= raw == self._first
         self._left &= left
 
     def strange(self) -> Tensor:
         """Where it holds what is no element of the checkpoint, of the tensor's shape."""
-        return ~(self._copied | self._same | self._left)
+        strange = ~(self._copied | self._same | self._left)
+        return strange.view(self.tensor.shape) if self.touched else strange
 
     def traced(self, name: str, shapes: Mapping[str, tuple[int, ...]], *, max_boxes: int) -> TracedTensor:
         """What the loader puts into the tensor, `name`; `shapes` are those of the checkpoint, as they were numbered."""
@@ -376,12 +381,13 @@ class _Reading:
         if not self.touched:
             whole = (Region(name, (0,) * len(place.shape), place.shape),) if self.tensor.numel() else ()
             return TracedTensor(place=place, never_written=whole)
-        numbers = torch.where(self._copied, self._number, -1)
+        numbers = torch.where(self._copied, self._number, -1).view(place.shape)
+        alone, same = ~self._copied.view(place.shape), self._same.view(place.shape)
         return TracedTensor(
             place=place,
             pieces=_pieces(name, numbers, shapes, strides=place.strides, max_boxes=max_boxes),
-            never_written=find_regions(name, ~self._copied & ~self._same),
-            filled=find_regions(name, ~self._copied & self._same),
+            never_written=find_regions(name, alone & ~same),
+            filled=find_regions(name, alone & same),
         )
 
 
