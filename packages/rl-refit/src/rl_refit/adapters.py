@@ -92,7 +92,7 @@ class AdapterSink(StagedSink):
 
         def view(region: Region) -> Tensor | None:
             tensor = held.get(region.name)
-            whole = Region(region.name, (0,) * len(region.shape), tuple(self._fresh[region.name].shape))
+            whole = Region.whole(region.name, self._fresh[region.name].shape)
             return None if tensor is None else tensor[region.index_within(whole)]
 
         return digest_regions(regions, view)

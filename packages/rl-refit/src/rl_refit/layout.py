@@ -45,6 +45,11 @@ class Region:
                 f"got offsets={self.offsets} and shape={self.shape} for {self.name!r}"
             )
 
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> Region:
+        """All of the tensor `name`."""
+        return cls(name, (0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         """How many elements the box holds."""

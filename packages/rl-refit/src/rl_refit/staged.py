@@ -84,7 +84,7 @@ class StagedSink(VersionedSink, ABC):
         if self._open:
             return self._stage.digest(regions)
         self.check()
-        whole = (Region(name, (0,) * each.ndim, tuple(each.shape)) for name, each in self._fresh.items())
+        whole = (Region.whole(name, tensor.shape) for name, tensor in self._fresh.items())
         return self._digest_engine(whole if regions is None else regions)
 
     def ready(self, version: int) -> None:

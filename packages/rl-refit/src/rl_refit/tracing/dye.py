@@ -379,7 +379,7 @@ class _Reading:
         """What the loader puts into the tensor, `name`; `shapes` are those of the checkpoint, as they were numbered."""
         place = Place.of(self.tensor)
         if not self.touched:
-            whole = (Region(name, (0,) * len(place.shape), place.shape),) if self.tensor.numel() else ()
+            whole = (Region.whole(name, place.shape),) if self.tensor.numel() else ()
             return TracedTensor(place=place, never_written=whole)
         numbers = torch.where(self._copied, self._number, -1).view(place.shape)
         alone, same = ~self._copied.view(place.shape), self._same.view(place.shape)

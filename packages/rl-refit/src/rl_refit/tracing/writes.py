@@ -291,7 +291,7 @@ def _unwritten(name: str, tensor: Tensor, writes: Iterable[Write]) -> tuple[Regi
     """The boxes of `tensor`, called `name`, that none of `writes` into its storage reaches."""
     own = Place.of(tensor)
     mine = [write for write in writes if write.overwrites and _share_bytes(write.target, own)]
-    left = [Region(name, (0,) * tensor.dim(), tuple(tensor.shape))]
+    left = [Region.whole(name, tensor.shape)]
     for write in mine:
         plain = write.mask is None and write.target.dtype.itemsize == own.dtype.itemsize
         box = write.target.box_in(own, name) if plain else None

@@ -118,7 +118,7 @@ def sink_meta(
     """A tensor of the source as worker `rank` holds it: `boxes` that are fed, tied, or derived; None for nothing."""
     if fed:
         assert boxes is not None
-        whole = Region(meta.name, (0,) * len(meta.shape), meta.shape)
+        whole = Region.whole(meta.name, meta.shape)
         layout = Layout.whole(rank) if list(boxes) == [whole] else Layout.from_boxes({rank: boxes})
         return replace(meta, layout=layout, tied_to=None)
     if _matches(meta.name, config.derived):

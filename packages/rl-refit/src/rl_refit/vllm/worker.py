@@ -199,7 +199,7 @@ class WorkerSink(VersionedSink):
             landings = found.landings.get(meta.name, ())
             boxes = list(dict.fromkeys(landing.box for landing in landings))
             disjoint = all(one.intersect(two) is None for n, one in enumerate(boxes) for two in boxes[:n])
-            whole = Region(meta.name, (0,) * len(meta.shape), meta.shape)
+            whole = Region.whole(meta.name, meta.shape)
             wanted[meta.name] = boxes if boxes and disjoint else [whole]
             if meta.name in through:
                 self._reloaded[meta.name] = meta
@@ -257,7 +257,7 @@ class WorkerSink(VersionedSink):
                 yield name, held[0][1]
                 continue
             tensor = torch.empty(meta.shape, dtype=meta.torch_dtype, device=self.device)
-            whole = Region(name, (0,) * len(meta.shape), meta.shape)
+            whole = Region.whole(name, meta.shape)
             for box, staged in held:
                 tensor[box.index_within(whole)].copy_(staged)
             yield name, tensor
