@@ -88,7 +88,7 @@ def measure(llm, policies, folder: Path, *, rounds: int) -> dict[str, list[float
     from rl_refit.refit import Refit
     from rl_refit.source import ModuleSource
     from rl_refit.vllm import VllmSink
-    from rl_refit.vllm.cpu_workarounds import needed, repack_vocabulary
+    from rl_refit.vllm.reload import must_repair, repack_vocabulary
 
     sink = VllmSink(llm)
     refits = [Refit(ModuleSource(policy), sink) for policy in policies]
@@ -104,7 +104,7 @@ def measure(llm, policies, folder: Path, *, rounds: int) -> dict[str, list[float
         save = time.perf_counter() - start
         start += save
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder / str(fresh))})
-        if needed():
+        if must_repair():
             llm.apply_model(repack_vocabulary)
         llm.reset_prefix_cache()
         reload = time.perf_counter() - start

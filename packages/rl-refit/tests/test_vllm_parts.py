@@ -16,10 +16,11 @@ from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
 from rl_refit.plan import plan_refit
+from rl_refit.tracing.memory import Place
+from rl_refit.tracing.writes import record_writes
 from rl_refit.vllm import WORKER_EXTENSION
-from rl_refit.vllm.copies import Copies, Place, box_within
 from rl_refit.vllm.needs import NeedsConfig, explain_needs, prove_needs, rows_of, sink_meta
-from rl_refit.vllm.survey import _landings
+from rl_refit.vllm.survey import surveyed
 
 
 def meta(name, shape=(4, 3), dtype="float32", tied_to=None):
@@ -37,7 +38,7 @@ def test_the_box_of_a_view_is_where_its_elements_are(data):
     sizes = [data.draw(st.integers(1, size - start)) for size, start in zip(shape, offsets, strict=True)]
     view = whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
     view = view.permute(data.draw(st.permutations(range(len(shape)))))
-    box = box_within(Place.of(view), Place.of(whole))
+    box = Place.of(view).box_in(Place.of(whole))
     assert box is not None
     found = whole[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.shape, strict=True))]
     assert sorted(found.flatten().tolist()) == sorted(view.flatten().tolist())
@@ -45,49 +46,71 @@ def test_the_box_of_a_view_is_where_its_elements_are(data):
 
 def test_a_view_that_is_no_box_is_not_taken_for_one():
     whole = torch.empty(4, 6)
-    assert box_within(Place.of(whole[:, ::2]), Place.of(whole)) is None
-    assert box_within(Place.of(whole.flatten()[3:9]), Place.of(whole)) is None
-    assert box_within(Place.of(torch.empty(9).as_strided((3,), (1,), 6)), Place.of(torch.empty(4))) is None
+    assert Place.of(whole[:, ::2]).box_in(Place.of(whole)) is None
+    assert Place.of(whole.flatten()[3:9]).box_in(Place.of(whole)) is None
+    assert Place.of(torch.empty(9).as_strided((3,), (1,), 6)).box_in(Place.of(torch.empty(4))) is None
+    assert Place.of(whole[0]).box_in(Place.of(whole[0, :1].expand(6))) is None
+
+
+def recorded(tensors, *sources):
+    """What a loader that `tensors` and its weights are given writes."""
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    return lambda load: record_writes(lambda weights: load(dict(weights)), module, Manifest(sources))
 
 
 def test_copies_know_their_source_and_padding_knows_none():
-    copies, target = Copies(), torch.empty(4, 2, device="meta")
-    weights = {"plain": torch.empty(2, 2, device="meta"), "cast": torch.empty(1, 2, device="meta")}
-    with copies:
-        loaded = dict(copies.watch(weights.items()))
+    target = torch.empty(4, 2, device="meta")
+
+    def load(loaded):
         target[:2].copy_(loaded["plain"].t())
         target[2:3].copy_(loaded["cast"].half().float())
         target[3:].fill_(0)
-    plain, made, padding = copies.to(target)
-    assert (plain.names, plain.origin) == (("plain",), Place(0, (2, 2), (1, 2), torch.float32))
-    assert (made.names, made.origin, made.target.offset) == (("cast",), None, 4)
-    assert (padding.names, padding.origin) == ((), None)
+
+    recorder = recorded({"target": target}, meta("plain", (2, 2)), meta("cast", (1, 2)))(load)
+    plain, made, padding = recorder.writes_to(target)
+    assert (plain.source, plain.origin) == ("plain", Place(0, (2, 2), (1, 2), torch.float32))
+    assert (set(made.names), made.origin, made.target.offset) == ({"cast"}, None, 4)
+    assert (set(padding.names), padding.origin) == (set(), None)
 
 
 def test_a_landing_says_where_each_box_of_a_source_goes_in_the_order_of_its_dims():
-    sources = {"w": meta("w", (4, 3)), "b": meta("b", (4,)), "norm": meta("norm", (2,)), "half": meta("half", (2,))}
-    tensors = {name: torch.zeros(size, device="meta") for name, size in SHAPES.items()}
-    copies = Copies()
-    with copies:
-        given = {each.name: torch.empty(each.shape, device="meta") for each in sources.values()}
-        loaded = dict(copies.watch(given.items()))
+    sources = [meta("w", (4, 3)), meta("b", (4,)), meta("norm", (2,)), meta("half", (2,))]
+    tensors = {name: torch.empty(size, device="meta") for name, size in SHAPES.items()}
+
+    def load(loaded):
         tensors["fused"][:, 1:3].copy_(loaded["w"].narrow(0, 2, 2).t())  # this rank's rows, transposed
         tensors["fused"][:, :1].fill_(0)  # padding
         tensors["bias"].copy_(loaded["b"][2:])
         tensors["scale"].copy_(loaded["norm"] + 1)
         tensors["late"].copy_(loaded["half"])
         tensors["late"].mul_(2)
-    landings, users, changed = _landings(sources, tensors, copies)
+
+    found = surveyed({}, recorded(tensors, *sources)(load), tensors)
     values = torch.arange(12.0).view(4, 3)
-    (landing,) = landings["w"]
+    (landing,) = found.landings["w"]
     assert (landing.box, landing.name) == (Region("w", (2, 0), (2, 3)), "fused")
     live = torch.zeros(SHAPES["fused"])
     live.as_strided(landing.box.shape, landing.strides, landing.offset).copy_(values[2:])
     assert torch.equal(live[:, 1:3], values[2:].t())
-    assert landings["b"][0].box == Region("b", (2,), (2,))
-    assert "norm" not in landings  # computed
-    assert users == {"w": ("fused",), "b": ("bias",), "norm": ("scale",), "half": ("late",)}
-    assert changed == {"scale", "late"}  # these go through the loader
+    assert found.landings["b"][0].box == Region("b", (2,), (2,))
+    assert "norm" not in found.landings  # computed
+    assert found.users == {"w": ("fused",), "b": ("bias",), "norm": ("scale",), "half": ("late",)}
+    assert found.changed == {"scale", "late"}  # these go through the loader
+
+
+def test_what_is_written_to_one_place_or_cast_is_told():
+    tensors = {"both": torch.empty(2, 2, device="meta"), "narrow": torch.empty(2, dtype=torch.bfloat16, device="meta")}
+
+    def load(loaded):
+        tensors["both"].copy_(loaded["one"])
+        tensors["both"][1:].copy_(loaded["two"])
+        tensors["narrow"].copy_(loaded["wide"])
+
+    sources = [meta("one", (2, 2)), meta("two", (1, 2)), meta("wide", (2,))]
+    answer = surveyed({}, recorded(tensors, *sources)(load), tensors).answer
+    assert answer == {"clashes": ["one and two are both written to both"], "casts": {"wide": "bfloat16"}}
 
 
 SHAPES = {"fused": (3, 3), "bias": (2,), "scale": (2,), "late": (2,)}

@@ -19,18 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
-from rl_refit.errors import PoisonedError, RefitError
+from rl_refit.errors import RefitError
 from rl_refit.layout import Region
-from rl_refit.manifest import Manifest
-from rl_refit.sink import ModuleSink, VersionedSink
-from rl_refit.source import NamedTensors
+from rl_refit.staged import StagedSink
 
 __all__ = ["AdapterSink"]
 
 
-class AdapterSink(VersionedSink):
+class AdapterSink(StagedSink):
     """The adapter of an engine, whole on this rank. A `WeightSink`.
 
     Args:
@@ -56,12 +53,8 @@ class AdapterSink(VersionedSink):
     ) -> None:
         if not tensors:
             raise ValueError("an adapter has at least one tensor; got none")
-        # Nobody is served from here, so it is written in place.
-        self._fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
+        super().__init__({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, engine="the adapter")
         self._load, self._unload, self._read = load, unload, read
-        super().__init__()
-        self._open = False
         self._slots = 0
         self._waiting: tuple[int, Any] | None = None
         """Loaded, and not committed yet."""
@@ -72,72 +65,40 @@ class AdapterSink(VersionedSink):
         """To be freed."""
 
     @property
-    def device(self) -> torch.device:
-        """Where tensors are staged."""
-        return self._stage.device
-
-    @property
     def current(self) -> Any:
         """What `load` returned for the committed adapter: what requests are to name.
 
         Raises:
             RefitError: Nothing was committed yet.
-            PoisonedError: As for `check`.
+            PoisonedError: Other ranks do not have the same, or the engine holds something else than was sent; a commit
+                itself tears nothing.
         """
         self.check()
         if self._current is None:
             raise RefitError("no adapter was committed yet; refit first, or ask the engine without one")
         return self._current[1]
 
-    def check(self) -> None:
-        """Pass if the committed adapter may be used; a commit tears nothing, so only `poison` forbids it.
+    def abort(self) -> None:
+        """Forget what was staged, and free its slot; the committed adapter was not touched."""
+        super().abort()
+        if self._waiting is not None:
+            self._idle.append(self._waiting)
+        self._waiting = None
+        with contextlib.suppress(Exception):  # an abort never raises; the next refit tries again
+            self._free()
 
-        Raises:
-            PoisonedError: Other ranks do not have the same, or the engine holds something else than was sent.
-        """
-        if self._poison is not None:
-            raise PoisonedError(f"{self._poison}; refit successfully before using the adapter", phase="commit")
-
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction.
-
-        Raises:
-            RefitError: One is open already.
-        """
-        if self._open:
-            raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        coverage = self._stage.prepare(manifest)
-        self._open = True
-        return Coverage(manifest_hash=coverage.manifest_hash, sink=coverage.sink, version=self._version.begin())
-
-    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """Take `tensor`, the new values of `region`; always a copy, which is small."""
-        self._stage.stage(region, tensor)
-
-    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
-        """Of what is staged while a transaction is open; of what the engine holds otherwise, where it can be read."""
-        if self._open:
-            return self._stage.digest(regions)
-        self.check()
+    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
         held = {} if self._read is None or self._current is None else self._read(self._current[1])
-        whole = {name: Region(name, (0,) * each.ndim, tuple(each.shape)) for name, each in self._fresh.items()}
 
         def view(region: Region) -> Tensor | None:
             tensor = held.get(region.name)
-            return None if tensor is None else tensor[region.index_within(whole[region.name])]
+            whole = Region.whole(region.name, self._fresh[region.name].shape)
+            return None if tensor is None else tensor[region.index_within(whole)]
 
-        return digest_regions(whole.values() if regions is None else regions, view)
+        return digest_regions(regions, view)
 
-    def ready(self, version: int) -> None:
-        """Put the new adapter into a slot of its own, if all is staged.
-
-        Raises:
-            RefitError: As for `ModuleSink.ready`, or the engine did not take the adapter.
-        """
-        if not self._open:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        self._version.require_newer(version)
-        self._stage.ready(self._stage_version())
+    def _prepare_to_hand_over(self, version: int) -> None:
+        """Put the new adapter into a slot of its own: if the engine does not take it, nobody commits."""
         if self._waiting is not None:
             return
         try:
@@ -160,25 +121,12 @@ class AdapterSink(VersionedSink):
                 phase="commit",
             ) from error
 
-    def commit(self, version: int) -> None:
+    def _hand_over(self, version: int) -> None:
         """Make the adapter in its new slot the current one, and free the slot of the one before the last."""
-        self.ready(version)
-        self._stage.commit(self._stage_version())
         if self._before is not None:
             self._idle.append(self._before)
         self._before, self._current, self._waiting = self._current, self._waiting, None
-        self._version.commit(version)
-        self._open, self._poison = False, None
         with contextlib.suppress(Exception):  # the new adapter serves; the next refit tries again
-            self._free()
-
-    def abort(self) -> None:
-        """Forget what was staged, and free its slot; the committed adapter was not touched."""
-        self._stage.abort()
-        if self._waiting is not None:
-            self._idle.append(self._waiting)
-        self._waiting, self._open = None, False
-        with contextlib.suppress(Exception):  # an abort never raises; the next refit tries again
             self._free()
 
     def close(self) -> None:
@@ -192,7 +140,3 @@ class AdapterSink(VersionedSink):
         while self._idle:
             self._unload(*self._idle[0])
             del self._idle[0]
-
-    def _stage_version(self) -> int:
-        """The stage counts by itself: a version that is repeated is new to it."""
-        return (self._stage.version or 0) + 1

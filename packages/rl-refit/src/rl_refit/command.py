@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from rl_refit.errors import CoverageError, RefitError
@@ -31,41 +31,37 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    chosen = _parser().parse_args(given[:1]).command
-    module, summary = COMMANDS[chosen]
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Weights into a running engine: what will move, how long it will take."
+    )
+    parsers = parser.add_subparsers(dest="command", required=True)
+    run: Callable[[argparse.Namespace], int] | None = None
+    for name, (module, summary) in COMMANDS.items():
+        its_parser = parsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        if given[:1] == [name]:
+            try:
+                command = import_module(module)
+            except ModuleNotFoundError as missing:
+                if (missing.name or "").partition(".")[0] != "refit_simulator":
+                    raise
+                print(f"{PROGRAM} {name}: {SIMULATOR_IS_A_TOOL}", file=sys.stderr)
+                return 2
+            command.add_arguments(its_parser)
+            run = command.run
+    arguments = parser.parse_args(given)
+    chosen = arguments.command
+    if run is None:
+        parser.error("the command comes first")
     try:
-        command = import_module(module)
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] != "refit_simulator":
-            raise
-        print(f"{PROGRAM} {chosen}: {SIMULATOR_IS_A_TOOL}", file=sys.stderr)
-        return 2
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {chosen}", description=f"{summary[0].upper()}{summary[1:]}.")
-    command.add_arguments(parser)
-    arguments = parser.parse_args(given[1:])
-    try:
-        code: int = command.run(arguments)
+        code = run(arguments)
         sys.stdout.flush()
-    except (RefitError, ValueError) as refusal:
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
+        return 0
+    except (RefitError, ValueError, OSError) as refusal:
         print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
         return 1 if isinstance(refusal, CoverageError) else 2
     except KeyboardInterrupt:
         print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
-        return 0
     return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} {{{','.join(COMMANDS)}}} ...",
-        description="Weights into a running engine: what will move, how long it will take.",
-        epilog=f"commands:\n{listed}\n\n{PROGRAM} COMMAND --help lists what a command takes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="one of the commands below")
-    return parser

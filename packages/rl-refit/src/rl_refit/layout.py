@@ -18,15 +18,11 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rl_refit.errors import RefitError
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 __all__ = ["Layout", "Region"]
 
@@ -49,6 +45,11 @@ class Region:
                 f"got offsets={self.offsets} and shape={self.shape} for {self.name!r}"
             )
 
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> Region:
+        """All of the tensor `name`."""
+        return cls(name, (0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         """How many elements the box holds."""
@@ -57,7 +58,8 @@ class Region:
     def intersect(self, other: Region) -> Region | None:
         """The box that both hold, under this region's name; None where they share no element."""
         starts = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(*self._sides(), *other._sides(), strict=True))
+        sides = zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
+        ends = (min(a + n, b + m) for a, n, b, m in sides)
         shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return Region(self.name, starts, shape) if min(shape, default=1) > 0 else None
 
@@ -80,9 +82,6 @@ class Region:
         """Where this box lies in a tensor that holds just `outer`, as an index."""
         starts = [start - origin for start, origin in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
-
-    def _sides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.offsets, self.shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +177,19 @@ class Layout:
             from torch.distributed.tensor import DTensor
 
             if isinstance(tensor, DTensor):
-                return _layout_of_dtensor(tensor)
+                mesh = tensor.device_mesh
+                layout = cls.from_placements(mesh.shape, tensor.placements, ranks=mesh.mesh.flatten().tolist())
+                promised = layout.regions_on(this_rank(), "", tuple(tensor.shape))
+                local = tuple(tensor._local_tensor.shape)  # noqa: SLF001 - to_local() would be recorded by autograd
+                if math.prod(local) != sum(box.numel for box in promised) or any(
+                    box.shape != local for box in promised
+                ):
+                    raise RefitError(
+                        f"a DTensor of shape {list(tensor.shape)} with placements {tensor.placements} on a mesh of "
+                        f"shape {tuple(mesh.shape)} holds {list(local)} on rank {this_rank()}, and its placements "
+                        f"promise {[list(box.shape) for box in promised]}; redistribute it first"
+                    )
+                return layout
         return cls.whole(this_rank())
 
     def regions(self, name: str, shape: tuple[int, ...]) -> dict[int, tuple[Region, ...]]:
@@ -198,50 +209,25 @@ class Layout:
 
     def _held_at(self, place: int, name: str, shape: tuple[int, ...]) -> tuple[Region, ...]:
         if self.boxes is not None:
-            boxes = _inside(name, self.boxes[place], shape)
-            return tuple(Region(name, *box) for box in boxes if math.prod(box[1]))
+            for at, size in self.boxes[place]:
+                if len(size) != len(shape) or any(a + n > m for a, n, m in zip(at, size, shape, strict=True)):
+                    raise ValueError(f"a box at {at} of shape {size} is not inside {name!r} of shape {shape}")
+            return tuple(Region(name, *box) for box in self.boxes[place] if math.prod(box[1]))
         if any(dim is not None and dim >= len(shape) for dim in self.sharded_dims):
             raise ValueError(f"{name!r} has {len(shape)} dims, and its layout cuts dims {self.sharded_dims}")
-        box = self._region_at(Region(name, (0,) * len(shape), shape), place)
-        return (box,) if box.numel else ()
-
-    def _region_at(self, region: Region, place: int) -> Region:
-        offsets, shape = list(region.offsets), list(region.shape)
-        coordinate = _coordinate(place, self.mesh_shape)
+        coordinate = [0] * len(self.mesh_shape)
+        for axis in reversed(range(len(self.mesh_shape))):
+            place, coordinate[axis] = divmod(place, self.mesh_shape[axis])
+        offsets, sizes = [0] * len(shape), list(shape)
         axes = [axis for axis in range(len(self.mesh_shape)) if axis not in self.strided_axes]
-        axes += sorted(self.strided_axes, reverse=True)
-        for axis in axes:
+        for axis in axes + sorted(self.strided_axes, reverse=True):
             dim = self.sharded_dims[axis]
             if dim is not None:
-                chunk = -(-shape[dim] // self.mesh_shape[axis])
-                start = min(coordinate[axis] * chunk, shape[dim])
+                chunk = -(-sizes[dim] // self.mesh_shape[axis])
+                start = min(coordinate[axis] * chunk, sizes[dim])
                 offsets[dim] += start
-                shape[dim] = min(chunk, shape[dim] - start)
-        return Region(region.name, tuple(offsets), tuple(shape))
-
-
-def _layout_of_dtensor(tensor: DTensor) -> Layout:
-    mesh = tensor.device_mesh
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    layout = Layout.from_placements(mesh.shape, tensor.placements, ranks=ranks)
-    promised = layout.regions("", tuple(tensor.shape)).get(this_rank(), ())
-    local = tuple(tensor._local_tensor.shape)  # noqa: SLF001 - to_local() would be recorded by autograd
-    if math.prod(local) != sum(box.numel for box in promised) or any(box.shape != local for box in promised):
-        raise RefitError(
-            f"a DTensor of shape {list(tensor.shape)} with placements {tensor.placements} on a mesh of shape "
-            f"{tuple(mesh.shape)} holds {list(local)} on rank {this_rank()}, and its placements promise "
-            f"{[list(box.shape) for box in promised]}; redistribute it first"
-        )
-    return layout
-
-
-def _coordinate(place: int, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the rank at `place` of a list in row-major order lies on each axis."""
-    coordinate = []
-    for size in reversed(mesh_shape):
-        place, along = divmod(place, size)
-        coordinate.append(along)
-    return tuple(reversed(coordinate))
+                sizes[dim] = min(chunk, sizes[dim] - start)
+        return (Region(name, tuple(offsets), tuple(sizes)),) if math.prod(sizes) else ()
 
 
 def _first_overlap(boxes: tuple[Box, ...]) -> tuple[Box, Box] | None:
@@ -255,13 +241,6 @@ def _first_overlap(boxes: tuple[Box, ...]) -> tuple[Box, Box] | None:
                 return (other.offsets, other.shape), (offsets, shape)
         open_boxes.append(box)
     return None
-
-
-def _inside(name: str, boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[Box, ...]:
-    for offsets, size in boxes:
-        if len(size) != len(shape) or any(a + n > m for a, n, m in zip(offsets, size, shape, strict=True)):
-            raise ValueError(f"a box at {offsets} of shape {size} is not inside {name!r} of shape {shape}")
-    return boxes
 
 
 def _read_placement(placement: object) -> tuple[int | None, int]:

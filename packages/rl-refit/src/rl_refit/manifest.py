@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -132,11 +132,12 @@ class Manifest:
             RefitError: The text is of another format.
         """
         try:
-            title, layouts, rows = json.loads(text)
+            title, plain_layouts, rows = json.loads(text)
             if title != _TITLE:
                 raise RefitError(f"expected {_TITLE!r}, got {title!r}: both sides need the same release of rl-refit")
-            read = [_layout_from_plain(plain) for plain in layouts]
-            return cls(tuple(_meta_from_row(row, read) for row in rows))
+            layouts = [Layout(**_by_field(plain, _LAYOUT_FIELDS)) for plain in plain_layouts]
+            metas = [_by_field(row, _META_FIELDS) for row in rows]
+            return cls(tuple(TensorMeta(**{**meta, "layout": layouts[meta["layout"]]}) for meta in metas))
         except (TypeError, IndexError, ValueError) as error:
             raise RefitError(f"no manifest: {type(error).__name__}: {error}") from error
 
@@ -144,7 +145,8 @@ class Manifest:
     def _json(self) -> str:
         layouts = {layout: number for number, layout in enumerate(dict.fromkeys(meta.layout for meta in self.tensors))}
         rows = [[m.name, m.shape, m.dtype, layouts[m.layout], m.tied_to, m.feeding] for m in self.tensors]
-        return json.dumps([_TITLE, [_plain_layout(layout) for layout in layouts], rows], separators=(",", ":"))
+        plain = [[getattr(layout, name) for name in _LAYOUT_FIELDS] for layout in layouts]
+        return json.dumps([_TITLE, plain, rows], separators=(",", ":"))
 
     @cached_property
     def _hash(self) -> str:
@@ -152,45 +154,27 @@ class Manifest:
 
 
 _TITLE = "rl-refit manifest 2"
+_LAYOUT_FIELDS = {"mesh_shape": list, "sharded_dims": list, "strided_axes": list, "ranks": list, "boxes": list | None}
+_META_FIELDS = {"name": str, "shape": list, "dtype": str, "layout": int, "tied_to": str | None, "feeding": str}
 
 
-def _plain_layout(layout: Layout) -> list[Any]:
-    return [layout.mesh_shape, layout.sharded_dims, layout.strided_axes, layout.ranks, layout.boxes]
+def _by_field(plain: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of JSON as arguments: lists become tuples."""
+    for value, (name, kind) in zip(plain, fields.items(), strict=True):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{name} is no {value!r}")
+    return {
+        name: _frozen(value, name) if isinstance(value, list | int) else value
+        for name, value in zip(fields, plain, strict=True)
+    }
 
 
-def _layout_from_plain(plain: list[Any]) -> Layout:
-    mesh_shape, sharded_dims, strided_axes, ranks, boxes = plain
-    return Layout(
-        mesh_shape=_integers(mesh_shape),
-        sharded_dims=tuple(None if dim is None else _integer(dim) for dim in sharded_dims),
-        strided_axes=_integers(strided_axes),
-        ranks=_integers(ranks),
-        boxes=None if boxes is None else tuple(tuple((_integers(a), _integers(n)) for a, n in held) for held in boxes),
-    )
-
-
-def _meta_from_row(row: list[Any], layouts: list[Layout]) -> TensorMeta:
-    name, shape, dtype, layout, tied_to, feeding = row
-    if not isinstance(name, str) or not isinstance(tied_to, str | None):
-        raise TypeError(f"names of tensors are strings; got {name!r} tied to {tied_to!r}")
-    return TensorMeta(
-        name=name,
-        shape=_integers(shape),
-        dtype=dtype,
-        layout=layouts[_integer(layout)],
-        tied_to=tied_to,
-        feeding=feeding,
-    )
-
-
-def _integers(plain: Any) -> tuple[int, ...]:
-    return tuple(map(_integer, plain))
-
-
-def _integer(plain: Any) -> int:
-    if type(plain) is not int or plain < 0:
-        raise TypeError(f"expected a whole number that is not negative, got {plain!r}")
-    return plain
+def _frozen(plain: Any, name: str) -> Any:
+    if isinstance(plain, list):
+        return tuple(_frozen(each, name) for each in plain)
+    if (type(plain) is int and plain >= 0) or (plain is None and name == "sharded_dims"):
+        return plain
+    raise TypeError(f"expected a whole number that is not negative, got {plain!r} in {name}")
 
 
 def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:

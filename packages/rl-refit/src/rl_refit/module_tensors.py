@@ -9,20 +9,19 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.bindings import Bindings
-from rl_refit.bound_storage import uncovered_by
+from rl_refit.bindings import Bindings, uncovered_by
 from rl_refit.errors import CoverageError, RefitError
 from rl_refit.layout import Layout, Region, this_rank
 from rl_refit.manifest import Feeding, Manifest, TensorMeta
 
-__all__ = ["Holding", "ModuleReader", "ModuleTensors", "Rename", "as_patterns"]
+__all__ = ["Holding", "ModuleReader", "ModuleTensors", "Rename", "as_patterns", "check_writable"]
 
 Rename = Callable[[str], str]
 """From the module's own name of a tensor to its Hugging Face name."""
@@ -251,6 +250,57 @@ class ModuleReader:
             for feeding, patterns in self._feeding.items()
             for name in _matching(patterns, names, strict=strict)
         }
+
+
+def check_writable(live: Mapping[str, tuple[Holding, ...]], *, tensors: ModuleTensors, bound: bool, swap: bool) -> None:
+    """Pass if every tensor of `live` can be written without harm to another.
+
+    Args:
+        live: The memory of each tensor that travels.
+        tensors: The module's, for its ties.
+        bound: Whether bindings made `live`: their strided views interleave, and their elements were counted one by one.
+        swap: Whether tensors will be exchanged instead of written.
+
+    Raises:
+        RefitError: One is an inference tensor, expanded, or overlaps another; or, to be exchanged, it is part of a
+            larger tensor, a DTensor, or tied to another by memory alone.
+    """
+    extents: dict[int, list[tuple[int, int, str]]] = {}
+    for name, held in live.items():
+        for _, tensor in held:
+            if tensor.is_inference():
+                made = "was made under torch.inference_mode, which forbids to overwrite it"
+                raise RefitError(f"{name!r} {made}", tensor=name)
+            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                raise RefitError(
+                    f"{name!r} is expanded: several of its elements are one; make it contiguous", tensor=name
+                )
+            own = tensors.objects.get(name)
+            counted = bound and (own is None or own.numel() != tensor.numel())  # a binding's view, not all of a tensor
+            if tensor.numel() and (tensor.is_contiguous() or not counted):
+                first, itemsize = int(tensor.storage_offset()), tensor.element_size()
+                last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                extent = (first * itemsize, (last + 1) * itemsize, name)
+                extents.setdefault(tensor.untyped_storage().data_ptr(), []).append(extent)
+    for in_storage in extents.values():
+        for (_, end, name), (start, _, other) in itertools.pairwise(sorted(in_storage)):
+            if start < end:
+                raise RefitError(f"{name!r} and {other!r} overlap in memory without being tied", tensor=other)
+    if not swap:
+        return
+    advice, objects = "use mode='staged'", tensors.objects
+    for name, held in live.items():
+        if type(objects[name]).__name__ == "DTensor":
+            raise RefitError(f"{name!r} is a DTensor, whose memory cannot be exchanged; {advice}", tensor=name)
+        if any(tensor.untyped_storage().nbytes() != tensor.nbytes for _, tensor in held):
+            raise RefitError(f"{name!r} is part of a larger tensor, and cannot be exchanged; {advice}", tensor=name)
+    for meta in tensors.manifest.tensors:
+        if meta.tied_to is not None and objects[meta.name] is not objects[meta.tied_to]:
+            raise RefitError(
+                f"{meta.name!r} shares the memory of {meta.tied_to!r} and is another tensor, which would keep the old "
+                f"weights; {advice}",
+                tensor=meta.name,
+            )
 
 
 def as_patterns(patterns: Iterable[str]) -> tuple[str, ...]:

@@ -28,14 +28,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions, digest_tensor
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.explain.checkpoint import read_checkpoint
 from rl_refit.layout import Region
-from rl_refit.manifest import Manifest
-from rl_refit.sink import ModuleSink, VersionedSink
-from rl_refit.source import NamedTensors
+from rl_refit.staged import StagedSink
 
 __all__ = ["SglangSink"]
 
@@ -47,8 +44,10 @@ ASK_S = 30.0
 
 
 @final
-class SglangSink(VersionedSink):
+class SglangSink(StagedSink):
     """The weights of a server of SGLang. A `WeightSink` of one rank; several servers are several ranks.
+
+    They are staged as a whole copy in this process's memory, and a second one while that is written.
 
     Args:
         url: Of the server, such as "http://127.0.0.1:30000".
@@ -67,9 +66,6 @@ class SglangSink(VersionedSink):
         RefitError: `like` is no checkpoint of safetensors files.
     """
 
-    device = torch.device("cpu")
-    """Where tensors are staged: a whole copy in this process's memory, and a second one while it is written."""
-
     def __init__(
         self,
         url: str,
@@ -85,11 +81,7 @@ class SglangSink(VersionedSink):
         self._server = _Server(url, api_key=api_key)
         self._like, self._folder = Path(like), Path(folder).absolute() / self._server.name
         self._requests, self._timeout_s = requests, timeout_s
-        # Nobody is served from here, so it is written in place.
-        self._fresh = empty_like(self._like)
-        self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
-        super().__init__()
-        self._open = False
+        super().__init__(empty_like(self._like), engine=self._server.url)
         self._written: Path | None = None
         """The folder of the version that waits for its commit."""
         self._told: list[Path] = []
@@ -102,8 +94,7 @@ class SglangSink(VersionedSink):
             PoisonedError: A commit failed, or the server has another version.
             RefitError: The server does not answer.
         """
-        if self._poison is not None:
-            raise PoisonedError(f"{self._poison}; refit successfully before using {self._server.url}", phase="commit")
+        super().check()
         if self.version is not None and (label := self._label()) != str(self.version):
             raise PoisonedError(
                 f"{self._server.url} has weights labelled {label!r}, and version {self.version} was committed: it was "
@@ -111,41 +102,18 @@ class SglangSink(VersionedSink):
                 phase="commit",
             )
 
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction.
+    def abort(self) -> None:
+        """Forget what was staged and written. The server goes on with what it has."""
+        super().abort()
+        if self._written is not None and self._written not in self._told:
+            shutil.rmtree(self._written, ignore_errors=True)
+        self._written = None
 
-        Raises:
-            RefitError: One is open already.
-        """
-        if self._open:
-            raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        coverage = self._stage.prepare(manifest)
-        self._open = True
-        return Coverage(manifest_hash=coverage.manifest_hash, sink=coverage.sink, version=self._version.begin())
+    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+        return digest_regions(regions, lambda _: None)  # nothing can be read back, and the refit's report says so
 
-    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """Take a copy of `tensor`, the new values of `region`."""
-        self._stage.stage(region, tensor)
-
-    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
-        """Of what is staged; of the server's own weights nothing can be read back, and the refit's report says so."""
-        if self._open:
-            return self._stage.digest(regions)
-        self.check()
-        whole = (Region(name, (0,) * each.ndim, tuple(each.shape)) for name, each in self._fresh.items())
-        return digest_regions(whole if regions is None else regions, lambda _: None)
-
-    def ready(self, version: int) -> None:
-        """Write the staged weights as a checkpoint folder, and read it back, if all is staged and the server answers.
-
-        Raises:
-            RefitError: As for `ModuleSink.ready`; the server does not answer; the folder could not be written.
-            DigestError: A file does not hold what was written.
-        """
-        if not self._open:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        self._version.require_newer(version)
-        self._stage.ready(self._stage_version())
+    def _prepare_to_hand_over(self, version: int) -> None:
+        """Write the staged weights as a checkpoint folder, and read it back, if the server answers."""
         if self._written is not None:
             return
         self._label()
@@ -159,34 +127,15 @@ class SglangSink(VersionedSink):
             raise RefitError(f"{target} could not be written: {error}", phase="commit") from error
         self._written = target
 
-    def commit(self, version: int) -> None:
-        """Have the server load the folder, see that it says so, and remove the one before.
-
-        Raises:
-            RefitError: The server did not load it. What it has then is not known, so the sink is poisoned.
-        """
-        self.ready(version)
+    def _hand_over(self, version: int) -> None:
+        """Have the server load the folder, see that it says so, and remove the one before."""
         written = self._written
         assert written is not None
         self._told.append(written)
-        try:
-            self._load(written, version)
-        except BaseException as error:
-            self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
-            raise
-        self._stage.commit(self._stage_version())
+        self._load(written, version)
         for folder in self._told[:-1]:
             shutil.rmtree(folder, ignore_errors=True)
         self._told, self._written = [written], None
-        self._version.commit(version)
-        self._open, self._poison = False, None
-
-    def abort(self) -> None:
-        """Forget what was staged and written. The server goes on with what it has."""
-        self._stage.abort()
-        if self._written is not None and self._written not in self._told:
-            shutil.rmtree(self._written, ignore_errors=True)
-        self._written, self._open = None, False
 
     def _load(self, written: Path, version: int) -> None:
         load = {"model_path": str(written), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
@@ -234,10 +183,6 @@ class SglangSink(VersionedSink):
             partial.replace(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-    def _stage_version(self) -> int:
-        """The stage counts by itself: a version that is repeated is new to it."""
-        return (self._stage.version or 0) + 1
 
 
 @final
@@ -301,7 +246,7 @@ def empty_like(folder: Path) -> dict[str, Tensor]:
         RefitError: It is no checkpoint of safetensors files.
     """
     try:
-        tensors = [each for each in read_checkpoint(folder).tensors if each.tied_to is None]
+        tensors = [each for each in read_checkpoint(folder).manifest.tensors if each.tied_to is None]
     except (OSError, ValueError) as error:
         raise RefitError(f"like= is the checkpoint folder that the server was started with: {error}") from error
-    return {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in tensors}
+    return {each.name: torch.zeros(each.shape, dtype=each.torch_dtype) for each in tensors}

@@ -29,8 +29,7 @@ from rl_refit.digest import Digest, combine_digests, digest_tensors
 from rl_refit.errors import DigestError, PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns
-from rl_refit.writable import check_writable
+from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns, check_writable
 
 __all__ = ["CommitMode", "CommittedVersion", "ModuleSink", "assemble", "overwrite", "places_of", "refuse_incomplete"]
 

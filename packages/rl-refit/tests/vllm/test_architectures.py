@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from rl_refit.refit import Refit
-from rl_refit.vllm import WORKER_EXTENSION, VllmSink, cpu_workarounds
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink, reload
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3"]
 TIED = {"qwen2", "qwen3", "gemma3"}
@@ -86,7 +86,7 @@ def test_without_its_workaround_an_engine_of_tied_embeddings_or_experts_is_silen
     """Fails once vLLM needs none: then take the release out of `SEEN_IN`, and the workaround with the last of them."""
     architecture, llm = dummy
     Refit(tiny.source(tiny.policy(architecture, 0)), sink)(version=0)
-    monkeypatch.setattr(cpu_workarounds, "needed", lambda: False)
+    monkeypatch.setattr(reload, "must_repair", lambda: False)
     Refit(tiny.source(tiny.policy(architecture, 1)), sink)(version=1)
     is_right = tiny.same(tiny.generate(llm), served(architecture, 1), tolerance=0.1)
     assert is_right == (architecture not in TIED | {"qwen3_moe"})

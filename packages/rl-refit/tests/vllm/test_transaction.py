@@ -23,7 +23,7 @@ from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.source import StateDictSource
 from rl_refit.transports.stream import SlotStream
-from rl_refit.vllm import WORKER_EXTENSION, VllmSink, cpu_workarounds
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink, reload
 
 OLD, NEW = 0, 1
 
@@ -310,7 +310,7 @@ def test_nothing_is_cast_unless_asked_for(llm, sink, served):
 
 
 def test_a_release_of_which_nothing_is_known_is_refused_on_a_cpu(llm, sink, monkeypatch):
-    monkeypatch.setattr(cpu_workarounds, "SEEN_IN", ("0.30", "0.31"))
+    monkeypatch.setattr(reload, "SEEN_IN", ("0.30", "0.31"))
     with pytest.raises(
         RefitError, match=r"reload of vLLM 0\.30 and 0\.31 leaves .* whether that of 0\.32.* is not known"
     ):

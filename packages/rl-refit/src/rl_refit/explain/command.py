@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
 from rl_refit.errors import CoverageError
-from rl_refit.explain.checkpoint import Checkpoint, read_checkpoint
-from rl_refit.explain.figures import PlanFigures, figures_of
-from rl_refit.explain.layouts import AXES, count_usually_fused, read_side, rules_in_words
-from rl_refit.explain.text import DEFAULT_SLOTS, human_size, plan_lines
+from rl_refit.explain.checkpoint import read_checkpoint
+from rl_refit.explain.layouts import AXES, RULES, read_side
+from rl_refit.explain.text import DEFAULT_SLOTS, figures_of, human_size, plan_lines
 from rl_refit.manifest import Manifest
 from rl_refit.plan import plan_refit
 from rl_refit.topology import Topology
 
 __all__ = ["add_arguments", "run"]
-
-_PROGRAM = "rl-refit explain"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,24 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain, and return the exit code."""
-    try:
-        _check_numbers(arguments)
-        return _explain(arguments)
-    except (ValueError, OSError) as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
-        return 2
+    """Explain, and return the exit code.
 
-
-def _explain(arguments: argparse.Namespace) -> int:
+    Raises:
+        ValueError: A number or a name is not what it should be, or the checkpoint is not.
+        OSError: There is no checkpoint.
+    """
+    for name in ("bucket_mb", "slots", "bandwidth_gbps"):
+        if not getattr(arguments, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(arguments, name):g}")
     checkpoint = read_checkpoint(arguments.checkpoint)
-    source, source_name = _source(arguments.source, checkpoint)
+    source, source_name = checkpoint.manifest, "the manifest as saved"
+    if arguments.source is not None or not checkpoint.saved:
+        source, source_name = read_side(arguments.source or "fsdp=1", checkpoint)
     sink, sink_name = read_side(arguments.sink, checkpoint, replicate_kv_heads=True)
     topology = _topology(arguments.nodes, source, sink)
     print(f"source  {source_name}: {len(source.ranks)} ranks\nsink    {sink_name}: {len(sink.ranks)} ranks")
-    print("\n".join(rules_in_words()))
-    fused = count_usually_fused(sink)
-    print(f"engines usually fuse q, k, v and gate, up: {fused} of the names, each a box of its own all the same\n")
+    print("\n".join(RULES), end="\n\n")
     try:
         plan = plan_refit(source, sink, topology)
     except CoverageError as error:
@@ -79,23 +75,16 @@ def _explain(arguments: argparse.Namespace) -> int:
             print(json.dumps({"holds": False, **lists}))
         return 1
     figures = figures_of(plan, bucket_bytes=round(arguments.bucket_mb * 2**20), slots=arguments.slots)
-    print("\n".join([*plan_lines(plan, figures), _prediction(figures, arguments.bandwidth_gbps)]))
+    gbps = arguments.bandwidth_gbps
+    seconds, without_relays = (nbytes * 8 / (gbps * 1e9) for nbytes in (figures.link, figures.link_without_relays))
+    busiest = f"if nothing but the busiest link takes time ({human_size(figures.link)})"
+    slower = f"; {without_relays:.3g} s without relays" * (without_relays > seconds)
+    print("\n".join([*plan_lines(plan, figures), f"at {gbps:g} Gb/s a rank: {seconds:.3g} s, {busiest}{slower}"]))
     if arguments.json:
-        plain = _plain(figures, arguments.bandwidth_gbps)
-        print(json.dumps({**plain, "usually_fused": fused, "plan_hash": plan.hash()}))
+        more = {"balance": figures.sends.balance, "bandwidth_gbps": gbps, "plan_hash": plan.hash()}
+        times = {"seconds": seconds, "seconds_without_relays": without_relays}
+        print(json.dumps({"holds": True, **asdict(figures), **more, **times}))
     return 0
-
-
-def _source(given: str | None, checkpoint: Checkpoint) -> tuple[Manifest, str]:
-    if given is None and checkpoint.manifest is not None:
-        return checkpoint.manifest, "the manifest as saved"
-    return read_side(given or "fsdp=1", checkpoint)
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("bucket_mb", "slots", "bandwidth_gbps"):
-        if not getattr(arguments, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(arguments, name):g}")
 
 
 def _topology(given: str | None, source: Manifest, sink: Manifest) -> Topology | None:
@@ -114,28 +103,3 @@ def _topology(given: str | None, source: Manifest, sink: Manifest) -> Topology |
             raise ValueError(f"--nodes: {count} ranks of the {side} do not fit {number} nodes evenly; change either")
         sides.append(tuple(f"{prefix}{rank * number // count}" for rank in range(count)))
     return Topology(source_nodes=sides[0], sink_nodes=sides[1])
-
-
-def _seconds(nbytes: int, bandwidth_gbps: float) -> float:
-    return nbytes * 8 / (bandwidth_gbps * 1e9)
-
-
-def _prediction(figures: PlanFigures, gbps: float) -> str:
-    line = (
-        f"at {gbps:g} Gb/s a rank: {_seconds(figures.link, gbps):.3g} s, if nothing but the busiest link takes time ("
-    )
-    line += f"{human_size(figures.link)})"
-    if figures.link_without_relays > figures.link:
-        line += f"; {_seconds(figures.link_without_relays, gbps):.3g} s without relays"
-    return line
-
-
-def _plain(figures: PlanFigures, gbps: float) -> dict[str, object]:
-    return {
-        "holds": True,
-        **figures.to_plain(),
-        "balance": figures.sends.balance,
-        "bandwidth_gbps": gbps,
-        "seconds": _seconds(figures.link, gbps),
-        "seconds_without_relays": _seconds(figures.link_without_relays, gbps),
-    }

@@ -15,26 +15,155 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from rl_refit.bindings import Binding
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.tracing.code import Code, mark, values_held
-from rl_refit.tracing.element_map import Numbering, find_pieces, find_regions
-from rl_refit.tracing.engine_memory import EngineMemory, read_memory
-from rl_refit.tracing.loader_map import LoaderMap, TracedTensor
-from rl_refit.tracing.readings import FILLED, NEVER_WRITTEN, Readings
+from rl_refit.tracing.memory import EngineMemory, LoadWeights, Place, find_boxes, find_regions, read_memory, storage_id
 
-__all__ = ["LoadWeights", "trace"]
+__all__ = ["LoaderMap", "Piece", "TracedTensor", "trace"]
 
 _CHUNK = 1 << 16
+"""Elements that are looked at together: what they need stays in a CPU's cache."""
+_MAX_BITS = 20
+_MASK = (1 << 31) - 1
+_ODD = 0x9E3779B1
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""An engine's own loader: takes pairs of a Hugging Face name and a tensor."""
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a checkpoint tensor, and where it lies in a tensor of the engine, in elements from that one's first."""
+
+    region: Region
+    memory: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedTensor:
+    """One tensor of the engine, by the engine's own name, and what the loader puts there."""
+
+    place: Place
+    """This rank's memory."""
+
+    pieces: tuple[Piece, ...] = ()
+    """What comes from the checkpoint."""
+
+    never_written: tuple[Region, ...] = ()
+    """What the loader leaves alone."""
+
+    filled: tuple[Region, ...] = ()
+    """What the loader writes by itself, the same whatever the checkpoint holds, such as zeros into padding."""
+
+    @property
+    def fed(self) -> int:
+        """Elements that come from the checkpoint."""
+        return sum(piece.region.numel for piece in self.pieces)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderMap:
+    """Engine memory, element by element: the checkpoint element that the loader puts there, or that there is none.
+
+    Hand `bindings` itself to a sink: `ModuleSink(module, bindings=loader_map.bindings)`.
+    """
+
+    module: nn.Module
+    """What was traced."""
+
+    tensors: dict[str, TracedTensor]
+    """By the engine's own names; with `names=`, only what these names reach."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Global shape of every checkpoint tensor that the loader was given."""
+
+    tied: dict[str, str]
+    """Names of the engine that share the memory of another one, with that one's name."""
+
+    derived: tuple[str, ...]
+    """Tensors of the engine that were said to be computed, and were not mapped."""
+
+    @property
+    def never_written(self) -> dict[str, tuple[Region, ...]]:
+        """Engine tensor → its elements that the loader leaves alone: stale for ever unless something else sets them."""
+        return {name: tensor.never_written for name, tensor in self.tensors.items() if tensor.never_written}
+
+    @property
+    def filled(self) -> dict[str, tuple[Region, ...]]:
+        """Engine tensor → its elements that the loader sets by itself, whatever the checkpoint holds."""
+        return {name: tensor.filled for name, tensor in self.tensors.items() if tensor.filled}
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The checkpoint tensors of which nothing arrived, in this rank's memory."""
+        used = {piece.region.name for tensor in self.tensors.values() for piece in tensor.pieces}
+        return tuple(name for name in self.shapes if name not in used)
+
+    def bindings(self, module: nn.Module | None = None) -> list[Binding]:
+        """Every box of a checkpoint tensor with the view of engine memory where it lies.
+
+        Args:
+            module: Whose memory; the traced module's where left out, as it is now.
+
+        Raises:
+            RefitError: The module lacks a tensor of the map, or has it in another shape.
+        """
+        memory = read_memory(self.module if module is None else module).tensors
+        bindings: list[Binding] = []
+        for name, tensor in self.tensors.items():
+            if not tensor.pieces:
+                continue
+            local, place = memory.get(name), tensor.place
+            if local is None or (tuple(local.shape), local.stride()) != (place.shape, place.strides):
+                has = "is not there" if local is None else f"has shape {list(local.shape)} and strides {local.stride()}"
+                raise RefitError(
+                    f"{name!r} {has}, and was traced with shape {list(place.shape)} and strides {place.strides}; trace "
+                    f"this module",
+                    tensor=name,
+                )
+            for piece in tensor.pieces:
+                view = local.as_strided(piece.region.shape, piece.strides, local.storage_offset() + piece.memory)
+                bindings.append(Binding(piece.region, self.shapes[piece.region.name], view))
+        return bindings
+
+    def explain(self) -> str:
+        """The map as a table; tensors that differ in a number of their names only share a line."""
+        rows = Counter(_row(name, tensor) for name, tensor in self.tensors.items())
+        table: list[tuple[str, ...]] = [
+            ("times", "engine tensor", "shape", "fed", "boxes", "filled", "never written", "from")
+        ]
+        table += [(str(count), *row) for row, count in rows.items()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        lines += [f"tied: {name} is the memory of {root}" for name, root in self.tied.items()]
+        lines += [f"derived, not mapped: {name}" for name in self.derived]
+        unused = Counter(map(_without_numbers, self.unused))
+        lines += [f"unused here: {name}" + f" ({count})" * (count > 1) for name, count in unused.items()]
+        return "\n".join(lines)
+
+
+def _row(name: str, tensor: TracedTensor) -> tuple[str, ...]:
+    filled, never_written = (sum(box.numel for box in boxes) for boxes in (tensor.filled, tensor.never_written))
+    sources = dict.fromkeys(_without_numbers(piece.region.name) for piece in tensor.pieces)
+    numbers = (f"{tensor.fed:,}", str(len(tensor.pieces)), f"{filled:,}", f"{never_written:,}")
+    return _without_numbers(name), str(list(tensor.place.shape)), *numbers, ", ".join(sources) or "nothing"
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 @torch.no_grad()
@@ -51,8 +180,9 @@ def trace(
     """Run `load_weights` on synthetic checkpoints and say where in `module` each checkpoint element ends.
 
     One pass for each digit and two to be sure: five for a checkpoint of 16 million elements in bfloat16, seven for one
-    of 8 billion. While it runs it needs 7 bytes (11 from 2³⁰ elements on) for each element of the engine in bfloat16,
-    some 20 more for those of its largest tensor, and with `restore` another copy of the engine: `names` bounds it.
+    of 8 billion. While it runs it needs 9 bytes (13 from 2³⁰ elements on) for each element of the engine in bfloat16,
+    some 50 more for those of its largest tensor and of what goes there, and with `restore` another copy of the engine:
+    `names` bounds it.
 
     Args:
         load_weights: The engine's own, which puts tensors into `module`; called several times.
@@ -68,16 +198,21 @@ def trace(
             a dtype holds too few integers to be traced. Names every such tensor.
         ValueError: `names` or `derived` has a name that is not there.
     """
-    metas = _given(manifest, names)
-    memory = read_memory(module)
-    derived = _known(derived, memory)
+    chosen = [meta.name for meta in manifest.tensors if meta.travels] if names is None else list(names)
+    if unknown := [name for name in chosen if name not in manifest.by_name]:
+        raise ValueError(f"names has {', '.join(map(repr, unknown))}, which the manifest does not")
+    metas = [manifest.by_name[name] for name in chosen]
+    memory, derived = read_memory(module), tuple(derived)
+    if unknown := [name for name in derived if name not in memory.tensors]:
+        known = list(memory.tensors)[:3]
+        raise ValueError(f"derived has {', '.join(map(repr, unknown))}; the engine's own names look like {known}")
     code = _code_for(metas, memory)
     saved = {name: tensor.clone() for name, tensor in memory.tensors.items()} if restore else {}
-    readings = {name: Readings(tensor, code) for name, tensor in memory.tensors.items() if name not in derived}
+    readings = {name: _Reading(tensor, code) for name, tensor in memory.tensors.items() if name not in derived}
     try:
         for number in range(code.passes):
             for tensor in memory.tensors.values():
-                mark(tensor, number)
+                _markable(tensor).fill_(_mark(tensor.dtype, number))
             load_weights(_checkpoint(metas, code, number))
             _require_in_place(memory, read_memory(module))
             for reading in readings.values():
@@ -86,38 +221,67 @@ def trace(
         for name, tensor in saved.items():
             memory.tensors[name].copy_(tensor)
     _require_copied(readings)
-    tensors = _map(readings, _numbering(metas), max_boxes=max_boxes)
+    shapes = {meta.name: meta.shape for meta in metas}
+    tensors: dict[str, TracedTensor] = {}
+    while readings:  # each is freed before the next one is mapped
+        name = next(iter(readings))
+        tensors[name] = readings.pop(name).traced(name, shapes, max_boxes=max_boxes)
     return LoaderMap(
         module=module,
         tensors={name: tensor for name, tensor in tensors.items() if names is None or tensor.pieces},
-        shapes={meta.name: meta.shape for meta in metas},
+        shapes=shapes,
         tied=memory.tied,
         derived=derived,
     )
 
 
-def _given(manifest: Manifest, names: Iterable[str] | None) -> list[TensorMeta]:
-    if names is None:
-        return [meta for meta in manifest.tensors if meta.travels]
-    chosen = list(names)
-    unknown = [name for name in chosen if name not in manifest.by_name]
-    if unknown:
-        raise ValueError(f"names has {', '.join(map(repr, unknown))}, which the manifest does not")
-    return [manifest.by_name[name] for name in chosen]
+# -- Numbers in values -----------------------------------------------------------------------------------------------
 
 
-def _known(derived: Iterable[str], memory: EngineMemory) -> tuple[str, ...]:
-    chosen = tuple(derived)
-    unknown = [name for name in chosen if name not in memory.tensors]
-    if unknown:
-        raise ValueError(
-            f"derived has {', '.join(map(repr, unknown))}; the engine's own names look like {list(memory.tensors)[:3]}"
-        )
-    return chosen
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """How the numbers 0 … `total` − 1 are spelled, in digits of `bits` bits."""
+
+    bits: int
+    total: int
+
+    @property
+    def base(self) -> int:
+        """The largest value."""
+        return 1 << self.bits
+
+    @property
+    def digits(self) -> int:
+        """Passes that spell the number."""
+        return max(1, -(-max(0, self.total - 1).bit_length() // self.bits))
+
+    @property
+    def passes(self) -> int:
+        """Passes in all: one for each digit, one for the complement of the first, one for the hash."""
+        return self.digits + 2
+
+    def values(self, number: Tensor, which: int) -> Tensor:
+        """The value of each int64 `number` in pass `which`, int64 from 1 to `base`."""
+        last = self.base - 1
+        if which < self.digits:
+            return number.bitwise_right_shift(which * self.bits).bitwise_and_(last).add_(1)
+        if which == self.digits:
+            return number.bitwise_and(last).neg_().add_(self.base)
+        residue = number.bitwise_and(_MASK)
+        hashed = residue.mul_(residue).add_(number)  # below 2⁶³, and no linear function of the number
+        return hashed.bitwise_xor_(hashed >> 17).mul_(_ODD).bitwise_right_shift_(23).bitwise_and_(last).add_(1)
 
 
-def _code_for(metas: list[TensorMeta], memory: EngineMemory) -> Code:
-    narrow = [f"{meta.name} ({meta.dtype})" for meta in metas if not values_held(meta.torch_dtype)]
+def _values_held(dtype: torch.dtype) -> int:
+    """The n for which `dtype` holds 1, 2, … n exactly and at least two values more; 0 where that is too few."""
+    if dtype in _INTEGERS:
+        return torch.iinfo(dtype).max - 1
+    return round(2 / torch.finfo(dtype).eps) if dtype in _FLOATS else 0
+
+
+def _code_for(metas: list[TensorMeta], memory: EngineMemory) -> _Code:
+    """The largest base that all dtypes hold, of those that hold any."""
+    narrow = [f"{meta.name} ({meta.dtype})" for meta in metas if not _values_held(meta.torch_dtype)]
     if narrow:
         raise RefitError(
             f"these checkpoint tensors are of a dtype that holds too few integers to number elements with: "
@@ -130,27 +294,161 @@ def _code_for(metas: list[TensorMeta], memory: EngineMemory) -> Code:
         if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
             raise RefitError(f"{name!r} is expanded: several of its elements are one; make it contiguous", tensor=name)
     dtypes = {meta.torch_dtype for meta in metas} | {tensor.dtype for tensor in memory.tensors.values()}
-    return Code.for_dtypes(dtypes, sum(math.prod(meta.shape) for meta in metas))
+    held = [count for count in map(_values_held, dtypes) if count]
+    return _Code(min(_MAX_BITS, min(held, default=2).bit_length() - 1), sum(math.prod(meta.shape) for meta in metas))
 
 
-def _numbering(metas: list[TensorMeta]) -> Numbering:
-    starts = itertools.accumulate((math.prod(meta.shape) for meta in metas), initial=0)
-    return Numbering(tuple(meta.name for meta in metas), tuple(meta.shape for meta in metas), tuple(starts))
-
-
-def _checkpoint(metas: list[TensorMeta], code: Code, which: int) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint(metas: list[TensorMeta], code: _Code, which: int) -> Iterator[tuple[str, Tensor]]:
     start = 0
     for meta in metas:
-        tensor = torch.empty(math.prod(meta.shape), dtype=meta.torch_dtype)
-        for first in range(0, tensor.numel(), _CHUNK):
-            part = tensor[first : first + _CHUNK]
-            part.copy_(code.values(torch.arange(start + first, start + first + part.numel()), which))
-        start += tensor.numel()
-        yield meta.name, tensor.view(meta.shape)
+        numbers = torch.arange(start, start + math.prod(meta.shape))
+        start += numbers.numel()
+        yield meta.name, code.values(numbers, which).to(meta.torch_dtype).view(meta.shape)
+
+
+def _markable(tensor: Tensor) -> Tensor:
+    """The same memory, as integers where its dtype holds no values of a code."""
+    if _values_held(tensor.dtype):
+        return tensor
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_SAME_SIZE[real.element_size()])
+
+
+def _mark(dtype: torch.dtype, which: int) -> int:
+    """What no code uses as a value, and what differs from pass to pass."""
+    if not _values_held(dtype):
+        return which % 2
+    return 255 * (which % 2) if dtype == torch.uint8 else -1 - which % 2
+
+
+# -- What the passes show --------------------------------------------------------------------------------------------
+
+
+class _Reading:
+    """One tensor of the engine after each pass: the number that each element spells, and three facts about it."""
+
+    def __init__(self, tensor: Tensor, code: _Code) -> None:
+        self.tensor, self._code = tensor, code
+        self.touched = False
+        """Whether any element was ever written; a tensor of which none was costs nothing."""
+        self._first = self._number = torch.empty(0)
+        self._copied = self._same = self._left = torch.empty(0, dtype=torch.bool)
+        """Where all values so far were those of one number; were the same; were the marks, so nobody wrote."""
+
+    @property
+    def spelled(self) -> bool:
+        """Whether the tensor's dtype can hold the values of the code."""
+        return _values_held(self.tensor.dtype) > 0
+
+    def take(self, which: int) -> None:
+        """Read the tensor after pass `which`."""
+        left = (_markable(self.tensor) == _mark(self.tensor.dtype, which)).flatten().cpu()
+        if not self.touched and bool(left.all()):
+            return
+        raw, code = self.tensor.flatten().cpu(), self._code
+        if self.spelled and not self.touched:
+            self._first = raw.clone()
+            self._number = torch.zeros(raw.shape, dtype=torch.int32 if code.total <= 1 << 30 else torch.int64)
+            # What is written for the first time in a later pass is no copy and no constant, and had its marks before.
+            self._copied, self._same = (torch.full(raw.shape, which == 0) for _ in range(2))
+            self._left = torch.ones(raw.shape, dtype=torch.bool)
+        self.touched = True
+        if not self.spelled:
+            return
+        for start in range(0, raw.numel(), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            value, copied, number = raw[chunk].to(torch.int32), self._copied[chunk], self._number[chunk]
+            copied &= (value.to(raw.dtype) == raw[chunk]) & (value >= 1) & (value <= code.base)
+            if which < code.digits:
+                shift = which * code.bits
+                digit = value.sub_(1)
+                copied &= digit <= (code.total - 1) >> shift
+                number |= digit.mul_(copied).to(number.dtype).bitwise_left_shift_(shift)
+                copied &= number < code.total
+            else:
+                copied &= code.values(number.to(torch.int64), which) == value
+        self._same &= raw == self._first
+        self._left &= left
+
+    def strange(self) -> Tensor:
+        """Where it holds what is no element of the checkpoint, of the tensor's shape."""
+        strange = ~(self._copied | self._same | self._left)
+        return strange.view(self.tensor.shape) if self.touched else strange
+
+    def traced(self, name: str, shapes: Mapping[str, tuple[int, ...]], *, max_boxes: int) -> TracedTensor:
+        """What the loader puts into the tensor, `name`; `shapes` are those of the checkpoint, as they were numbered."""
+        place = Place.of(self.tensor)
+        if not self.touched:
+            whole = (Region.whole(name, place.shape),) if self.tensor.numel() else ()
+            return TracedTensor(place=place, never_written=whole)
+        numbers = torch.where(self._copied, self._number, -1).view(place.shape)
+        alone, same = ~self._copied.view(place.shape), self._same.view(place.shape)
+        return TracedTensor(
+            place=place,
+            pieces=_pieces(name, numbers, shapes, strides=place.strides, max_boxes=max_boxes),
+            never_written=find_regions(name, alone & ~same),
+            filled=find_regions(name, alone & same),
+        )
+
+
+def _pieces(
+    engine_name: str,
+    numbers: Tensor,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    strides: Sequence[int],
+    max_boxes: int,
+) -> tuple[Piece, ...]:
+    """The boxes of each checkpoint tensor that a tensor of the engine holds, given the number of each of its elements.
+
+    The numbers are turned around: from each element of the checkpoint to its place in the engine. Of an element that
+    the engine has several times one place is found in each round.
+
+    Raises:
+        RefitError: They are more than `max_boxes`: single elements, and no boxes.
+    """
+    memory = torch.zeros(numbers.shape, dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(numbers.shape, strides, strict=True)):
+        memory += (torch.arange(size) * stride).view(-1, *[1] * (numbers.dim() - dim - 1))
+    mapped = numbers >= 0
+    number, memory = numbers[mapped].to(torch.int64), memory[mapped]
+    found: list[Piece] = []
+    if not number.numel():
+        return ()
+    starts = list(itertools.accumulate(map(math.prod, shapes.values()), initial=0))
+    lowest, highest = int(number.min()), int(number.max())
+    reached = [
+        (name, start)
+        for (name, start), end in zip(zip(shapes, starts, strict=False), starts[1:], strict=True)
+        if start <= highest and end > lowest
+    ]
+    base, end = reached[0][1], reached[-1][1] + math.prod(shapes[reached[-1][0]])
+    number -= base
+    while number.numel():
+        places = torch.full((end - base,), -1)
+        places[number] = memory
+        for name, start in reached:
+            size = math.prod(shapes[name])
+            for region, first, steps in find_boxes(name, places[start - base :][:size].view(shapes[name])):
+                found.append(Piece(region, first, steps))
+                if len(found) > max_boxes:
+                    raise RefitError(
+                        f"{engine_name!r}, of shape {list(numbers.shape)}, is more than max_boxes={max_boxes:,} boxes "
+                        f"of checkpoint tensors such as {name!r}: the loader scatters single elements; feed it whole "
+                        f"through load_weights, or raise max_boxes",
+                        tensor=engine_name,
+                    )
+        again = places[number] != memory
+        number, memory = number[again], memory[again]
+    return tuple(found)
 
 
 def _require_in_place(before: EngineMemory, after: EngineMemory) -> None:
-    moved = after.moved_from(before)
+    then, now = (
+        {name: (storage_id(tensor), Place.of(tensor)) for name, tensor in memory.tensors.items()}
+        for memory in (before, after)
+    )
+    moved = [name for name in {**now, **then} if now.get(name) != then.get(name)]
     if moved:
         raise RefitError(
             f"load_weights does not write into these tensors, it replaces them by others: {', '.join(moved)}; "
@@ -159,50 +457,25 @@ def _require_in_place(before: EngineMemory, after: EngineMemory) -> None:
         )
 
 
-def _require_copied(readings: dict[str, Readings]) -> None:
-    narrow = [name for name, reading in readings.items() if not reading.untouched and not reading.spelled]
+def _require_copied(readings: dict[str, _Reading]) -> None:
+    narrow = [name for name, reading in readings.items() if reading.touched and not reading.spelled]
     if narrow:
         raise RefitError(
             f"these tensors of the engine are written, and of a dtype that holds too few integers to number elements "
             f"with: {', '.join(narrow)}; build the engine in bfloat16 to trace it, or name them derived",
             tensor=narrow[0],
         )
-    lines: list[str] = []
-    first: str | None = None
+    lines: dict[str, str] = {}
     for name, reading in readings.items():
         strange = reading.strange()
         if bool(strange.any()):
-            first = first or name
-            place = torch.unravel_index(strange.flatten().to(torch.uint8).argmax(), strange.shape)
-            where = [int(coordinate) for coordinate in place]
-            lines.append(f"{name}: {int(strange.sum()):,} of {strange.numel():,} elements, the first at {where}")
+            first = torch.unravel_index(strange.flatten().to(torch.uint8).argmax(), strange.shape)
+            where = [int(coordinate) for coordinate in first]
+            lines[name] = f"{name}: {int(strange.sum()):,} of {strange.numel():,} elements, the first at {where}"
     if lines:
         raise RefitError(
             "these tensors of the engine hold values that are no element of the checkpoint: load_weights computes them "
             "(scales, shifts, adds, rounds), or is not the same every time. Name them derived if the engine computes "
-            "them after every refit." + "".join(f"\n  {line}" for line in lines),
-            tensor=first,
+            "them after every refit." + "".join(f"\n  {line}" for line in lines.values()),
+            tensor=next(iter(lines)),
         )
-
-
-def _map(readings: dict[str, Readings], numbering: Numbering, *, max_boxes: int) -> dict[str, TracedTensor]:
-    tensors: dict[str, TracedTensor] = {}
-    for name, reading in readings.items():
-        shape, strides = tuple(reading.tensor.shape), reading.tensor.stride()
-        if reading.untouched:
-            alone = (Region(name, (0,) * len(shape), shape),) if reading.tensor.numel() else ()
-            tensors[name] = TracedTensor(
-                name=name, shape=shape, strides=strides, pieces={}, never_written=alone, filled=()
-            )
-            continue
-        index = reading.map()
-        tensors[name] = TracedTensor(
-            name=name,
-            shape=shape,
-            strides=strides,
-            pieces=find_pieces(name, index, numbering, strides=strides, max_boxes=max_boxes),
-            never_written=find_regions(name, index == NEVER_WRITTEN),
-            filled=find_regions(name, index == FILLED),
-        )
-        reading.free()
-    return tensors

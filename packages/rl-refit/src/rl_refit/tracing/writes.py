@@ -1,25 +1,65 @@
 """Write tracing: one run of an unmodified `load_weights` without data says which engine memory it writes.
 
 The module is on the meta device, and so is the checkpoint: a loader's copies move nothing, while a `TorchDispatchMode`
-sees each of them with the storage, offset, shape and strides that it would write.
+sees each of them with the storage, offset, shape and strides that it would write. Names flow with the data: what an
+operation makes of a tensor carries the tensor's names, and so does the storage that it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from functools import cache
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.tracing.engine_memory import read_memory
-from rl_refit.tracing.recorder import Recorder
-from rl_refit.tracing.written import unwritten
+from rl_refit.tracing.memory import LoadWeights, Place, find_regions, read_memory, storage_id
 
-__all__ = ["WriteCoverage", "trace_writes"]
+__all__ = ["Recorder", "Write", "WriteCoverage", "record_writes", "trace_writes"]
+
+_FILLING = frozenset({"fill_", "zero_"})
+
+_OVERWRITING = _FILLING | {"copy_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_copy_", "_foreach_zero_"}
+"""In-place operations whose result does not depend on what was there; all others (`add_`, `mul_`) leave it stale."""
+
+_AT_INDICES = frozenset({"index_put_", "_index_put_impl_", "index_copy_", "index_fill_", "scatter_", "masked_fill_"})
+"""In-place operations that overwrite the elements which a tensor names."""
+
+_EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
+_NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """What one operation wrote into a storage."""
+
+    target: Place
+
+    names: frozenset[str] = frozenset()
+    """The checkpoint tensors of whose values, or what was made of them, it reads; none for padding."""
+
+    origin: Place | None = None
+    """Where it copied from, in the one checkpoint tensor of `names`; None for anything but a plain copy."""
+
+    overwrites: bool = True
+    """Whether nothing stays of what was there."""
+
+    fills: bool = False
+    """Whether it overwrites with a constant."""
+
+    mask: Tensor | None = None
+    """Where in the target it overwrites; all of it where None."""
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint tensor of which it is a plain copy."""
+        return None if self.origin is None else next(iter(self.names))
 
 
 @final
@@ -45,23 +85,20 @@ class WriteCoverage:
     def explain(self) -> str:
         """The same as text, a line for every tensor that is not complete."""
         total = len(self.complete) + len(self.partial) + len(self.never)
-        return "\n".join(
-            [
-                f"{len(self.complete)} of {total} engine tensors are written whole",
-                *(
-                    f"  in part: {name}, {count:,} elements are not: {_boxes(self.gaps[name])}"
-                    for name, count in self.partial.items()
-                ),
-                *(f"  never: {name}" for name in self.never),
-                *(f"  unused checkpoint tensor: {name}" for name in self.unused),
+        lines = [f"{len(self.complete)} of {total} engine tensors are written whole"]
+        for name, count in self.partial.items():
+            boxes = [
+                "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(gap.offsets, gap.shape, strict=True)) + "]"
+                for gap in self.gaps[name]
             ]
-        )
+            more = f" and {len(boxes) - 3} boxes more" * (len(boxes) > 3)
+            lines.append(f"  in part: {name}, {count:,} elements are not: {', '.join(boxes[:3])}{more}")
+        lines += [f"  never: {name}" for name in self.never]
+        lines += [f"  unused checkpoint tensor: {name}" for name in self.unused]
+        return "\n".join(lines)
 
 
-@torch.no_grad()
-def trace_writes(
-    load_weights: Callable[[Iterable[tuple[str, Tensor]]], object], module: nn.Module, manifest: Manifest
-) -> WriteCoverage:
+def trace_writes(load_weights: LoadWeights, module: nn.Module, manifest: Manifest) -> WriteCoverage:
     """Run `load_weights` once on the names, shapes and dtypes of a checkpoint, and see what it writes.
 
     Nothing is computed, and no memory is needed. Tensors of `module` that are not on the meta device take part, and
@@ -76,39 +113,212 @@ def trace_writes(
         RefitError: The loader asks for a value (`.item()`, a mask, an index from a tensor), and there is none. It names
             the checkpoint tensor or the operation.
     """
-    sources = {
-        meta.name: torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta")
-        for meta in manifest.tensors
-        if meta.travels
-    }
-    before = read_memory(module)
-    recorder = Recorder(before.tensors, sources)
+    return record_writes(load_weights, module, manifest).coverage()
+
+
+@torch.no_grad()
+def record_writes(load_weights: LoadWeights, module: nn.Module, manifest: Manifest) -> Recorder:
+    """The same, with every single write that the loader does."""
+    recorder = Recorder(module, manifest)
     with recorder:
-        load_weights(iter(sources.items()))
-    after = read_memory(module)
-    gaps = {
-        name: unwritten(name, tensor, recorder.writes_to(tensor)) if tensor.numel() else ()
-        for name, tensor in after.tensors.items()
-    }
-    gaps |= {name: gaps[root] for name, root in after.tied.items()}
-    sizes = {name: after.tensors[after.tied.get(name, name)].numel() for name in gaps}
-    missing = {name: sum(region.numel for region in regions) for name, regions in gaps.items()}
-    partial = {name: count for name, count in missing.items() if 0 < count < sizes[name]}
-    arrived = recorder.arrived([*before.tensors.values(), *after.tensors.values()])
-    return WriteCoverage(
-        complete=tuple(name for name, count in missing.items() if not count),
-        partial=partial,
-        never=tuple(name for name, count in missing.items() if count and name not in partial),
-        unused=tuple(name for name in sources if name not in arrived),
-        gaps={name: gaps[name] for name in partial},
+        load_weights(iter(recorder.sources.items()))
+    return recorder
+
+
+@final
+class Recorder(TorchDispatchMode):
+    """Runs operations as they are, but for those on memory that must keep its values, and notes every write.
+
+    Args:
+        module: Of whose memory what has values is not to be changed.
+        manifest: The checkpoint tensors that are followed.
+    """
+
+    def __init__(self, module: nn.Module, manifest: Manifest) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sources = {
+            meta.name: torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta")
+            for meta in manifest.tensors
+            if meta.travels
+        }
+        self._module, self._before = module, read_memory(module).tensors
+        self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+        self._writes: dict[int, list[Write]] = {}
+        self._names: dict[int, set[str]] = {}
+        self._kept = {self._see(tensor) for tensor in self._before.values() if not tensor.is_meta}
+        for name, tensor in self.sources.items():
+            self._names[self._see(tensor)] = {name}
+            self._writes[self._see(tensor)] = [Write(Place.of(tensor))]
+        self._given = {storage_id(tensor) for tensor in self.sources.values()}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled under this mode, and skipping would import the compiler, for seconds."""
+        return False
+
+    def writes_to(self, tensor: Tensor) -> list[Write]:
+        """What was written into the storage of `tensor`, in order."""
+        return self._writes.get(storage_id(tensor), [])
+
+    def coverage(self) -> WriteCoverage:
+        """What the writes come to."""
+        after = read_memory(self._module)
+        gaps = {
+            name: _unwritten(name, tensor, self.writes_to(tensor)) if tensor.numel() else ()
+            for name, tensor in after.tensors.items()
+        }
+        gaps |= {name: gaps[root] for name, root in after.tied.items()}
+        sizes = {name: after.tensors[after.tied.get(name, name)].numel() for name in gaps}
+        missing = {name: sum(region.numel for region in regions) for name, regions in gaps.items()}
+        partial = {name: count for name, count in missing.items() if 0 < count < sizes[name]}
+        engine = [*self._before.values(), *after.tensors.values()]
+        arrived = set[str]().union(*(self._names.get(storage_id(tensor), ()) for tensor in engine))
+        return WriteCoverage(
+            complete=tuple(name for name, count in missing.items() if not count),
+            partial=partial,
+            never=tuple(name for name, count in missing.items() if count and name not in partial),
+            unused=tuple(name for name in self.sources if name not in arrived),
+            gaps={name: gaps[name] for name in partial},
+        )
+
+    def __torch_dispatch__(  # noqa: PLR0917  torch's signature
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record what one operation writes."""
+        kwargs, operation = dict(kwargs or {}), func.overloadpacket.__name__
+        inputs = _tensors([*args, *kwargs.values()])
+        written = list(_written(func, args, kwargs))
+        read = [tensor for tensor in inputs if all(tensor is not target for target, _ in written)]
+        names = set[str]().union(*(self._names.get(self._see(tensor), ()) for tensor in read if tensor.numel()))
+        without_values = any(tensor.is_meta for tensor in inputs)
+        if (names or without_values) and _needs_values(func):
+            raise _no_values(func, names)
+        adds = kwargs.get("accumulate", False) is True or any(value is True for value in args[3:4])
+        copies = func is torch.ops.aten.copy_.default and read and storage_id(read[0]) in self._given
+        for target, is_out in written:
+            mask, overwrites = None, operation in _OVERWRITING or is_out
+            if operation in _AT_INDICES and not adds:
+                mask, overwrites = _mask(func, target, [*args[1:], *kwargs.values()]), True
+            origin = Place.of(read[0]) if copies and read[0].shape == target.shape else None
+            storage = self._see(target)
+            write = Write(Place.of(target), frozenset(names), origin, overwrites, operation in _FILLING, mask)
+            self._writes.setdefault(storage, []).append(write)
+            self._names.setdefault(storage, set()).update(names)
+        # Not done are writes into values that are to stay, or of what has none to where torch refuses it.
+        refused = operation in _AT_INDICES or any(not tensor.is_meta for tensor, _ in written)
+        kept = any(self._see(tensor) in self._kept for tensor, _ in written)
+        if written and (kept or (without_values and refused)):
+            tensors = [tensor for tensor, _ in written]
+            returned = len(func._schema.returns)  # noqa: SLF001  the only place that says it
+            return None if returned == 0 else tensors[0] if returned == 1 else tuple(tensors)
+        if without_values and kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")  # what has no values has no device to move to
+        result = func(*args, **kwargs)
+        for tensor in [] if written else _tensors(result):
+            is_new = storage_id(tensor) not in self._storages
+            self._names.setdefault(self._see(tensor), set()).update(names)
+            if is_new and operation not in _EMPTY:
+                self._writes[storage_id(tensor)] = [Write(Place.of(tensor), frozenset(names))]
+        return result
+
+    def _see(self, tensor: Tensor) -> int:
+        storage = storage_id(tensor)
+        if storage not in self._storages:
+            self._storages[storage] = tensor.untyped_storage()
+        return storage
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that an operation writes, each with whether it is the argument `out`."""
+    for position, name, is_out in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        yield from ((tensor, is_out) for tensor in _tensors(value))
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Position and name of each argument that an operation writes, and whether it is `out`."""
+    return tuple(
+        (position, argument.name, bool(argument.is_out))
+        for position, argument in enumerate(func._schema.arguments)  # noqa: SLF001  the only place that says it
+        if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
-def _boxes(regions: tuple[Region, ...], shown: int = 3) -> str:
-    texts = [
-        "["
-        + ", ".join(f"{start}:{start + size}" for start, size in zip(region.offsets, region.shape, strict=True))
-        + "]"
-        for region in regions[:shown]
-    ]
-    return ", ".join(texts) + f" and {len(regions) - shown} boxes more" * (len(regions) > shown)
+@cache
+def _needs_values(func: Any) -> bool:
+    return any(tag in func.tags for tag in _NEEDS_VALUES)
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    """The tensors of nested arguments: an operation takes lists and tuples of them, and nothing deeper."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for branch in tree for tensor in _tensors(branch)]
+    return []
+
+
+def _mask(func: Any, target: Tensor, given: Sequence[Any]) -> Tensor:
+    """Where in `target` an operation writes that is told so by another of its arguments."""
+    mask = torch.zeros(target.shape, dtype=torch.uint8)
+    operation = func.overloadpacket.__name__
+    places = given[0] if operation in {"index_put_", "_index_put_impl_", "masked_fill_"} else given[1]
+    if any(place.is_meta for place in _tensors(places)):
+        raise _no_values(func, set())
+    match operation:
+        case "index_put_" | "_index_put_impl_":
+            mask.index_put_(tuple(given[0]), torch.ones((), dtype=torch.uint8))
+        case "masked_fill_":
+            mask.masked_fill_(given[0], 1)
+        case "scatter_":
+            mask.scatter_(given[0], given[1], 1)
+        case _:
+            mask.index_fill_(given[0], given[1], 1)
+    return mask.bool()
+
+
+def _no_values(func: Any, names: set[str]) -> RefitError:
+    what = f"of {', '.join(sorted(names)[:3])}" if names else "of a tensor"
+    return RefitError(
+        f"load_weights asks for values {what}, with {func}; write tracing gives it tensors that have none. "
+        f"Use trace, which gives it numbers",
+        tensor=min(names, default=None),
+    )
+
+
+def _unwritten(name: str, tensor: Tensor, writes: Iterable[Write]) -> tuple[Region, ...]:
+    """The boxes of `tensor`, called `name`, that none of `writes` into its storage reaches."""
+    own = Place.of(tensor)
+    mine = [write for write in writes if write.overwrites and _share_bytes(write.target, own)]
+    left = [Region.whole(name, tensor.shape)]
+    for write in mine:
+        plain = write.mask is None and write.target.dtype.itemsize == own.dtype.itemsize
+        box = write.target.box_in(own, name) if plain else None
+        if box is None:
+            return _unmarked(name, tensor, mine)
+        left = [rest for region in left for rest in region.minus(box)]
+    return tuple(left)
+
+
+def _unmarked(name: str, tensor: Tensor, writes: Sequence[Write]) -> tuple[Region, ...]:
+    """The same, for writes of any form: marked one by one, in a byte for each unit of the storage."""
+    own = Place.of(tensor)
+    unit = min(place.dtype.itemsize for place in (own, *(write.target for write in writes)))
+    marks = torch.zeros(tensor.untyped_storage().nbytes() // unit, dtype=torch.bool)
+    for write in writes:
+        marked = torch.ones((), dtype=torch.bool) if write.mask is None else write.mask[..., None]
+        _in_units(marks, write.target, unit).logical_or_(marked)
+    return find_regions(name, ~_in_units(marks, own, unit).all(-1))
+
+
+def _share_bytes(one: Place, other: Place) -> bool:
+    a, b = one.bytes, other.bytes
+    return 0 not in one.shape and a.start < b.stop and b.start < a.stop
+
+
+def _in_units(marks: Tensor, place: Place, unit: int) -> Tensor:
+    """The view's elements, and in a last dim their units."""
+    units = place.dtype.itemsize // unit
+    strides = (*(stride * units for stride in place.strides), 1)
+    return marks.as_strided((*place.shape, units), strides, place.offset * units)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_refit.adapters import AdapterSink
 from rl_refit.errors import RefitError
-from rl_refit.vllm.engines import call_async, loop_of
+from rl_refit.vllm.sink import call_async, loop_of
 
 __all__ = ["VllmAdapterSink"]
 

@@ -7,15 +7,15 @@ Hugging Face names.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 
-__all__ = ["DERIVED", "NeedsConfig", "explain_needs", "lacking", "prove_needs", "rows_of", "sink_meta"]
+__all__ = ["DERIVED", "NeedsConfig", "explain_needs", "find_needs", "prove_needs", "rows_of", "sink_meta"]
 
 DERIVED = ("*inv_freq", "*embed_scale")
 """Buffers of Hugging Face models that no checkpoint holds: an engine computes its own from the configuration."""
@@ -38,11 +38,6 @@ class NeedsConfig:
     cast: bool = False
     """Whether the engine may keep a tensor in another dtype than the source's."""
 
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> NeedsConfig:
-        """What `dataclasses.asdict` made of one, perhaps with lists for tuples."""
-        return cls(derived=tuple(plain["derived"]), constant=tuple(plain["constant"]), cast=plain["cast"])
-
 
 def rows_of(source: Manifest, config: NeedsConfig, *, ties: bool) -> list[Row]:
     """What a loader is given: all that is not derived; what is tied to another only with `ties`."""
@@ -53,15 +48,26 @@ def rows_of(source: Manifest, config: NeedsConfig, *, ties: bool) -> list[Row]:
     ]
 
 
-def lacking(answers: Iterable[Answer], config: NeedsConfig) -> tuple[str, ...]:
-    """The engine's tensors, of any worker, that are not wholly written and not declared constant."""
-    lines: dict[str, None] = {}
-    for answer in answers:
-        loose = {name: f"{name}: never written" for name in answer["never"]}
-        for name, (missing, total) in answer["partial"].items():
-            loose[name] = f"{name}: {missing:,} of {total:,} elements are never written"
-        lines |= dict.fromkeys(line for name, line in loose.items() if not _matches(name, config.constant))
-    return tuple(lines)
+def find_needs(
+    call: Callable[..., Sequence[Answer]],
+    source: Manifest,
+    config: NeedsConfig,
+    *,
+    ties: Sequence[bool] = (False, True),
+) -> tuple[tuple[str, ...], Sequence[Answer]]:
+    """The tensors that the engine needs of `source`, and the answers of its workers, which `call` asks.
+
+    First without tied tensors; with them where that leaves something of the engine unwritten.
+
+    Raises:
+        CoverageError: As for `prove_needs`.
+    """
+    tied = any(meta.tied_to for meta in source.tensors)
+    for given in ties:
+        answers = call("rl_refit_survey", asdict(config), given)
+        if not (tied and any(answer["never"] or answer["partial"] for answer in answers if not answer["refused"])):
+            break
+    return prove_needs(source, rows_of(source, config, ties=given), answers=answers, config=config), answers
 
 
 def prove_needs(
@@ -83,8 +89,14 @@ def prove_needs(
             unmapped=(name,),
         )
     unused = set.intersection(*(set(answer["unused"]) for answer in answers))
-    fed = {name for name, _, _ in rows} - unused
-    unfed, mismatched = lacking(answers, config), _mismatches(answers, source, config)
+    mismatched = _mismatches(answers, source, config)
+    lacking: dict[str, None] = {}  # of any worker, what is not wholly written
+    for answer in answers:
+        loose = {name: f"{name}: never written" for name in answer["never"]}
+        for name, (missing, total) in answer["partial"].items():
+            loose[name] = f"{name}: {missing:,} of {total:,} elements are never written"
+        lacking |= dict.fromkeys(line for name, line in loose.items() if not _matches(name, config.constant))
+    unfed = tuple(lacking)
     unmapped = tuple(meta.name for meta in source.tensors if meta.name in unused and meta.tied_to is None)
     if unfed or unmapped or mismatched:
         lists = {"are not fed": unfed, "have no place in the engine": unmapped, "cannot go as they are": mismatched}
@@ -97,7 +109,7 @@ def prove_needs(
             unmapped=unmapped,
             mismatched=mismatched,
         )
-    return tuple(name for name, _, _ in rows if name in fed)
+    return tuple(name for name, _, _ in rows if name not in unused)
 
 
 def sink_meta(
@@ -106,7 +118,7 @@ def sink_meta(
     """A tensor of the source as worker `rank` holds it: `boxes` that are fed, tied, or derived; None for nothing."""
     if fed:
         assert boxes is not None
-        whole = Region(meta.name, (0,) * len(meta.shape), meta.shape)
+        whole = Region.whole(meta.name, meta.shape)
         layout = Layout.whole(rank) if list(boxes) == [whole] else Layout.from_boxes({rank: boxes})
         return replace(meta, layout=layout, tied_to=None)
     if _matches(meta.name, config.derived):

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from rl_refit.errors import RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.tracing import WriteCoverage, trace_writes
-from rl_refit.vllm.copies import Copies, Place, Write, box_within, storage_of, strides_by_dim
+from rl_refit.tracing.memory import Place, read_memory
+from rl_refit.tracing.writes import Recorder, Write, record_writes, trace_writes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Landing", "Survey", "named_tensors", "survey"]
+__all__ = ["Landing", "Survey", "survey", "surveyed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +78,34 @@ class Survey:
 def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
     """Trace what an engine of `config` does with source tensors, given as rows of name, dtype and shape."""
     import vllm
+    from vllm.config import set_current_vllm_config
 
-    sources = {
-        name: TensorMeta(name=name, dtype=dtype, shape=tuple(shape), layout=Layout.whole())
-        for name, dtype, shape in rows
-    }
+    sources = Manifest(
+        tuple(
+            TensorMeta(name=name, dtype=dtype, shape=tuple(shape), layout=Layout.whole()) for name, dtype, shape in rows
+        )
+    )
     config = _copy_of(config)
-    model = _on_meta(config)
-    tensors = named_tensors(model)
-    copies = Copies()
-    answer = {"vllm": vllm.__version__, "architecture": type(model).__name__, "ties": _ties(tensors)}
-    loaded = _load(model, config, copies=copies, sources=sources)
-    if isinstance(loaded, list):
-        return Survey({**answer, "refused": loaded}, {}, {}, frozenset())
-    answer |= {
-        "refused": None,
-        "unused": list(loaded.unused),
-        "clashes": [clash for name, tensor in tensors.items() for clash in _clashes(name, tensor, copies)],
-        "casts": _casts(sources, tensors, copies),
-        **_sorted_out(loaded, model, config, copies=copies),
-    }
-    roots = {name: tensor for name, tensor in tensors.items() if name not in answer["ties"]}
-    return Survey(answer, *_landings(sources, roots, copies))
+    model: Any = _on_meta(config)
+    answer = {"vllm": vllm.__version__, "architecture": type(model).__name__, "ties": read_memory(model).tied}
+    offered = ""
 
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        def offer() -> Iterator[tuple[str, Tensor]]:
+            nonlocal offered
+            for name, tensor in weights:
+                offered = name
+                yield name, tensor
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer of `model` by each of its names."""
-    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    return {name: tensor.detach() for name, tensor in itertools.chain(parameters, buffers)}
+        model.load_weights(offer())
+
+    try:
+        with set_current_vllm_config(config):
+            recorder = record_writes(load, model, sources)
+    except Exception as error:  # noqa: BLE001  (whatever a model's loader raises is the answer)
+        return Survey({**answer, "refused": [offered, f"{type(error).__name__}: {error}"]}, {}, {}, frozenset())
+    answer |= {"refused": None, **_sorted_out(recorder, model, config)}
+    return surveyed(answer, recorder, read_memory(model).tensors)
 
 
 # -- The model that is traced ----------------------------------------------------------------------------------------
@@ -146,45 +146,22 @@ def _own_rope_cache() -> Iterator[None]:
         _ROPE_DICT.update(kept)
 
 
-def _load(
-    model: Any, config: VllmConfig, *, copies: Copies, sources: Mapping[str, TensorMeta]
-) -> WriteCoverage | list[str]:
-    """Trace the loader; the source tensor at which it raised, and what, where it did."""
-    from vllm.config import set_current_vllm_config
-
-    offered = ""
-
-    def offer(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        nonlocal offered
-        for name, tensor in copies.watch(weights):
-            offered = name
-            yield name, tensor
-
-    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
-        with copies:
-            model.load_weights(offer(weights))
-
-    try:
-        with set_current_vllm_config(config):
-            return trace_writes(load, model, Manifest(tuple(sources.values())))
-    except Exception as error:  # noqa: BLE001  (whatever a model's loader raises is the answer)
-        return [offered, f"{type(error).__name__}: {error}"]
-
-
 # -- What the writes come to -----------------------------------------------------------------------------------------
 
 
-def _sorted_out(coverage: WriteCoverage, model: nn.Module, config: VllmConfig, *, copies: Copies) -> dict[str, Any]:
+def _sorted_out(recorder: Recorder, model: nn.Module, config: VllmConfig) -> dict[str, Any]:
+    coverage = recorder.coverage()
     kinds: dict[str, list[str]] = {kind: [] for kind in ("complete", "padded", "derived", "never")}
-    tensors, written = named_tensors(model), {*coverage.complete, *coverage.partial}
+    memory, written = read_memory(model), {*coverage.complete, *coverage.partial}
+    tensors = memory.tensors | {name: memory.tensors[root] for name, root in memory.tied.items()}
     for name, tensor in tensors.items():
-        writes = copies.to(tensor)
+        writes = recorder.writes_to(tensor)
         if name not in written or not any(write.names for write in writes):
             kinds["derived" if _makes_itself(model, config, name) else "never"].append(name)
         elif name in coverage.complete:
             kinds["complete" if all(write.names for write in writes) else "padded"].append(name)
     partial = {name: [n, tensors[name].numel()] for name, n in coverage.partial.items() if name not in kinds["never"]}
-    return {**kinds, "partial": partial}
+    return {**kinds, "partial": partial, "unused": list(coverage.unused)}
 
 
 def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:
@@ -208,82 +185,63 @@ def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:
     return own_name in made.complete
 
 
-def _clashes(name: str, tensor: Tensor, copies: Copies) -> list[str]:
-    """Pairs of source tensors that are written to the same elements, where only one can survive."""
-    copied = [(write.names[0], write.target) for write in copies.to(tensor) if write.origin is not None]
-    boxes = [(source, box_within(place, Place.of(tensor))) for source, place in dict.fromkeys(copied)]
-    placed = [(source, box) for source, box in boxes if box is not None]
-    if sum(box.numel for _, box in placed) <= tensor.numel():
-        return []
-    pairs = itertools.combinations(placed, 2)
-    clashing = {(one, two) for (one, box), (two, other) in pairs if one != two and box.intersect(other)}
-    return [f"{one} and {two} are both written to {name}" for one, two in sorted(clashing)]
-
-
-def _casts(sources: Mapping[str, TensorMeta], tensors: Mapping[str, Tensor], copies: Copies) -> dict[str, str]:
-    """Source tensors that the engine keeps in another dtype."""
-    writes = [write for tensor in tensors.values() for write in copies.to(tensor) if len(write.names) == 1]
-    kept = {write.names[0]: write.target.dtype for write in writes}
-    return {
-        name: str(dtype).removeprefix("torch.") for name, dtype in kept.items() if dtype != sources[name].torch_dtype
-    }
-
-
-def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The engine's tensors that are another one's memory."""
-    roots: dict[int, str] = {}
-    ties = {name: roots.setdefault(storage_of(tensor), name) for name, tensor in tensors.items()}
-    return {name: root for name, root in ties.items() if name != root}
-
-
-def _landings(
-    sources: Mapping[str, TensorMeta], tensors: Mapping[str, Tensor], copies: Copies
-) -> tuple[dict[str, tuple[Landing, ...]], dict[str, tuple[str, ...]], frozenset[str]]:
+def surveyed(answer: dict[str, Any], recorder: Recorder, tensors: Mapping[str, Tensor]) -> Survey:
+    """The survey of what was written to `tensors`, the engine's own; adds clashes and casts to `answer`."""
     landings: dict[str, list[Landing]] = {}
     users: dict[str, dict[str, None]] = {}
+    kept: dict[str, torch.dtype] = {}
     computed: set[str] = set()
     changed: set[str] = set()
+    clashes: list[str] = []
     for name, tensor in tensors.items():
-        copied: list[Region] = []
-        for write in copies.to(tensor):
+        copied: dict[tuple[str, Region], None] = {}
+        for write in recorder.writes_to(tensor):
             for source in write.names:
                 users.setdefault(source, {})[name] = None
-            if write.names and (landing := _landing(write, sources, name=name, tensor=tensor)) is not None:
-                landings.setdefault(write.names[0], []).append(landing)
-                into = box_within(write.target, Place.of(tensor))
-                copied += [into] if into is not None else []
+                kept |= {source: write.target.dtype} if len(write.names) == 1 else {}
+            into = write.target.box_in(Place.of(tensor))
+            if write.source is not None and into is not None:
+                copied[write.source, into] = None
+            if (landing := _landing(write, recorder.sources, name=name, tensor=tensor)) is not None:
+                landings.setdefault(landing.box.name, []).append(landing)
             elif write.names:
-                computed.update(write.names)
+                computed |= write.names
                 changed.add(name)
-            elif not _leaves(write, copied, tensor):
+            # Padding reads no source, and leaves alone what was copied before.
+            elif not write.fills or (copied and (into is None or any(into.intersect(box) for _, box in copied))):
                 changed.add(name)
-    plain = {source: tuple(dict.fromkeys(each)) for source, each in landings.items() if source not in computed}
-    return plain, {source: tuple(names) for source, names in users.items()}, frozenset(changed)
-
-
-def _landing(write: Write, sources: Mapping[str, TensorMeta], *, name: str, tensor: Tensor) -> Landing | None:
-    """Where a write puts a box of one source tensor, if it is a plain copy of a box."""
-    if write.origin is None:
-        return None
-    source = write.names[0]
-    shape = sources[source].shape
-    row_major = Place(0, shape, torch.empty(shape, device="meta").stride(), write.origin.dtype)
-    box = box_within(write.origin, row_major)
-    if box is None:
-        return None
-    return Landing(
-        box=Region(source, box.offsets, box.shape),
-        name=name,
-        shape=tuple(tensor.shape),
-        offset=write.target.offset - int(tensor.storage_offset()),
-        strides=strides_by_dim(write.origin, row_major, write.target),
-        same_dtype=write.origin.dtype == write.target.dtype,
+        if sum(box.numel for _, box in copied) > tensor.numel():  # only one of two can survive at the same elements
+            pairs = itertools.combinations(copied, 2)
+            clashing = {(one, two) for (one, box), (two, other) in pairs if one != two and box.intersect(other)}
+            clashes += [f"{one} and {two} are both written to {name}" for one, two in sorted(clashing)]
+    casts = {
+        name: str(dtype).removeprefix("torch.") for name, dtype in kept.items() if dtype != recorder.sources[name].dtype
+    }
+    return Survey(
+        {**answer, "clashes": clashes, "casts": casts},
+        {source: tuple(dict.fromkeys(each)) for source, each in landings.items() if source not in computed},
+        {source: tuple(names) for source, names in users.items()},
+        frozenset(changed),
     )
 
 
-def _leaves(write: Write, copied: Sequence[Region], tensor: Tensor) -> bool:
-    """Whether a write that reads no source leaves alone what was copied before: padding."""
-    into = box_within(write.target, Place.of(tensor))
-    if not copied:
-        return write.fills
-    return write.fills and into is not None and all(into.intersect(box) is None for box in copied)
+def _landing(write: Write, sources: Mapping[str, Tensor], *, name: str, tensor: Tensor) -> Landing | None:
+    """Where a write puts a box of one source tensor, if it is a plain copy of a box."""
+    if write.origin is None or write.source is None:
+        return None
+    whole = Place.of(sources[write.source])
+    box, dims = write.origin.box_in(whole, write.source), write.origin.dims_in(whole)
+    if box is None or dims is None:
+        return None
+    strides = [0] * len(whole.shape)
+    for dim, stride in zip(dims, write.target.strides, strict=True):
+        if dim is not None:
+            strides[dim] = stride
+    return Landing(
+        box=box,
+        name=name,
+        shape=tuple(tensor.shape),
+        offset=write.target.offset - int(tensor.storage_offset()),
+        strides=tuple(strides),
+        same_dtype=write.origin.dtype == write.target.dtype,
+    )

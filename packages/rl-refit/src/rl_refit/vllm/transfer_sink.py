@@ -27,15 +27,15 @@ from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.sglang import empty_like
-from rl_refit.sink import ModuleSink, VersionedSink
-from rl_refit.source import NamedTensors, StateDictSource
+from rl_refit.source import StateDictSource
+from rl_refit.staged import StagedSink
 from rl_refit.vllm.weight_transfer import SourceForVllm, UpdateCheck
 
 __all__ = ["TransferSink"]
 
 
 @final
-class TransferSink(VersionedSink):
+class TransferSink(StagedSink):
     """The weights of what a client of vLLM's weight transfer reaches. A `WeightSink` of one rank.
 
     Args:
@@ -65,25 +65,14 @@ class TransferSink(VersionedSink):
         device: torch.device | str = "cpu",
         engine: Any = None,
     ) -> None:
-        self._fresh = {name: tensor.to(device) for name, tensor in empty_like(Path(like)).items()}
-        # Nobody generates from this copy, so it is written in place.
-        self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
+        super().__init__(
+            {name: tensor.to(device) for name, tensor in empty_like(Path(like)).items()}, engine="the engine"
+        )
         self._source = SourceForVllm(StateDictSource(self._fresh), derived=())
         self._check = None if engine is None else UpdateCheck(engine, self._source)
-        self._client, self._make = _Client(client), trainer
+        self._client, self._make, self._paused = _Client(client), trainer, paused
         self._trainer: Any = None
-        self._paused, self.device = paused, torch.device(device)
-        super().__init__()
-        self._torn = self._open = False
-
-    def check(self) -> None:
-        """Pass if the last commit succeeded. The four calls ask an engine nothing: one started anew is not found out.
-
-        Raises:
-            PoisonedError: It failed.
-        """
-        if self._poison is not None:
-            raise PoisonedError(f"{self._poison}; refit successfully before using the engine", phase="commit")
+        self._torn = False
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction.
@@ -99,80 +88,34 @@ class TransferSink(VersionedSink):
                 f"anew, and make a new TransferSink",
                 phase="prepare",
             )
-        if self._open:
-            raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        coverage = self._stage.prepare(manifest)
-        self._open = True
-        return Coverage(manifest_hash=coverage.manifest_hash, sink=coverage.sink, version=self._version.begin())
+        return super().prepare(manifest)
 
-    def stage(self, region: Region, tensor: torch.Tensor, *, stays: bool = False) -> None:
-        """Take a copy of `tensor`, the new values of `region`."""
-        self._stage.stage(region, tensor)
-
-    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
-        """Of what is staged; after a commit, of what was handed over and all workers were just found to hold.
-
-        Raises:
-            DigestError: Workers hold something else.
-        """
-        if self._open:
-            return self._stage.digest(regions)
-        self.check()
-        whole = (Region(name, (0,) * each.ndim, tuple(each.shape)) for name, each in self._fresh.items())
-        asked = tuple(whole if regions is None else regions)
+    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+        """Of what was handed over and all workers were just found to hold; raises where they hold something else."""
         if self._check is None:
-            return digest_regions(asked, lambda _: None)
+            return digest_regions(regions, lambda _: None)
         self._check()
-        unreadable = self._check.unreadable
-        return self._stage.digest(region for region in asked if region.name not in unreadable)
+        return self._stage.digest(region for region in regions if region.name not in self._check.unreadable)
 
-    def ready(self, version: int) -> None:
-        """Pass if all is staged, and vLLM's two sides have met.
-
-        Raises:
-            RefitError: As for `ModuleSink.ready`.
-        """
-        if not self._open:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        self._version.require_newer(version)
-        self._stage.ready(self._stage_version())
-        if self._trainer is None:
+    def _prepare_to_hand_over(self, version: int) -> None:
+        if self._trainer is None:  # vLLM's two sides meet
             self._trainer = self._make(self._client, self._source)
 
-    def commit(self, version: int) -> None:
-        """Have vLLM's trainer engine send what is staged, while the engine is paused.
-
-        Raises:
-            RefitError: It left out tensors, or did not finish. After that, or any error of its own, the sink is
-                poisoned; for good where an update had begun and did not end, see `prepare`.
-        """
-        self.ready(version)
-        try:
-            self._hand_over(version)
-        except BaseException as error:
-            self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
-            self._trainer, self._torn = None, self._client.under_way
-            raise
-        self._stage.commit(self._stage_version())
-        self._version.commit(version)
-        self._open, self._poison = False, None
-
     def _hand_over(self, version: int) -> None:
+        """Have vLLM's trainer engine send what is staged, while the engine is paused."""
         self._client.label, self._client.finished = str(version), False
-        with self._paused():
-            self._trainer.send_weights()
-            if not self._client.finished:
-                raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")
-            self._source.digest()  # raises where it has not taken all
+        try:
+            with self._paused():
+                self._send()
+        except BaseException:
+            self._trainer, self._torn = None, self._client.under_way  # where it has not ended, it is torn for good
+            raise
 
-    def abort(self) -> None:
-        """Forget what was staged. The engine goes on with what it has."""
-        self._stage.abort()
-        self._open = False
-
-    def _stage_version(self) -> int:
-        """The stage counts by itself: a version that is repeated is new to it."""
-        return (self._stage.version or 0) + 1
+    def _send(self) -> None:
+        self._trainer.send_weights()
+        if not self._client.finished:
+            raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")
+        self._source.digest()  # raises where it has not taken all
 
 
 @final

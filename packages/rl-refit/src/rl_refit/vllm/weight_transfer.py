@@ -38,8 +38,8 @@ from rl_refit.errors import DigestError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.sink import assemble
-from rl_refit.vllm.engines import engine_of
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, prove_needs, rows_of
+from rl_refit.vllm.needs import DERIVED, NeedsConfig, find_needs, rows_of
+from rl_refit.vllm.sink import engine_of
 
 __all__ = ["SourceForVllm", "SourceFromVllm", "UpdateCheck"]
 
@@ -91,12 +91,12 @@ class SourceForVllm(TransferSource):  # type: ignore[misc]
         stay = getattr(self.source, "tensors_stay", False)
         for name, shards in itertools.groupby(self.source.shards(self._metas), key=lambda shard: shard[0].name):
             held = [(box, tensor.detach() if stay else tensor.detach().clone()) for box, tensor in shards]
-            whole = _whole(name, self._metas[name].shape)
+            whole = Region.whole(name, self._metas[name].shape)
             tensor = held[0][1] if held[0][0] == whole else assemble(held, whole)
             for box in {whole, *boxes.get(name, ())}:
                 digests[box] = digest_tensor(tensor if box == whole else tensor[box.index_within(whole)])
             yield name, tensor
-        if missing := [name for name, meta in self._metas.items() if _whole(name, meta.shape) not in digests]:
+        if missing := [name for name, meta in self._metas.items() if Region.whole(name, meta.shape) not in digests]:
             raise RefitError(f"the source has {missing[0]!r} in its manifest, and yields no shard of it")
         self._digests = digests
 
@@ -108,7 +108,7 @@ class SourceForVllm(TransferSource):  # type: ignore[misc]
         """
         if self._digests is None:
             raise RefitError("vLLM has not taken all of the weights: there is nothing to compare the engine's with")
-        wholes = (_whole(name, meta.shape) for name, meta in self._metas.items())
+        wholes = (Region.whole(name, meta.shape) for name, meta in self._metas.items())
         return combine_digests(tuple(wholes if regions is None else regions), self._digests)
 
 
@@ -145,10 +145,9 @@ class UpdateCheck:
         self._engine, self._source = engine_of(engine, loop=loop, pause=None, timeout_s=timeout_s), source
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
-        answers = self._call("rl_refit_inspect", manifest.to_json(), asdict(config), source.ties)
-        rows = rows_of(manifest, config, ties=source.ties)
-        fed = prove_needs(manifest, rows, answers=answers, config=config)
-        settled = self._call("rl_refit_boxes", asdict(config), fed)
+        self._call("rl_refit_inspect", manifest.to_json())
+        fed, _ = find_needs(self._call, manifest, config, ties=[source.ties])
+        settled = self._call("rl_refit_settle", asdict(config), fed, False)
         self._boxes = [
             tuple(Region(name, tuple(offsets), tuple(shape)) for name, offsets, shape in each["boxes"])
             for each in settled
@@ -256,8 +255,4 @@ class SourceFromVllm:
                 if name in wanted:
                     early[name] = tensor.detach()
             tensor = early.pop(turn)
-            yield _whole(turn, tuple(tensor.shape)), tensor
-
-
-def _whole(name: str, shape: tuple[int, ...]) -> Region:
-    return Region(name, (0,) * len(shape), shape)
+            yield Region.whole(turn, tensor.shape), tensor

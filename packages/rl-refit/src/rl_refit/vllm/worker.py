@@ -7,8 +7,9 @@ model's `load_weights` in vLLM's layerwise reload. Arguments and answers are pla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -23,10 +24,10 @@ from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
 from rl_refit.sink import VersionedSink, assemble, places_of, refuse_incomplete
-from rl_refit.vllm import cpu_workarounds
+from rl_refit.tracing.memory import read_memory
+from rl_refit.vllm import reload
 from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
-from rl_refit.vllm.reload import reload_from
-from rl_refit.vllm.survey import Landing, Survey, named_tensors, survey
+from rl_refit.vllm.survey import Landing, Survey, survey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,17 +39,6 @@ COPIES_S = 60.0
 
 _KEEPS_PLAIN = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Methods whose parameters, where they keep their shape, are what was loaded."""
-
-
-@dataclass(slots=True)
-class _Transaction:
-    """What an open transaction knows."""
-
-    missing: dict[str, int]
-    """Elements still to be staged."""
-
-    bytes: int = 0
-    """Staged so far."""
 
 
 @final
@@ -70,7 +60,8 @@ class WorkerSink(VersionedSink):
         self._direct: dict[str, tuple[Landing, ...]] = {}
         self._reloaded: dict[str, TensorMeta] = {}
         self._bank: dict[str, list[Holding]] = {}
-        self._open: _Transaction | None = None
+        self._missing: dict[str, int] | None = None
+        """Elements still to be staged in the open transaction."""
         super().__init__()
         self.received = 0
         """Bytes staged in the last transaction."""
@@ -97,14 +88,13 @@ class WorkerSink(VersionedSink):
             RefitError: A transaction is open already, or a worker failed.
             CoverageError: The engine needs what the source does not have, or has no place for what it has.
         """
-        if self._open is not None:
+        if self._missing is not None:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
         if self._known != manifest.hash():
             self.source = manifest
             self._ask("survey")
             self._known = manifest.hash()
-        missing = {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
-        self._open = _Transaction(missing)
+        self._missing = {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
         return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._version.begin())
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
@@ -113,7 +103,7 @@ class WorkerSink(VersionedSink):
         Raises:
             RefitError: No transaction is open, the worker needs no such box, or `tensor` is of another dtype or shape.
         """
-        if self._open is None:
+        if self._missing is None:
             raise RefitError("cannot stage: no transaction is open; prepare comes first")
         places = places_of(self._bank.get(region.name, ()), region)
         if not places or places[0].shape != tensor.shape or places[0].dtype != tensor.dtype:
@@ -125,8 +115,7 @@ class WorkerSink(VersionedSink):
             )
         with torch.no_grad():
             places[0].copy_(tensor)
-        self._open.missing[region.name] -= region.numel
-        self._open.bytes += tensor.nbytes
+        self._missing[region.name] -= region.numel
 
     def digest(self, regions: Iterable[Region] | None = None) -> Digest:
         """Of the staged boxes while a transaction is open; otherwise of what the parameters hold of them.
@@ -135,7 +124,7 @@ class WorkerSink(VersionedSink):
         """
         if regions is None:
             regions = [box for held in self._bank.values() for box, _ in held]
-        if self._open is None:
+        if self._missing is None:
             self.check()
             return digest_regions(regions, self._resident)
         return digest_regions(regions, lambda region: _read(self._bank[region.name], region))
@@ -146,10 +135,10 @@ class WorkerSink(VersionedSink):
         Raises:
             RefitError: No transaction is open, some tensor was not staged exactly once, or the version is not newer.
         """
-        if self._open is None:
+        if self._missing is None:
             raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        if any(self._open.missing.values()):
-            refuse_incomplete(self._open.missing)
+        if any(self._missing.values()):
+            refuse_incomplete(self._missing)
         self._version.require_newer(version)
 
     @torch.no_grad()
@@ -159,35 +148,34 @@ class WorkerSink(VersionedSink):
         model, on_cpu = self._worker.model_runner.get_model(), self.device.type == "cpu"
         try:
             if self._reloaded:
-                reload_from(self._offer(), model, self._worker.reload_weights)
+                reload.reload_from(self._offer(), model, self._worker.reload_weights)
             for name, landings in self._direct.items():
                 for landing in landings:
                     self._live(model, landing).copy_(_read(self._bank[name], landing.box))
-            if on_cpu and cpu_workarounds.needed():
-                cpu_workarounds.repack_vocabulary(model)
+            if on_cpu and reload.must_repair():
+                reload.repack_vocabulary(model)
             gpu.synchronize(self.device, COPIES_S)
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
         self._version.commit(version)
-        assert self._open is not None
-        self.received = self._open.bytes
-        self._open = self._poison = None
+        self.received = self._bank_bytes()
+        self._missing = self._poison = None
 
     def abort(self) -> None:
         """Close the transaction; the parameters and the bank stay."""
-        self._open = None
+        self._missing = None
 
     # -- The survey, in the main thread -------------------------------------------------------------------------
 
     def survey(self, config: NeedsConfig, *, ties: bool) -> Answer:
         """Trace what the engine does with the source's tensors, without memory."""
         assert self.source is not None
-        repaired = cpu_workarounds.needed()
+        repaired = reload.must_repair()
         rows = rows_of(self.source, config, ties=ties)
         self._found = found = survey(self._worker.vllm_config, rows)
         model = self._worker.model_runner.get_model()
-        return {**found.answer, "live_ties": _live_ties(model), "repaired": repaired}
+        return {**found.answer, "live_ties": read_memory(model).tied, "repaired": repaired}
 
     def settle(self, config: NeedsConfig, fed: Sequence[str], *, room: bool = True) -> Answer:
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
@@ -195,16 +183,13 @@ class WorkerSink(VersionedSink):
         Without `room` nothing can be staged, and only `digest` is of use.
 
         Returns:
-            The bytes of these boxes; the tensors that cannot be read back after a commit, with the reason; and how many
-            go through `load_weights`.
+            The bytes of these boxes; the tensors that cannot be read back after a commit, with the reason; how many go
+            through `load_weights`; and without `room` the boxes, as name, offsets and shape.
         """
         assert self.source is not None
         assert self._found is not None
         found, model = self._found, self._worker.model_runner.get_model()
-        reasons = _reloaded_tensors(found, model)
-        through = {
-            name for name, tensors in found.users.items() if name not in found.landings or reasons.keys() & set(tensors)
-        }
+        reasons, through = _reloaded(found, model)
         self._direct, self._reloaded = {}, {}
         wanted: dict[str, list[Region]] = {}
         unreadable: dict[str, str] = {}
@@ -214,7 +199,7 @@ class WorkerSink(VersionedSink):
             landings = found.landings.get(meta.name, ())
             boxes = list(dict.fromkeys(landing.box for landing in landings))
             disjoint = all(one.intersect(two) is None for n, one in enumerate(boxes) for two in boxes[:n])
-            whole = Region(meta.name, (0,) * len(meta.shape), meta.shape)
+            whole = Region.whole(meta.name, meta.shape)
             wanted[meta.name] = boxes if boxes and disjoint else [whole]
             if meta.name in through:
                 self._reloaded[meta.name] = meta
@@ -233,16 +218,21 @@ class WorkerSink(VersionedSink):
         roots = {meta.name for meta in kept if meta.tied_to is None}
         self._manifest = Manifest(tuple(meta for meta in kept if meta.tied_to is None or meta.tied_to in roots))
         self._allocate(wanted if room else {})
+        fed_boxes = [] if room else self.fed_boxes()
         return {
-            "bytes": sum(tensor.nbytes for held in self._bank.values() for _, tensor in held),
+            "bytes": self._bank_bytes(),
             "reloaded": len(self._reloaded),
             "unreadable": unreadable,
+            "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in fed_boxes],
         }
 
     def fed_boxes(self) -> list[Region]:
         """Those that this worker holds of the tensors which must be sent."""
         fed = (meta for meta in self._manifest.tensors if meta.travels)
         return [box for meta in fed for box in meta.regions_on(self._worker.rank)]
+
+    def _bank_bytes(self) -> int:
+        return sum(tensor.nbytes for held in self._bank.values() for _, tensor in held)
 
     def _allocate(self, wanted: Mapping[str, Sequence[Region]]) -> None:
         assert self.source is not None
@@ -267,7 +257,7 @@ class WorkerSink(VersionedSink):
                 yield name, held[0][1]
                 continue
             tensor = torch.empty(meta.shape, dtype=meta.torch_dtype, device=self.device)
-            whole = Region(name, (0,) * len(meta.shape), meta.shape)
+            whole = Region.whole(name, meta.shape)
             for box, staged in held:
                 tensor[box.index_within(whole)].copy_(staged)
             yield name, tensor
@@ -296,16 +286,11 @@ def _read(held: Sequence[Holding], region: Region) -> Tensor:
     return places[0] if places else assemble(held, region)
 
 
-def _live_ties(model: nn.Module) -> dict[str, str]:
-    """The model's tensors that are another one's memory, as they are now."""
-    roots: dict[tuple[object, ...], str] = {}
-    tensors = {name: tensor for name, tensor in named_tensors(model).items() if tensor.numel()}
-    first = {name: roots.setdefault((t.data_ptr(), t.shape, t.stride()), name) for name, t in tensors.items()}
-    return {name: root for name, root in first.items() if name != root}
+def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]]:
+    """The engine's tensors that must go through the loader, with the reason, and the source tensors they are made from.
 
-
-def _reloaded_tensors(found: Survey, model: nn.Module) -> dict[str, str]:
-    """The engine's tensors that must go through the loader, with the reason; whole layers, and what they share."""
+    Whole layers go, and whatever is made from the same source tensors.
+    """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -339,23 +324,17 @@ def _reloaded_tensors(found: Survey, model: nn.Module) -> dict[str, str]:
     reasons = {name: reason for name in engine_tensors if (reason := why(name)) is not None}
     while True:
         layers = {name.rpartition(".")[0]: reason for name, reason in reasons.items()}
-        sources = {
+        through = {
             source
             for source, names in found.users.items()
             if source not in found.landings or reasons.keys() & set(names)
         }
-        more = {
-            name: layers.get(name.rpartition(".")[0], "loaded together with others")
-            for name in engine_tensors
-            if name not in reasons
-            and (
-                name.rpartition(".")[0] in layers
-                or any(source in sources for source, names in found.users.items() if name in names)
-            )
-        }
-        if not more:
-            return reasons
-        reasons |= more
+        users = (names for source, names in found.users.items() if source in through)
+        more = dict.fromkeys(itertools.chain(*users), "loaded together with others")
+        more |= {name: layers[layer] for name in engine_tensors if (layer := name.rpartition(".")[0]) in layers}
+        if more.keys() <= reasons.keys():
+            return reasons, through
+        reasons |= {name: reason for name, reason in more.items() if name not in reasons}
 
 
 class RefitWorker:
@@ -370,7 +349,8 @@ class RefitWorker:
 
     _rl_refit_end: WorkerEnd | None = None
     _rl_refit_sink: WorkerSink
-    _rl_refit_check: tuple[str, WorkerSink]
+    _rl_refit_check: Mapping[str, WorkerSink] = MappingProxyType({})
+    """The latest `UpdateCheck`'s, by its token."""
 
     @answering
     def rl_refit_join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> Answer:
@@ -402,7 +382,7 @@ class RefitWorker:
     @answering
     def rl_refit_survey(self, token: str, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
         """What the engine needs of the source; see `rl_refit.vllm.survey`."""
-        return self._sink(token).survey(NeedsConfig.of(config), ties=ties)
+        return self._sink(token).survey(NeedsConfig(**config), ties=ties)
 
     @answering
     def rl_refit_source(self, token: str) -> Answer:
@@ -411,9 +391,15 @@ class RefitWorker:
         return {"manifest": source.to_json() if source is not None and self.rank == 0 else ""}
 
     @answering
-    def rl_refit_settle(self, token: str, config: Mapping[str, Any], fed: Sequence[str]) -> Answer:
-        """Make room for this worker's boxes."""
-        return self._sink(token).settle(NeedsConfig.of(config), fed)
+    def rl_refit_settle(  # noqa: PLR0917  (over RPC)
+        self,
+        token: str,
+        config: Mapping[str, Any],
+        fed: Sequence[str],
+        room: bool,  # noqa: FBT001
+    ) -> Answer:
+        """See `WorkerSink.settle`."""
+        return self._sink(token).settle(NeedsConfig(**config), fed, room=room)
 
     @answering
     def rl_refit_leave(self, token: str, living: Sequence[str]) -> Answer:
@@ -425,40 +411,24 @@ class RefitWorker:
     # For weights that come by another way than a refit; see `rl_refit.vllm.weight_transfer`.
 
     @answering
-    def rl_refit_inspect(  # noqa: PLR0917  (over RPC)
-        self,
-        token: str,
-        source: str,
-        config: Mapping[str, Any],
-        ties: bool,  # noqa: FBT001
-    ) -> Answer:
-        """What the engine needs of the source that has this manifest; from now on `token` is the engine's check."""
+    def rl_refit_inspect(self, token: str, source: str) -> Answer:
+        """Look at the engine beside the source that has this manifest; from now on `token` is the engine's check."""
 
         def ask(what: str) -> None:
             raise RefitError(f"nothing is refitted here, so there is no driver to {what}")
 
-        self._rl_refit_check = token, WorkerSink(self, ask)
-        self._reader(token).source = Manifest.from_json(source)
-        return self._reader(token).survey(NeedsConfig.of(config), ties=ties)
-
-    @answering
-    def rl_refit_boxes(self, token: str, config: Mapping[str, Any], fed: Sequence[str]) -> Answer:
-        """The boxes of `fed` that this worker holds, as name, offsets and shape; what cannot be read, and why."""
-        settled = self._reader(token).settle(NeedsConfig.of(config), fed, room=False)
-        boxes = self._reader(token).fed_boxes()
-        return {**settled, "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in boxes]}
+        reader = WorkerSink(self, ask)
+        reader.source = Manifest.from_json(source)
+        self._rl_refit_check = {token: reader}
+        return {}
 
     @answering
     def rl_refit_digest(self, token: str) -> Answer:
-        """By tensor, the digest of what the parameters now hold of these boxes, without what cannot be read."""
-        reader = self._reader(token)
-        return {"digests": dict(reader.digest(reader.fed_boxes()).tensors)}
-
-    def _reader(self, token: str) -> WorkerSink:
-        latest, reader = self._rl_refit_check
-        if token != latest:
+        """By tensor, the digest of what the parameters now hold of its boxes, without what cannot be read."""
+        reader = self._rl_refit_check.get(token)
+        if reader is None:
             raise RefitError("another UpdateCheck was made of this engine since this one; make a new one")
-        return reader
+        return {"digests": dict(reader.digest(reader.fed_boxes()).tensors)}
 
     @property
     def _end(self) -> WorkerEnd:
@@ -467,6 +437,8 @@ class RefitWorker:
         return self._rl_refit_end
 
     def _sink(self, token: str) -> WorkerSink:
+        if token in self._rl_refit_check:
+            return self._rl_refit_check[token]
         if not self._end.belongs(token):
             raise RefitError("another sink has taken this engine since this one did; make a new sink")
         return self._rl_refit_sink

@@ -61,10 +61,10 @@ class FileEngine(WeightTransferEngine[Nothing, File]):
     def finish_weight_update(self):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        from rl_refit.vllm import cpu_workarounds
+        from rl_refit.vllm import reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        cpu_workarounds.repack_vocabulary(self.model)
+        reload.repack_vocabulary(self.model)
 
     def shutdown(self):
         pass

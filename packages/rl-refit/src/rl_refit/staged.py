@@ -1,0 +1,125 @@
+"""A sink that stages whole tensors in this process, and hands them over to an engine when the parties have decided.
+
+The sinks of a LoRA adapter, of a server of SGLang and of vLLM's weight transfer are of this kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from rl_refit.contracts import Coverage
+from rl_refit.digest import Digest
+from rl_refit.errors import PoisonedError, RefitError
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
+from rl_refit.sink import ModuleSink, VersionedSink
+from rl_refit.source import NamedTensors
+
+__all__ = ["StagedSink"]
+
+
+class StagedSink(VersionedSink, ABC):
+    """A `WeightSink` of one rank.
+
+    Args:
+        tensors: Where new weights are staged, by the names that every refit must bring.
+        engine: What `check` calls the engine: "refit successfully before using …".
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, engine: str) -> None:
+        super().__init__()
+        self._fresh, self._engine_name = dict(tensors), engine
+        # Nobody is served from here, so it is written in place.
+        self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
+        self._open = False
+
+    @abstractmethod
+    def _prepare_to_hand_over(self, version: int) -> None:
+        """All is staged and verified, and nothing decided yet: what may fail here fails nobody's weights."""
+
+    @abstractmethod
+    def _hand_over(self, version: int) -> None:
+        """Give the engine what is staged. Where it raises, the sink is poisoned."""
+
+    @abstractmethod
+    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+        """Of what the engine holds, without what cannot be read back."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are staged."""
+        return self._stage.device
+
+    def check(self) -> None:
+        """Pass if no commit has failed since one succeeded.
+
+        Raises:
+            PoisonedError: One has.
+        """
+        if self._poison is not None:
+            raise PoisonedError(f"{self._poison}; refit successfully before using {self._engine_name}", phase="commit")
+
+    def prepare(self, manifest: Manifest) -> Coverage:
+        """Open a transaction.
+
+        Raises:
+            RefitError: One is open already.
+        """
+        if self._open:
+            raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
+        coverage = self._stage.prepare(manifest)
+        self._open = True
+        return Coverage(manifest_hash=coverage.manifest_hash, sink=coverage.sink, version=self._version.begin())
+
+    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
+        """Take a copy of `tensor`, the new values of `region`."""
+        self._stage.stage(region, tensor)
+
+    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
+        """Of what is staged while a transaction is open; of what the engine holds otherwise, where it can be read."""
+        if self._open:
+            return self._stage.digest(regions)
+        self.check()
+        whole = (Region.whole(name, tensor.shape) for name, tensor in self._fresh.items())
+        return self._digest_engine(whole if regions is None else regions)
+
+    def ready(self, version: int) -> None:
+        """Pass if all is staged, and nothing stands in the way of a commit.
+
+        Raises:
+            RefitError: As for `ModuleSink.ready`, or the engine is not ready.
+        """
+        if not self._open:
+            raise RefitError("cannot commit: no transaction is open; prepare comes first")
+        self._version.require_newer(version)
+        self._stage.ready(self._stage_version())
+        self._prepare_to_hand_over(version)
+
+    def commit(self, version: int) -> None:
+        """Give the engine what is staged.
+
+        Raises:
+            RefitError: It did not take it. What it has then is not known, so the sink is poisoned.
+        """
+        self.ready(version)
+        try:
+            self._hand_over(version)
+        except BaseException as error:
+            self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
+            raise
+        self._stage.commit(self._stage_version())
+        self._version.commit(version)
+        self._open, self._poison = False, None
+
+    def abort(self) -> None:
+        """Forget what was staged. The engine goes on with what it has."""
+        self._stage.abort()
+        self._open = False
+
+    def _stage_version(self) -> int:
+        """The stage counts by itself: a version that is repeated is new to it."""
+        return (self._stage.version or 0) + 1
