@@ -37,14 +37,20 @@ from torch import Tensor
 
 from rl_refit.contracts import Coverage, WeightSink
 from rl_refit.digest import Digest
-from rl_refit.errors import AbortedError, DeadlineError, PeerError, PoisonedError, RefitError
+from rl_refit.errors import (
+    AbortedError,
+    DeadlineError,
+    PeerError,
+    PoisonedError,
+    RefitError,
+    error_from_message,
+    error_to_message,
+)
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.rendezvous import Rendezvous, host_store
-from rl_refit.stores import FileStore, PrefixStore, Store, clone
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone
 from rl_refit.transaction.liveness import Peers
-from rl_refit.transaction.messages import error_from_message, error_to_message
 
 __all__ = ["Answer", "Driver", "Engine", "EngineSink", "InMainThread", "WorkerEnd", "answering"]
 

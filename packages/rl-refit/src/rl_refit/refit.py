@@ -26,7 +26,15 @@ from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
 from rl_refit.digest import Boxes, Digest, Sample, choose_sample
 from rl_refit.engine import Driver, EngineSink
-from rl_refit.errors import DeadlineError, DigestError, PeerError, PoisonedError, RefitError
+from rl_refit.errors import (
+    DeadlineError,
+    DigestError,
+    PeerError,
+    PoisonedError,
+    RefitError,
+    error_from_message,
+    error_to_message,
+)
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.plan import RefitPlan
@@ -34,7 +42,6 @@ from rl_refit.rendezvous import Rendezvous
 from rl_refit.schedule import Schedule, Stream, make_schedule
 from rl_refit.transaction.agreement import Agreement, agree, agree_in_process
 from rl_refit.transaction.control import COMMIT, Control
-from rl_refit.transaction.messages import error_from_message, error_to_message
 from rl_refit.transaction.shared import digest_source
 from rl_refit.transaction.sides import Sides, check_engine, check_sides, device_of
 from rl_refit.transports.base import Channel, Inbox, InProcess, Outbox, Transport, Watch
@@ -248,7 +255,7 @@ class Refit:
                 assert version is not None
                 for box in (party.outbox, party.inbox):
                     if box is not None:
-                        box.watch, box.version, box.refit = watch, version, refit
+                        box.watch, box.refit = watch, refit
                 digest, unreadable = party.run(version, sample, watch)
             except BaseException as error:
                 self._abort(error, version, watch)
@@ -365,9 +372,9 @@ class Refit:
                 self._control.over()
             outbox = inbox = None
             if self._sides.source is not None:
-                outbox = Outbox(self._sides.source, schedule, watch, version=0, refit=0)
+                outbox = Outbox(self._sides.source, schedule, watch, refit=0)
             if self._sides.sink is not None:
-                inbox = Inbox(self._sides.sink, schedule, sink_rank or 0, watch, version=0, refit=0)
+                inbox = Inbox(self._sides.sink, schedule, sink_rank or 0, watch, refit=0)
             boxes: dict[tuple[int, int], list[tuple[Region, int]]] = {}
             for sender, receivers in agreement.plan.ways:
                 mine = [receiver for receiver in receivers if sender == source_rank or receiver == sink_rank]

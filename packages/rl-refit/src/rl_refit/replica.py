@@ -25,8 +25,7 @@ from rl_refit.engine import EngineSink
 from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.stores import PrefixStore, Store, clone
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, Line, PrefixStore, Store, clone
 from rl_refit.transaction.liveness import Heartbeat, Peers, is_there, this_process
 from rl_refit.transports.base import PATIENCE_S, Transport
 

@@ -32,14 +32,13 @@ from typing import Any, final
 from rl_refit import gpu
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSource
-from rl_refit.errors import DeadlineError, PeerError, RefitError
+from rl_refit.errors import DeadlineError, PeerError, RefitError, error_from_message, error_to_message
 from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.replica import TRAINER_NAME, host_and_port, slot_stream
-from rl_refit.transaction.bounded_store import BoundedStore
+from rl_refit.stores import BoundedStore
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.liveness import LEFT, Peers
-from rl_refit.transaction.messages import error_from_message, error_to_message
 from rl_refit.transaction.shared import SharedSource
 from rl_refit.transports.base import PATIENCE_S, Transport, Watch
 

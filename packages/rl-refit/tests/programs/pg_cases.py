@@ -180,10 +180,10 @@ def _transfer(transport, schedule, ranks, manifests, *, refit, watch, hook=lambd
     if ranks[0] is not None:
         plain = PlainSource(manifests[0], ranks[0], hook)
         plain.refit = refit
-        outbox = Outbox(plain, schedule, watch, version=refit, refit=refit)
+        outbox = Outbox(plain, schedule, watch, refit=refit)
     if ranks[1] is not None:
         sink = PlainSink(manifests[1], ranks[1], hook)
-        inbox = Inbox(sink, schedule, ranks[1], watch, version=refit, refit=refit)
+        inbox = Inbox(sink, schedule, ranks[1], watch, refit=refit)
     with watch.phase("transfer"):
         transport.transfer(outbox, inbox, watch)
     if inbox is not None:

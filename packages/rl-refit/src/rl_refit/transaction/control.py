@@ -17,12 +17,10 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, final
 
-from rl_refit.errors import AbortedError, DeadlineError, PeerError, RefitError
+from rl_refit.errors import AbortedError, DeadlineError, PeerError, RefitError, error_from_message
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.stores import PrefixStore, Store
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, Line, PrefixStore, Store
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
-from rl_refit.transaction.messages import error_from_message
 from rl_refit.transports.base import Watch
 
 __all__ = ["COMMIT", "Control"]
