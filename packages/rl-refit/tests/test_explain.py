@@ -17,8 +17,7 @@ from rl_refit.explain.names import fold_names
 from rl_refit.explain.text import describe_layout, human_size
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.plan import plan_refit
-from rl_refit.topology import Topology
+from rl_refit.plan import Topology, plan_refit
 
 
 def meta(name, shape, layout, **changes):

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rl_refit.buckets import ALIGNMENT, size_of
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.plan import plan_refit
+from rl_refit.plan import Topology, plan_refit
 from rl_refit.schedule import make_schedule
-from rl_refit.topology import Topology
 from rl_refit.transports.base import Inbox, Outbox, Watch
 
 seeds = st.integers(0, 2**32 - 1)
@@ -155,7 +154,7 @@ def test_parties_that_block_never_wait_in_a_circle(seed):
 
     agenda = {}
     for process in range(MAX_RANKS):
-        of_both = schedule.of_source(of_source.index(process)) + schedule.of_sink(of_sink.index(process))
+        of_both = schedule.of(source_rank=of_source.index(process), sink_rank=of_sink.index(process))
         agenda[process] = sorted({stream.number: stream for stream in of_both}.values(), key=lambda one: one.number)
     done = 0
     while any(agenda.values()):
@@ -185,8 +184,8 @@ def test_in_each_turn_no_rank_takes_part_twice(sources, sinks):
     assert [way for turn in turns.values() for way in turn] == ways
     for turn in turns.values():
         assert len({one for one, _ in turn}) == len({other for _, other in turn}) == len(turn)
-    assert all(stream in schedule.of_source(stream.source_rank) for stream in schedule.streams)
-    assert all(stream in schedule.of_sink(stream.sink_ranks[0]) for stream in schedule.streams)
+    assert all(stream in schedule.of(source_rank=stream.source_rank) for stream in schedule.streams)
+    assert all(stream in schedule.of(sink_rank=stream.sink_ranks[0]) for stream in schedule.streams)
 
 
 def test_a_bucket_that_is_not_aligned_is_refused():

@@ -30,10 +30,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rl_refit import gpu
-from rl_refit import refit as refit_module
 from rl_refit.module_tensors import ModuleReader
 from rl_refit.refit import Refit
 from rl_refit.stores import BoundedStore
+from rl_refit.transaction.party import Party
 from rl_refit.transports import peers, stream
 from rl_refit.transports.memory import Link
 from rl_refit.transports.messages import Group
@@ -142,7 +142,7 @@ class Fake:
             return self._mapped(file, path)[:nbytes]
 
     def record(self, device):
-        return _Over() if device.type != "cuda" or self._is_omitted() else _Event(self)
+        return (lambda: True) if device.type != "cuda" or self._is_omitted() else _Event(self).query
 
     def synchronize(self, device, limit_s):
         if device.type == "cuda" and not self._is_omitted():
@@ -181,11 +181,6 @@ class Fake:
 
     def _freed(self, base):
         self.note("free", self.names.pop(base))
-
-
-class _Over:
-    def query(self):
-        return True
 
 
 class _Event:
@@ -367,9 +362,8 @@ def install(process, folder):
     Refit._run = _watched(fake, Refit._run)
     stream.SlotStream.transfer = _watched(fake, stream.SlotStream.transfer)
     for name in gpu.__all__:
-        if name != "Event":
-            setattr(gpu, name, getattr(fake, name))
-    refit_module.device_of = lambda sides: fake.device
+        setattr(gpu, name, getattr(fake, name))
+    Party.device = property(lambda party: fake.device)
     ModuleReader.device = property(lambda reader: fake.device)
     Group.begin, Group.has_ended = _beginning(fake, Group.begin), _ending(fake, Group.has_ended)
     stream.write_header = _copying_from_host(fake, stream.write_header)

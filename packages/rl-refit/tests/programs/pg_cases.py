@@ -23,13 +23,12 @@ from rl_refit.contracts import Coverage
 from rl_refit.errors import AbortedError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.plan import plan_refit
+from rl_refit.plan import Topology, plan_refit
 from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.schedule import make_schedule
 from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource
-from rl_refit.topology import Topology
 from rl_refit.transaction.liveness import Heartbeat
 from rl_refit.transports import peers
 from rl_refit.transports.base import Channel, Inbox, Outbox, Watch

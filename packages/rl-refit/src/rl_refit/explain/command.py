@@ -18,8 +18,7 @@ from rl_refit.explain.figures import PlanFigures, figures_of
 from rl_refit.explain.layouts import AXES, count_usually_fused, read_side, rules_in_words
 from rl_refit.explain.text import DEFAULT_SLOTS, human_size, plan_lines
 from rl_refit.manifest import Manifest
-from rl_refit.plan import plan_refit
-from rl_refit.topology import Topology
+from rl_refit.plan import Topology, plan_refit
 
 __all__ = ["add_arguments", "run"]
 

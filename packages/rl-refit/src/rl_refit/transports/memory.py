@@ -284,7 +284,7 @@ class Link:
             if len(message) == _TOKEN.size and message.startswith(_MAGIC):
                 _, full, slot, *numbers = _TOKEN.unpack(message)
                 got = Token(full, slot, Numbers(*numbers))
-                if got._replace(slot=token.slot) == token:
+                if got.full == token.full and got.numbers == token.numbers:
                     return got
             if got is None or got.numbers.refit >= token.numbers.refit:
                 came = got or f"{len(message)} bytes: {message[:8]!r}"

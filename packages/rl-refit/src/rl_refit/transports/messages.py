@@ -15,7 +15,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
@@ -53,8 +53,7 @@ class Message:
     work: Work | None
     """None where it could not even begin."""
 
-    ended: threading.Event = field(default_factory=threading.Event)
-    errors: list[BaseException] = field(default_factory=list)
+    done: Future[None] = field(default_factory=Future)
 
 
 @final
@@ -97,8 +96,8 @@ class Group:
             work = self.start("recv" if kind == "receive" else "send", slot, self._ranks[peer[0]], tag=tag)
             message = Message(bucket=bucket, peer=peer[1], work=work)
         except RuntimeError as error:  # gloo knows already that the connection is broken
-            message = Message(bucket=bucket, peer=peer[1], work=None, errors=[error])
-            message.ended.set()
+            message = Message(bucket=bucket, peer=peer[1], work=None)
+            message.done.set_exception(error)
             return message
         self._under_way.add(message)
         if not self.is_ordered:
@@ -115,14 +114,14 @@ class Group:
         Raises:
             PeerError: The connection is lost, and within a moment nobody reports why.
         """
-        if self.is_ordered and message.work is not None and not message.ended.is_set() and message.work.is_completed():
+        if self.is_ordered and message.work is not None and not message.done.done() and message.work.is_completed():
             _finish(message)
-        if not message.ended.is_set():
+        if not message.done.done():
             return False
-        if message.errors:
+        if (error := message.done.exception()) is not None:
             watch.at(bucket=message.bucket)
             watch.await_reason(message.peer)
-            reason = str(message.errors[0]).split(". This is typically")[0].split("] ", 1)[-1]
+            reason = str(error).split(". This is typically")[0].split("] ", 1)[-1]
             raise PeerError(
                 f"lost the connection to {message.peer} at bucket {message.bucket} ({reason}): "
                 f"it is dead, or gave up without a reason",
@@ -135,9 +134,9 @@ class Group:
 
     def close(self) -> None:
         """End every message that is under way, and the group; waits for nobody."""
-        stuck = any(not message.ended.is_set() for message in self._under_way)
+        stuck = any(not message.done.done() for message in self._under_way)
         if self.is_ordered:
-            failed = stuck or any(message.errors for message in self._under_way)
+            failed = stuck or any(message.done.exception() for message in self._under_way)
             (self.backend.abort if failed else self.backend.shutdown)()
         elif stuck:
             for rank in self._ranks.values():
@@ -165,8 +164,9 @@ def _finish(message: Message) -> None:
     try:
         message.work.wait()  # of NCCL it is over: this lets go of the tensor, and raises what went wrong
     except RuntimeError as error:
-        message.errors.append(error)
-    message.ended.set()
+        message.done.set_exception(error)
+    else:
+        message.done.set_result(None)
 
 
 def connect(

@@ -167,8 +167,8 @@ class SlotStream:
             transfer.run()
         except BaseException as error:
             # Others, once they hear of it, fill slots again, and memory may go: so what is being copied ends before.
-            copies, until = gpu.record(opened.channel.device), monotonic() + _GRACE_S
-            while not (copied := copies.query()) and monotonic() < until:
+            is_copied, until = gpu.record(opened.channel.device), monotonic() + _GRACE_S
+            while not (copied := is_copied()) and monotonic() < until:
                 sleep(_MIN_POLL_INTERVAL_S)
             if opened.group is not None or not copied:
                 opened.broken = f"{type(error).__name__}: {error}"
@@ -550,8 +550,8 @@ class _Transfer:
 
     def _until_copied(self, bucket: int) -> _Task:
         """Whoever is told of a slot next may be another process, and knows nothing of this one's streams."""
-        copies = gpu.record(self.opened.channel.device)
-        yield from _until(_Wait(bucket, "this process's own GPU", copies.query, is_told=False))
+        is_copied = gpu.record(self.opened.channel.device)
+        yield from _until(_Wait(bucket, "this process's own GPU", is_copied, is_told=False))
 
 
 def _until(wait: _Wait) -> Generator[_Wait, None, Any]:
