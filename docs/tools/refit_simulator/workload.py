@@ -15,7 +15,7 @@ from refit_simulator.models import ModelTensor, SimulatedModel
 from refit_simulator.parallelism import Parallelism
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.topology import Topology
+from rl_refit.plan import Topology
 
 __all__ = ["Stack", "Wire", "Workload"]
 

@@ -73,9 +73,9 @@ def main():
     plan.hash()
     planned = time.process_time()
     schedule = make_schedule(plan, bucket_bytes=4 << 20)
-    received = sum(len(stream.buckets) for stream in schedule.of_sink(0))
+    received = sum(len(stream.buckets) for stream in schedule.of(sink_rank=0))
     of_sink = time.process_time()
-    sent = sum(len(stream.buckets) for stream in schedule.of_source(0))
+    sent = sum(len(stream.buckets) for stream in schedule.of(source_rank=0))
     of_source = time.process_time()
     figures = {
         "tensors": len(sink.tensors),

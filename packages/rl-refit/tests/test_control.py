@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
 from rl_refit import CoverageError, DeadlineError, DigestError, PoisonedError, RefitError
-from rl_refit.errors import AbortedError, PeerError
+from rl_refit.errors import AbortedError, PeerError, error_from_message, error_to_message
 from rl_refit.transaction.control import COMMIT, Control
-from rl_refit.transaction.messages import error_from_message, error_to_message
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from transaction_world import HANG_S, World, all_well, controls, rendezvous, together, watch

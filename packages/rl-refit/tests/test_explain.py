@@ -14,8 +14,7 @@ from rl_refit.explain.layouts import manifest_of_side, parse_axes
 from rl_refit.explain.text import describe_layout, figures_of, fold_names, human_size
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.plan import plan_refit
-from rl_refit.topology import Topology
+from rl_refit.plan import Topology, plan_refit
 
 
 def meta(name, shape, layout, **changes):

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rl_refit.errors import PeerError
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, Line
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
 
 HERE = this_process()

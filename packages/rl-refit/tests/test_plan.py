@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.plan import plan_refit
-from rl_refit.topology import Topology
+from rl_refit.plan import Topology, plan_refit
 
 MAX_RANKS = 12
 seeds = st.integers(0, 2**32 - 1)

@@ -13,8 +13,8 @@ from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.layout import Region
 from rl_refit.schedule import Stream
 from rl_refit.transports import messages
-from rl_refit.transports.base import Channel, Transport, Watch
-from rl_refit.transports.messages import Address, check_header, write_header
+from rl_refit.transports.base import Channel, Numbers, Transport, Watch
+from rl_refit.transports.messages import check_header, write_header
 from rl_refit.transports.peers import Peers, Process, hops_of, join
 from rl_refit.transports.stream import SlotStream
 
@@ -133,7 +133,7 @@ def stream(*sink_ranks):
 def peers(*places, maps=True, device="cpu"):
     """Processes, each given as its host and its parties."""
     processes = tuple(
-        Process(parties=parties, host=host, host_name=host, device=device, gpu=f"{n}", visible=("0", "1", "2", "3"))
+        Process(parties=parties, host=host, device=device, gpu=f"{n}", visible=("0", "1", "2", "3"))
         for n, (host, *parties) in enumerate((host, *parties) for host, *parties in places)
         for parties in [tuple(parties)]
     )
@@ -173,16 +173,16 @@ def test_each_pair_has_the_medium_of_its_hosts_and_devices(hosts, device, medium
 
 def test_a_header_names_what_was_expected_and_what_came():
     slot = torch.zeros(1024, dtype=torch.uint8)
-    write_header(slot, (3, 1, 7, 100))
-    check_header(slot, (3, 1, 7, 100), "source 1")
+    write_header(slot, Numbers(3, 1, 7, 100))
+    check_header(slot, Numbers(3, 1, 7, 100), "source 1")
     with pytest.raises(
         RefitError, match="expected refit 3, stream 1, bucket 6, bytes 90 from source 1, got refit 3"
     ) as e:
-        check_header(slot, (3, 1, 6, 90), "source 1")
+        check_header(slot, Numbers(3, 1, 6, 90), "source 1")
     assert (e.value.peer, e.value.bucket, e.value.phase) == ("source 1", 6, "transfer")
     slot.zero_()
     with pytest.raises(RefitError, match="got no header at all"):
-        check_header(slot, (3, 1, 6, 90), "source 1")
+        check_header(slot, Numbers(3, 1, 6, 90), "source 1")
 
 
 def test_a_closed_transport_refuses_a_transfer():
@@ -205,7 +205,6 @@ def alone(*, device="cpu", store=None):
 def test_devices_without_a_medium_are_refused():
     with pytest.raises(RefitError, match=r"cpu and cuda; got device='mps'"):
         join(alone(device="mps"), Watch(deadline_s=1), maps=True)
-    assert Address().host is None
 
 
 def test_a_peer_that_does_not_come_ends_the_wait_at_the_deadline_by_name():
@@ -218,9 +217,11 @@ def test_other_processes_without_a_store_are_refused():
         join(alone(), Watch(deadline_s=1), maps=True)
 
 
-def test_a_thread_that_fails_to_connect_says_why_at_once():
-    def make():
+def test_a_thread_that_fails_to_connect_says_why_at_once(monkeypatch):
+    def make(*place, **where):
         raise ImportError("this release of torch has no such backend")
 
+    monkeypatch.setattr(messages, "_gloo", make)
+    ends = {"host": None, "interface": None, "news": None}
     with pytest.raises(PeerError, match="ImportError: this release of torch has no such backend"):
-        messages._in_background(make, Watch(deadline_s=60))
+        messages.connect([(0, 1)], peers(*APART), alone(store=HashStore()), watch=Watch(deadline_s=60), **ends)

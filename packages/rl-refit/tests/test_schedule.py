@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rl_refit.buckets import ALIGNMENT, size_of
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.plan import plan_refit
+from rl_refit.plan import Topology, plan_refit
 from rl_refit.schedule import make_schedule
-from rl_refit.topology import Topology
 from rl_refit.transports.base import Inbox, Outbox, Watch
 
 seeds = st.integers(0, 2**32 - 1)
@@ -105,11 +104,9 @@ class Sink:
 
 def play(schedule):
     plan, watch = schedule.plan, Watch(deadline_s=60.0)
-    outboxes = {
-        rank: Outbox(Source(plan.source, rank), schedule, watch, version=1, refit=1) for rank in plan.source.ranks
-    }
+    outboxes = {rank: Outbox(Source(plan.source, rank), schedule, watch, refit=1) for rank in plan.source.ranks}
     sinks = {rank: Sink(plan.sink, rank) for rank in plan.sink.ranks}
-    inboxes = {rank: Inbox(sink, schedule, rank, watch, version=1, refit=1) for rank, sink in sinks.items()}
+    inboxes = {rank: Inbox(sink, schedule, rank, watch, refit=1) for rank, sink in sinks.items()}
     for stream in schedule.streams:
         slots = [torch.zeros(size_of(bucket), dtype=torch.uint8) for bucket in stream.buckets]
         for number, piece, tensor in outboxes[stream.source_rank].pieces(stream):
@@ -157,7 +154,7 @@ def test_parties_that_block_never_wait_in_a_circle(seed):
 
     agenda = {}
     for process in range(MAX_RANKS):
-        of_both = schedule.of_source(of_source.index(process)) + schedule.of_sink(of_sink.index(process))
+        of_both = schedule.of(source_rank=of_source.index(process), sink_rank=of_sink.index(process))
         agenda[process] = sorted({stream.number: stream for stream in of_both}.values(), key=lambda one: one.number)
     done = 0
     while any(agenda.values()):
@@ -187,8 +184,8 @@ def test_in_each_turn_no_rank_takes_part_twice(sources, sinks):
     assert [way for turn in turns.values() for way in turn] == ways
     for turn in turns.values():
         assert len({one for one, _ in turn}) == len({other for _, other in turn}) == len(turn)
-    assert all(stream in schedule.of_source(stream.source_rank) for stream in schedule.streams)
-    assert all(stream in schedule.of_sink(stream.sink_ranks[0]) for stream in schedule.streams)
+    assert all(stream in schedule.of(source_rank=stream.source_rank) for stream in schedule.streams)
+    assert all(stream in schedule.of(sink_rank=stream.sink_ranks[0]) for stream in schedule.streams)
 
 
 def test_a_bucket_that_is_not_aligned_is_refused():

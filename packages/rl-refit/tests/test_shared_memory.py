@@ -186,7 +186,7 @@ def test_a_bucket_that_is_not_next_is_refused_by_name(run, fault, expected, got)
 
 def test_what_is_no_token_is_refused(run):
     results = run("ring", source_with("garbage", bucket=3), barrier=False)
-    assert "got 5 bytes: b'hello'" in results[1]["message"]
+    assert "got (5 bytes: b'hello')" in results[1]["message"]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

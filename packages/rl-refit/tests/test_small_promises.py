@@ -14,7 +14,7 @@ from rl_refit.bindings import Binding
 from rl_refit.digest import digest_regions
 from rl_refit.errors import AbortedError, DeadlineError, DigestError, PeerError
 from rl_refit.layout import Region
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, Line
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.base import Watch
 from rl_refit.transports.stream import SlotStream

@@ -27,14 +27,13 @@ from rl_refit.errors import (
 )
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
-from rl_refit.plan import RefitPlan, Route, plan_refit
+from rl_refit.plan import RefitPlan, Route, Topology, plan_refit
 from rl_refit.refit import Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.replica import Replica
 from rl_refit.replicas import Replicas, ReplicasReport
 from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource, StateDictSource
-from rl_refit.topology import Topology
 from rl_refit.transports.base import Transport
 
 if TYPE_CHECKING:

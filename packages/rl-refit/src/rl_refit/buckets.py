@@ -83,11 +83,7 @@ def split(region: Region, *, max_elements: int) -> Iterator[Region]:
     dim = next(d for d, size in enumerate(region.shape) if size > 1)
     rows = max(1, max_elements // (region.numel // region.shape[dim]))
     for first in range(0, region.shape[dim], rows):
-        yield from split(_narrow(region, dim, (first, rows)), max_elements=max_elements)
-
-
-def _narrow(region: Region, dim: int, span: tuple[int, int]) -> Region:
-    offsets, shape = list(region.offsets), list(region.shape)
-    offsets[dim] += span[0]
-    shape[dim] = min(span[1], shape[dim] - span[0])
-    return dataclasses.replace(region, offsets=tuple(offsets), shape=tuple(shape))
+        offsets, shape = list(region.offsets), list(region.shape)
+        offsets[dim], shape[dim] = offsets[dim] + first, min(rows, shape[dim] - first)
+        part = dataclasses.replace(region, offsets=tuple(offsets), shape=tuple(shape))
+        yield from split(part, max_elements=max_elements)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from rl_refit.buckets import split
 from rl_refit.config import Verify
+from rl_refit.errors import DigestError
 from rl_refit.layout import Region
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "digest_regions",
     "digest_tensor",
     "digest_tensors",
+    "digest_views",
 ]
 
 ROW_WORDS = 256
@@ -85,17 +87,29 @@ def digest_regions(regions: Iterable[Region], read: Callable[[Region], Tensor | 
         read: From a box to a tensor that holds just it; None leaves the whole tensor out, as one that cannot be read.
     """
     regions = tuple(regions)
+    views = ((region, read(region)) for region in dict.fromkeys(regions))
+    return digest_views(regions, ((region, view) for region, view in views if view is not None))
+
+
+def digest_views(regions: Iterable[Region], views: Iterable[tuple[Region, Tensor]]) -> Digest:
+    """What `digest_regions` makes of `regions`, whose tensors come in any order; each may change when the next comes.
+
+    Raises:
+        DigestError: A box comes several times, and not as the same.
+    """
+    regions, came = tuple(regions), list[Region]()
     digests: dict[Region, str | None] = dict.fromkeys(regions)
-    readable: list[Region] = []
 
-    def views() -> Iterator[Tensor]:
-        for region in dict.fromkeys(regions):
-            if (view := read(region)) is not None:
-                readable.append(region)
-                yield view
+    def tensors() -> Iterator[Tensor]:
+        for region, view in views:
+            came.append(region)
+            yield view
 
-    for number, value in enumerate(digest_tensors(views())):
-        digests[readable[number]] = value
+    for number, value in enumerate(digest_tensors(tensors())):
+        region = came[number]
+        if digests[region] not in (None, value):
+            raise DigestError(f"{region} lies in several places, which differ", tensors=(region.name,))
+        digests[region] = value
     return combine_digests(regions, digests)
 
 

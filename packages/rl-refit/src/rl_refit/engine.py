@@ -27,24 +27,30 @@ import time
 import traceback
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar, cast, final
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, final
 from urllib.parse import urlsplit
 
-import torch
-from torch import Tensor
-
-from rl_refit.contracts import Coverage, WeightSink
-from rl_refit.digest import Digest
-from rl_refit.errors import AbortedError, DeadlineError, PeerError, PoisonedError, RefitError
-from rl_refit.layout import Region
-from rl_refit.manifest import Manifest
+from rl_refit.config import RefitConfig
+from rl_refit.contracts import WeightSource
+from rl_refit.errors import (
+    AbortedError,
+    DeadlineError,
+    PoisonedError,
+    RefitError,
+    error_from_message,
+    error_to_message,
+)
+from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous, host_store
-from rl_refit.stores import FileStore, PrefixStore, Store, clone
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone
+from rl_refit.threads import in_thread
 from rl_refit.transaction.liveness import Peers
-from rl_refit.transaction.messages import error_from_message, error_to_message
+
+if TYPE_CHECKING:
+    from rl_refit.refit import Refit, RefitReport
 
 __all__ = ["Answer", "Driver", "Engine", "EngineSink", "InMainThread", "WorkerEnd", "answering"]
 
@@ -54,7 +60,6 @@ Method = TypeVar("Method", bound="Callable[..., Answer]")
 
 _LONGEST_NAP_S = 2e-3
 _PATIENCE_S = 0.05
-_FAREWELL_S = 2.0
 _AFTERMATH_S = 10.0
 """How long the workers may take to learn that the trainer of their own driver gave up."""
 
@@ -166,8 +171,8 @@ class EngineSink(ABC):
         """Have the workers let go of what they hold for refits."""
         for driver in tuple(self._drivers):
             driver.close()
-        with contextlib.suppress(Exception):  # the engine may have ended before
-            self._engine.call("rl_refit_leave", self._token, [])
+        self._drivers.clear()
+        self._leave()
 
     def call(self, method: str, *args: object) -> list[Answer]:
         """Have every worker run `method` for this sink.
@@ -180,14 +185,19 @@ class EngineSink(ABC):
         return answers
 
     def drive(
-        self, rendezvous: Rendezvous | None, *, config: Mapping[str, Any], transport: Mapping[str, Any]
+        self, source: WeightSource | None, *, transport: Any, rendezvous: Rendezvous | None, config: RefitConfig
     ) -> Driver:
-        """The driver's end of the refits of one `Refit`."""
-        driver = Driver(self, rendezvous, config=config, transport=transport)
+        """The driver's end of the refits of one `Refit`; `transport` is a `SlotStream`."""
+        driver = Driver(self, source, transport=transport, rendezvous=rendezvous, config=config)
         self._drivers.add(driver)
         return driver
 
     # -- What a driver does for the workers -------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Have the workers leave the refits of all but the drivers that are left."""
+        with contextlib.suppress(Exception):  # the engine may have ended before
+            self._engine.call("rl_refit_leave", self._token, [each.name for each in self._drivers])
 
     def _commit(self, driver: Driver) -> None:
         """Pause, have every worker commit, forget what was cached, resume.
@@ -254,99 +264,53 @@ def answering(method: Method) -> Method:
 
 @final
 class Driver:
-    """The refits of one `Refit` at the driver of an engine."""
+    """The refits of one `Refit` at the driver of an engine, whose own source is a party beside the workers."""
 
     def __init__(
         self,
         sink: EngineSink,
-        rendezvous: Rendezvous | None,
+        source: WeightSource | None,
         *,
-        config: Mapping[str, Any],
-        transport: Mapping[str, Any],
+        transport: Any,
+        rendezvous: Rendezvous | None,
+        config: RefitConfig,
     ) -> None:
-        self._sink, self._config, self._transport = sink, config, transport
+        self._sink, self._source, self._transport, self._config = sink, source, transport, config
         self._given = rendezvous
         self._meeting: Rendezvous | None = None
         self._store: BoundedStore | None = None
+        self._refit: Refit | None = None
+        """Of this process's own source."""
         self._handled: dict[int, int] = {}
         self._receiving = False
         self._first_rank = 0
         self._peers: Peers | None = None
         self.name = f"{'rl-refit' if rendezvous is None else rendezvous.name} {secrets.token_hex(4)}"
 
-    def source_rendezvous(self) -> Rendezvous:
-        """Where this process's own source meets the workers and everybody else; at the first call these join."""
-        self._join()
-        assert self._meeting is not None
-        meeting, given = self._meeting, self._given
-        return Rendezvous(
-            clone(meeting.connect()),
-            num_sources=meeting.num_sources,
-            num_sinks=meeting.num_sinks,
-            source_rank=0 if given is None else given.source_rank,
-            hosts=False,
-            liveness_s=meeting.liveness_s,
-            name=meeting.name,
-        )
+    def plan(self) -> RefitPlan:
+        """See `Refit.plan`; the workers plan too, and wait for the first refit then."""
+        refit = self._own_refit()
+        return refit.plan if refit.is_planned else self._drive(refit, lambda: refit.plan, ends=False)[0]
 
-    def refit(self, run: Callable[[], T], interrupt: Callable[[BaseException], None], *, ends: bool) -> T:
-        """Do what the workers ask for while `run` works in another thread: this process's own source.
+    def refit(self, version: int) -> RefitReport:
+        """Bring this process's own source into the engine, and do meanwhile what the workers ask for."""
+        refit = self._own_refit()
+        report, said = self._drive(refit, lambda: refit(version=version), ends=True)
+        return _add_unreadable(report, said or ())
 
-        Args:
-            run: What the source does.
-            interrupt: Ends `run` as soon as it looks around.
-            ends: Whether the workers' part ends with it; a plan leaves them waiting for the first refit.
-        """
-        self._join()
-        self._begin_receiving(math.inf)
-        results: list[T] = []
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                results.append(run())
-            except BaseException as error:  # noqa: BLE001  (raised below, in the thread that waits)
-                errors.append(error)
-
-        thread = threading.Thread(target=work, daemon=True, name="rl-refit source")
-        thread.start()
-        ended_at = math.inf
-        said: list[dict[str, Any]] | None = None
-        nap_s = 1e-4
-        try:
-            while thread.is_alive() or (
-                said is None and (ends or errors) and time.monotonic() - ended_at < _AFTERMATH_S
-            ):
-                if not thread.is_alive():
-                    ended_at = min(ended_at, time.monotonic())
-                    if results:
-                        ended_at = math.inf  # all have committed, and will say so
-                found, moved = self._attend()
-                said = said or found
-                nap_s = 1e-4 if moved else min(1.2 * nap_s, _LONGEST_NAP_S)
-                time.sleep(nap_s)
-        except BaseException as error:
-            interrupt(error)
-            thread.join()
-            with contextlib.suppress(Exception):
-                self._await_end(said, _AFTERMATH_S)
-            raise
-        if said is not None:
-            self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Have the workers wait for the trainer's refit and take part, and do what they ask for; what each says of it.
+    def receive(self, timeout_s: float) -> RefitReport:
+        """Have the workers wait for the trainer's refit and take part, and do what they ask for.
 
         Raises:
             DeadlineError: None began within `timeout_s`.
             RefitError: What the first that failed reports.
         """
+        from rl_refit.refit import RefitReport
+
         self._join()
         self._begin_receiving(timeout_s)
-        said = self._await_end(None, math.inf)
+        said = self._attend_until(lambda: False)
+        assert said is not None
         self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
         failed = [each["error"] for each in said if "error" in each]
         if failed:
@@ -355,12 +319,60 @@ class Driver:
             if message["kind"] == "DeadlineError" and message["late"]:
                 raise DeadlineError(message["text"], phase="prepare", peer=message["about"], seconds=message["seconds"])
             raise error_from_message(message)
-        return said
+        report = said[0]["report"]
+        return _add_unreadable(RefitReport(**{**report, "kept": tuple(report["kept"])}), said)
 
-    @property
-    def reports(self) -> list[dict[str, Any]]:
-        """What the workers said of the last refit."""
-        return self._last
+    def _own_refit(self) -> Refit:
+        from rl_refit.refit import Refit
+
+        if self._source is None:
+            raise RefitError("the driver of an engine carries no weights, and has no plan: ask the trainer's Refit")
+        if self._refit is None:
+            self._join()
+            assert self._meeting is not None
+            meeting, given = self._meeting, self._given
+            rendezvous = Rendezvous(
+                clone(meeting.connect()),
+                num_sources=meeting.num_sources,
+                num_sinks=meeting.num_sinks,
+                source_rank=0 if given is None else given.source_rank,
+                hosts=False,
+                liveness_s=meeting.liveness_s,
+                name=meeting.name,
+            )
+            self._refit = Refit(self._source, transport=self._transport, rendezvous=rendezvous, **asdict(self._config))
+        return self._refit
+
+    def _drive(self, refit: Refit, run: Callable[[], T], *, ends: bool) -> tuple[T, list[dict[str, Any]] | None]:
+        """What `run` returns, a call of `refit`, and what the workers say of theirs; they are attended to meanwhile.
+
+        Args:
+            refit: Of this process's own source.
+            run: Works in another thread.
+            ends: Whether the workers' part ends with it; a plan leaves them waiting for the first refit.
+        """
+        refit.interruption = None
+        self._begin_receiving(math.inf)
+        working = in_thread(run, name="source")
+        said: list[dict[str, Any]] | None = None
+        try:
+            said = self._attend_until(working.done)
+            wait([working])
+            if said is None and working.exception() is not None:  # they have yet to learn of it
+                gone = time.monotonic() + _AFTERMATH_S
+                said = self._attend_until(lambda: time.monotonic() > gone)
+            elif said is None and ends:  # all have committed, and will say so
+                said = self._attend_until(lambda: False)
+        except BaseException as error:
+            refit.interruption = error
+            wait([working])
+            gone = time.monotonic() + _AFTERMATH_S
+            with contextlib.suppress(Exception):
+                said = said or self._attend_until(lambda: time.monotonic() > gone)
+            raise
+        if said is not None:
+            self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
+        return working.result(), said
 
     def close(self) -> None:
         """Have the workers leave, and wait a little until whoever reads the store knows how the last refit ended."""
@@ -368,22 +380,17 @@ class Driver:
             return
         self.let_go()
         self._sink._drivers.discard(self)  # noqa: SLF001
-        with contextlib.suppress(Exception):  # the engine may have ended before
-            self._sink._engine.call(  # noqa: SLF001
-                "rl_refit_leave",
-                self._sink._token,  # noqa: SLF001
-                [each.name for each in self._sink._drivers],  # noqa: SLF001
-            )
+        self._sink._leave()  # noqa: SLF001
 
     def let_go(self) -> None:
         """Close this end alone; the workers leave when the next `Refit` joins them."""
+        if self._refit is not None:
+            self._refit.close()
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
     # -- Their parts ------------------------------------------------------------------------------------------------
-
-    _last: list[dict[str, Any]] = []  # noqa: RUF012  (replaced, never changed)
 
     def _join(self) -> None:
         if self._store is not None:
@@ -410,15 +417,14 @@ class Driver:
             "first_rank": self._first_rank,
             "name": meeting.name,
             "liveness_s": meeting.liveness_s,
-            "config": dict(self._config),
-            "transport": dict(self._transport),
+            "config": asdict(self._config),
+            "transport": self._transport.options,
             "timeout_s": sink._timeout_s,  # noqa: SLF001
             "host": socket.gethostname(),
         }
         living = [each.name for each in sink._drivers]  # noqa: SLF001
         sink.call("rl_refit_join", message, living)
-        line = Line(meeting.liveness_s, lambda why: PeerError(f"the store of the rendezvous is out of reach: {why}"))
-        self._store = BoundedStore(PrefixStore(meeting.name, store), line)
+        self._store = BoundedStore(PrefixStore(meeting.name, store), Line(meeting.liveness_s, meeting.lost))
 
     def _begin_receiving(self, timeout_s: float) -> None:
         if not self._receiving:
@@ -428,15 +434,15 @@ class Driver:
             sink.call("rl_refit_receive", self.name, timeout, notes)
             self._receiving = True
 
-    def _await_end(self, said: list[dict[str, Any]] | None, limit_s: float) -> list[dict[str, Any]]:
-        nap_s, until = 1e-4, time.monotonic() + limit_s
-        while said is None:
+    def _attend_until(self, is_over: Callable[[], bool]) -> list[dict[str, Any]] | None:
+        """Do what the workers want until the refit has ended at all of them, and say so, or `is_over` without that."""
+        nap_s = 1e-4
+        while True:
             said, moved = self._attend()
-            if time.monotonic() > until:
-                raise DeadlineError(f"the workers have not ended after {limit_s:g} s", seconds=limit_s)
+            if said is not None or is_over():
+                return said
             nap_s = 1e-4 if moved else min(1.2 * nap_s, _LONGEST_NAP_S)
-            time.sleep(nap_s if said is None else 0.0)
-        return said
+            time.sleep(nap_s)
 
     def _attend(self) -> tuple[list[dict[str, Any]] | None, bool]:
         """Do what all workers want, if they do; what they say of the refit, once it has ended at all of them."""
@@ -457,8 +463,7 @@ class Driver:
         if wanted == {"ended"}:
             self._handled |= {rank: number for rank, (number, _, _) in said.items()}
             self._receiving = False
-            self._last = [payload for _, _, payload in said.values()]
-            return self._last, True
+            return [payload for _, _, payload in said.values()], True
         error: dict[str, Any] | None = None
         try:
             self._do(wanted)
@@ -497,6 +502,12 @@ class Driver:
         self._peers.check()
 
 
+def _add_unreadable(report: RefitReport, said: Sequence[Mapping[str, Any]]) -> RefitReport:
+    """What no worker can read back from its engine belongs into the driver's report."""
+    names = (name for each in said for name in each["report"]["unreadable"])
+    return replace(report, unreadable=tuple(dict.fromkeys(names)))
+
+
 def _address(meeting: Rendezvous, store: Any) -> str:
     """How a worker reaches the store."""
     if "://" in meeting.address:
@@ -517,16 +528,6 @@ def _address(meeting: Rendezvous, store: Any) -> str:
 
 
 # -- A worker --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What a worker's thread wants its main thread to do."""
-
-    job: Callable[[], object]
-    result: object = None
-    error: BaseException | None = None
-    done: bool = False
 
 
 @final
@@ -555,7 +556,8 @@ class _Seat:
         )
         self._store: Store | None = None
         self._numbers = itertools.count(1)
-        self.asked: _Asked | None = None
+        self.asked: tuple[Callable[[], object], Future[object]] | None = None
+        """What this thread wants the main thread to do, and what came of it."""
 
     def receive(self, timeout_s: float | None) -> None:
         threading.Thread(target=self._take_part, args=(timeout_s,), daemon=True, name="rl-refit worker").start()
@@ -572,14 +574,15 @@ class _Seat:
                 message["heard"] = " gave up in " in str(error) or isinstance(error, AbortedError)
                 message["late"] = "no refit began within" in str(error)
                 end["error"] = message
-            sink: Any = self._end.sink
+            sink = self._end.sink
             end |= {"version": sink.version, "poison": sink.poison_reason}
         with contextlib.suppress(RuntimeError):  # the store is gone, and the driver with it, or it sees for itself
             self._say("ended", end)
 
     def ask(self, what: str, job: Callable[[], object]) -> object:
         """See `WorkerEnd.ask`."""
-        self.asked = asked = _Asked(job)
+        done: Future[object] = Future()
+        self.asked = job, done
         try:
             number = self._say(what, None)
             until, nap_s = time.monotonic() + self._message["timeout_s"], 1e-4
@@ -590,7 +593,7 @@ class _Seat:
                     answered, error = json.loads(self._store.get(key))
                     if answered == number:
                         break
-                if not asked.done and time.monotonic() > until:
+                if not done.done() and time.monotonic() > until:
                     raise DeadlineError(
                         f"the engine's driver did not answer within timeout_s={self._message['timeout_s']:g}: is it in "
                         f"receive(), or its call of the refit?",
@@ -603,11 +606,11 @@ class _Seat:
                 nap_s = min(1.2 * nap_s, _LONGEST_NAP_S)
         finally:
             self.asked = None
-        if asked.error is not None:
-            raise asked.error
+        if done.done():
+            done.result()  # raises what the main thread met
         if error is not None:
             raise error_from_message(error)
-        return asked.result
+        return done.result() if done.done() else None
 
     def _say(self, what: str, payload: object) -> int:
         if self._store is None:  # a connection of its own: the others are their threads'
@@ -630,10 +633,10 @@ class WorkerEnd:
         self._seats: dict[str, _Seat] = {}
         self.busy = threading.Lock()
         self.seat: _Seat | None = None
-        self.sink: WeightSink | None = None
+        self.sink: Any = None
 
     def join(  # noqa: PLR0917  (as it comes over RPC)
-        self, token: str, message: Mapping[str, Any], living: Sequence[str], sink: Callable[[], WeightSink]
+        self, token: str, message: Mapping[str, Any], living: Sequence[str], sink: Callable[[], Any]
     ) -> None:
         """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left.
 
@@ -671,14 +674,13 @@ class WorkerEnd:
         asked = self._seats[driver].asked
         if asked is None:
             raise RefitError("this worker has given up meanwhile, and asks for nothing")
+        job, done = asked
         try:
-            asked.result = asked.job()
+            done.set_result(job())
         except BaseException as error:
-            asked.error = error
+            done.set_exception(error)
             raise
-        finally:
-            asked.done = True
-        return asked.result
+        return done.result()
 
     def ask(self, what: str, job: Callable[[], object] = lambda: None) -> Any:
         """In the worker's thread: tell the driver that this worker wants `what`, and wait until it has answered.
@@ -704,7 +706,7 @@ class WorkerEnd:
             with contextlib.suppress(RefitError, RuntimeError):
                 seat.refit.close()
 
-    def _require(self, token: str) -> WeightSink:
+    def _require(self, token: str) -> Any:
         if token != self._token or self.sink is None:
             raise RefitError("another sink has taken this engine since this one did; make a new sink")
         return self.sink
@@ -712,19 +714,13 @@ class WorkerEnd:
 
 @final
 class InMainThread:
-    """A worker's `sink`, whose commit its main thread does while the engine is paused. A `WeightSink`."""
+    """A worker's `sink`, whose commit its main thread does while the engine is paused: a `WeightSink`, as `sink` is."""
 
     def __init__(self, sink: Any, end: WorkerEnd) -> None:
         self._sink, self._end = sink, end
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sink, name)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the worker's parameters are."""
-        device: torch.device = self._sink.device
-        return device
 
     def ready(self, version: int) -> None:
         """Ask the engine too."""
@@ -747,42 +743,6 @@ class InMainThread:
             if committed:
                 self._sink.poison(f"this worker has committed, and its engine has failed: {error}")
             raise
-
-    # What follows is passed on; a protocol that is looked at while it runs wants to see it.
-
-    def check(self) -> None:
-        """See `WeightSink`."""
-        self._sink.check()
-
-    def poison(self, reason: str) -> None:
-        """See `WeightSink`."""
-        self._sink.poison(reason)
-
-    def repeat(self) -> None:
-        """See `WeightSink`."""
-        self._sink.repeat()
-
-    def rewind(self, version: int) -> None:
-        """See `WeightSink`."""
-        self._sink.rewind(version)
-
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """See `WeightSink`."""
-        coverage: Coverage = self._sink.prepare(manifest)
-        return coverage
-
-    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """See `WeightSink`."""
-        self._sink.stage(region, tensor, stays=stays)
-
-    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
-        """See `WeightSink`."""
-        digest: Digest = self._sink.digest(regions)
-        return digest
-
-    def abort(self) -> None:
-        """See `WeightSink`."""
-        self._sink.abort()
 
 
 def _where(error: BaseException) -> str:

@@ -10,17 +10,18 @@ looks at memory that other streams of this process use, such as a trainer's or a
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, final
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_refit.errors import DeadlineError
+from rl_refit.threads import in_thread
 
 __all__ = [
-    "Event",
     "communicator",
     "empty",
     "export",
@@ -31,20 +32,6 @@ __all__ = [
     "use",
     "uuids",
 ]
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether all that the stream was given before is over."""
-
-
-@final
-class _Over:
-    def query(self) -> bool:
-        """What a CPU was given is over at once."""
-        return True
 
 
 def uuids() -> tuple[str, ...]:
@@ -68,12 +55,12 @@ def empty(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def record(device: torch.device) -> Event:
-    """The present end of this thread's current stream."""
+def record(device: torch.device) -> Callable[[], bool]:
+    """Says whether what this thread's current stream was given until now is over; of a CPU it always is."""
     if device.type != "cuda":
-        return _Over()
-    event: Event = torch.cuda.current_stream(device).record_event()
-    return event
+        return lambda: True
+    is_over: Callable[[], bool] = torch.cuda.current_stream(device).record_event().query
+    return is_over
 
 
 def synchronize(device: torch.device, limit_s: float) -> None:
@@ -83,11 +70,12 @@ def synchronize(device: torch.device, limit_s: float) -> None:
         DeadlineError: They have not within `limit_s` seconds.
     """
     if device.type == "cuda":
-        waiting = threading.Thread(target=torch.cuda.synchronize, args=(device,), daemon=True, name="rl-refit GPU")
-        waiting.start()
-        waiting.join(limit_s)  # a device cannot be asked, and a hung one, as in a collective whose peer died, waits on
-        if waiting.is_alive():
-            raise DeadlineError(f"{device} has not done in {limit_s:.1f} s what it was given before: does it hang?")
+        # A device cannot be asked, and a hung one, as in a collective whose peer died, waits on.
+        waiting = in_thread(partial(torch.cuda.synchronize, device), name="GPU")
+        try:
+            waiting.result(limit_s)
+        except TimeoutError:
+            raise DeadlineError(f"{device} has not done in {limit_s:.1f} s what it was given: does it hang?") from None
 
 
 def export(buffer: Tensor) -> tuple[Any, ...]:

@@ -29,13 +29,34 @@ from rl_refit.buckets import split
 from rl_refit.coverage import prove_coverage
 from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
-from rl_refit.manifest import Manifest
-from rl_refit.topology import Topology
+from rl_refit.manifest import Manifest, TensorMeta
 
-__all__ = ["EqualTensors", "RefitPlan", "Route", "RouteStack", "Way", "plan_refit"]
+__all__ = ["EqualTensors", "RefitPlan", "Route", "RouteStack", "Topology", "Way", "plan_refit"]
 
 Way = tuple[int, tuple[int, ...]]
 """A source rank, and the sink ranks that a route goes to: the first receives it and relays it to the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The node of each rank of both sides. Nodes are any strings, such as host names; equal ones are one node."""
+
+    source_nodes: tuple[str, ...]
+    """Node of source rank 0, 1, 2, …"""
+
+    sink_nodes: tuple[str, ...]
+    """Node of sink rank 0, 1, 2, …"""
+
+    def check(self, *, source_ranks: Iterable[int], sink_ranks: Iterable[int]) -> None:
+        """Pass where every rank has a node.
+
+        Raises:
+            ValueError: A rank has none; names it.
+        """
+        for side, nodes, ranks in (("source", self.source_nodes, source_ranks), ("sink", self.sink_nodes, sink_ranks)):
+            last = max(ranks, default=-1)
+            if last >= len(nodes):
+                raise ValueError(f"the topology names nodes for {len(nodes)} {side} ranks, and there is a rank {last}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +154,15 @@ class RefitPlan:
 
     def bytes_received(self, rank: int) -> int:
         """Bytes that sink rank `rank` receives, from sources and relays."""
-        return self._received[rank]
+        return self._moved[0][rank]
 
     def bytes_sent(self, rank: int) -> int:
         """Bytes that source rank `rank` sends."""
-        return self._sent[rank]
+        return self._moved[1][rank]
 
     def bytes_relayed(self, rank: int) -> int:
         """Bytes that sink rank `rank` hands on to others of its node."""
-        return self._relayed[rank]
+        return self._moved[2][rank]
 
     def lower_bound(self, rank: int) -> int:
         """Bytes that sink rank `rank` holds and cannot make itself, ties counted once; no plan can send it less."""
@@ -158,25 +179,24 @@ class RefitPlan:
         return explain_plan(self, bucket_bytes=bucket_bytes)
 
     @cached_property
-    def _received(self) -> Counter[int]:
-        return _sum_bytes((rank, nbytes) for (_, sinks), nbytes in self.bytes_by_way.items() for rank in sinks)
-
-    @cached_property
-    def _sent(self) -> Counter[int]:
-        return _sum_bytes((source, nbytes) for (source, _), nbytes in self.bytes_by_way.items())
-
-    @cached_property
-    def _relayed(self) -> Counter[int]:
-        return _sum_bytes((sinks[0], nbytes * (len(sinks) - 1)) for (_, sinks), nbytes in self.bytes_by_way.items())
+    def _moved(self) -> tuple[Counter[int], Counter[int], Counter[int]]:
+        """Bytes that each sink rank receives, each source rank sends, and each sink rank relays."""
+        received, sent, relayed = Counter[int](), Counter[int](), Counter[int]()
+        for (source, sinks), nbytes in self.bytes_by_way.items():
+            sent[source] += nbytes
+            relayed[sinks[0]] += nbytes * (len(sinks) - 1)
+            for rank in sinks:
+                received[rank] += nbytes
+        return received, sent, relayed
 
     @cached_property
     def _bounds(self) -> Counter[int]:
-        return _sum_bytes(
-            (rank, len(each.names) * sum(box.numel for box in boxes) * meta.torch_dtype.itemsize)
-            for each in self.tensors
-            for meta in (self.sink.by_name[each.names[0]],)
-            for rank, boxes in meta.regions().items()
-        )
+        bounds = Counter[int]()
+        for each in self.tensors:
+            meta = self.sink.by_name[each.names[0]]
+            for rank, boxes in meta.regions().items():
+                bounds[rank] += len(each.names) * sum(box.numel for box in boxes) * meta.torch_dtype.itemsize
+        return bounds
 
     @cached_property
     def _hash(self) -> str:
@@ -225,19 +245,10 @@ class RefitPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Overlap:
-    """A box that all of `holders` hold and all of `receivers` need; both ascending."""
-
-    box: Region
-    holders: tuple[int, ...]
-    receivers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Need:
-    """A box that goes to one node: one of `holders` sends it, to one of `receivers`, who hands it on to the others.
+    """A box that all of `holders` hold and all of `receivers` need, both ascending; the same of `count` tensors.
 
-    The same of each of `count` tensors.
+    Where the receivers are of one node, one of the holders sends it, to one of them, who hands it on to the others.
     """
 
     box: Region
@@ -300,19 +311,13 @@ def _needs(source: Manifest, sink: Manifest, topology: Topology | None) -> tuple
     unheld: list[str] = []
     for names in kinds.values():
         meta = sink.by_name[names[0]]
-        overlaps, holes = _overlaps(meta.shape, source.by_name[names[0]].layout, meta.layout)
+        of_kind, holes = _overlaps(source.by_name[names[0]].layout, meta, count=len(names))
         unheld += [
             f"{name}: no rank of the source holds {list(box.shape)} at {list(box.offsets)}"
             for name in names
             for box in holes
         ]
-        needs.append(
-            [
-                _Need(part.box, part.box.numel * meta.torch_dtype.itemsize, part.holders, part.receivers, len(names))
-                for overlap in overlaps
-                for part in _by_node(overlap, topology)
-            ]
-        )
+        needs.append([part for need in of_kind for part in _by_node(need, topology)])
     if unheld:
         lines = "".join(f"\n  {line}" for line in unheld)
         raise CoverageError(f"{len(unheld)} parts of tensors that nobody can send:{lines}", mismatched=tuple(unheld))
@@ -332,17 +337,17 @@ def _numbering() -> Callable[[Layout], int]:
     return number_of
 
 
-def _by_node(overlap: _Overlap, topology: Topology | None) -> Iterator[_Overlap]:
+def _by_node(need: _Need, topology: Topology | None) -> Iterator[_Need]:
     """The same box for each node that needs it, from holders on that node where there are any."""
     if topology is None:
-        yield from (_Overlap(overlap.box, overlap.holders, (rank,)) for rank in overlap.receivers)
+        yield from (replace(need, receivers=(rank,)) for rank in need.receivers)
         return
     nodes: dict[str, list[int]] = {}
-    for rank in overlap.receivers:
+    for rank in need.receivers:
         nodes.setdefault(topology.sink_nodes[rank], []).append(rank)
     for node, receivers in nodes.items():
-        near = tuple(rank for rank in overlap.holders if topology.source_nodes[rank] == node)
-        yield _Overlap(overlap.box, near or overlap.holders, tuple(receivers))
+        near = tuple(rank for rank in need.holders if topology.source_nodes[rank] == node)
+        yield replace(need, holders=near or need.holders, receivers=tuple(receivers))
 
 
 def _cut(needs: list[list[_Need]], num_sources: int, num_sinks: int) -> list[list[_Need]]:
@@ -397,22 +402,22 @@ def _balance(
     return chosen
 
 
-def _overlaps(shape: tuple[int, ...], source: Layout, sink: Layout) -> tuple[tuple[_Overlap, ...], tuple[Region, ...]]:
+def _overlaps(source: Layout, sink: TensorMeta, *, count: int) -> tuple[list[_Need], list[Region]]:
     """What is needed, cut into boxes that a rank holds, each element once; and what no rank holds."""
-    held = _replicas(shape, source)
-    overlaps: list[_Overlap] = []
+    held, itemsize = _replicas(sink.shape, source), sink.torch_dtype.itemsize
+    overlaps: list[_Need] = []
     holes: list[Region] = []
-    for wanted, receivers in _replicas(shape, sink).items():
+    for wanted, receivers in _replicas(sink.shape, sink.layout).items():
         missing = [wanted]
         for box, holders in held.items():
             shared = [part for part in map(box.intersect, missing) if part is not None]
-            overlaps += (_Overlap(part, holders, receivers) for part in shared)
+            overlaps += (_Need(part, part.numel * itemsize, holders, receivers, count) for part in shared)
             if shared:
                 missing = list(itertools.chain.from_iterable(part.minus(box) for part in missing))
             if not missing:
                 break
         holes += missing
-    return tuple(overlaps), tuple(holes)
+    return overlaps, holes
 
 
 def _replicas(shape: tuple[int, ...], layout: Layout) -> dict[Region, tuple[int, ...]]:
@@ -423,10 +428,3 @@ def _replicas(shape: tuple[int, ...], layout: Layout) -> dict[Region, tuple[int,
             ranks.setdefault(box, []).append(rank)
     ordered = sorted(ranks.items(), key=lambda item: (item[0].offsets, item[0].shape))
     return {region: tuple(sorted(holders)) for region, holders in ordered}
-
-
-def _sum_bytes(pairs: Iterable[tuple[int, int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for rank, nbytes in pairs:
-        total[rank] += nbytes
-    return total

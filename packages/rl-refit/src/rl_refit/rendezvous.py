@@ -9,16 +9,16 @@ still learns, from the store, what was decided.
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import final
 from urllib.parse import urlsplit
 
-from rl_refit.errors import RefitError
-from rl_refit.stores import FileStore, Store, TCPStore
+from rl_refit.errors import PeerError, RefitError
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, TCPStore
+from rl_refit.threads import in_thread
 
 __all__ = ["Rendezvous", "host_store"]
 
@@ -122,28 +122,32 @@ class Rendezvous:
                 ) from error
         return self._store
 
+    def bounded(self, prefix: str) -> BoundedStore:
+        """The store under keys of its own, with a thread that asks it: a call ends within `liveness_s`, or is lost.
+
+        Raises:
+            RefitError: As `connect`.
+        """
+        return BoundedStore(PrefixStore(prefix, self.connect()), Line(self.liveness_s, self.lost))
+
+    def lost(self, why: str) -> PeerError:
+        """That the store is out of reach."""
+        text = f"the store of the rendezvous at {self.address}, which {self.host} hosts, is out of reach: {why}"
+        return PeerError(text, peer=self.host)
+
     def forget(self) -> None:
         """Let go of the store, which ends with its host's last reference to it."""
         self._store = None
 
     def _join(self, host: str, port: int, timeout: timedelta) -> Store:
         """The store that another party hosts. In a thread: torch waits for ever for a listener that says nothing."""
-        made: queue.Queue[Store | Exception] = queue.Queue()
-
-        def connect() -> None:
-            try:
-                made.put(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
-            except (RuntimeError, ValueError) as error:
-                made.put(error)
-
-        threading.Thread(target=connect, name="rl-refit rendezvous", daemon=True).start()
+        connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         try:
-            store = made.get(timeout=self._timeout_s + 1.0)
-        except queue.Empty:
+            return in_thread(connect, name="rendezvous").result(self._timeout_s + 1.0)
+        except TimeoutError:
             raise OSError("something listens there, and is no store of torch") from None
-        if isinstance(store, Exception):
-            raise OSError(f"{str(store).splitlines()[0]} (is it up, and no other program?)") from store
-        return store
+        except (RuntimeError, ValueError) as error:
+            raise OSError(f"{str(error).splitlines()[0]} (is it up, and no other program?)") from error
 
     def _open(self) -> Store:
         parts = urlsplit(self.address)

@@ -23,14 +23,13 @@ from rl_refit.config import RefitConfig
 from rl_refit.contracts import WeightSink
 from rl_refit.engine import EngineSink
 from rl_refit.errors import DeadlineError, PeerError, RefitError
-from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
+from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, slot_stream
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.stores import PrefixStore, Store, clone
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, Store, clone
 from rl_refit.transaction.liveness import Heartbeat, Peers, is_there, this_process
 from rl_refit.transports.base import PATIENCE_S, Transport
 
-__all__ = ["TRAINER_NAME", "Replica", "host_and_port", "slot_stream"]
+__all__ = ["TRAINER_NAME", "Replica", "host_and_port"]
 
 TRAINER_NAME = "rl-refit replicas"
 """Of the replicas of a trainer, where its address serves no others."""
@@ -40,13 +39,6 @@ _OPEN, _GIVEN, _WITHDRAWN_REQUEST = "open", "given", "withdrawn"
 """What became of a newcomer's request to a peer: one of the two decides, by compare-and-set in the newcomer's store."""
 _WITHDRAWN = "{}"
 """Instead of an invitation that rank 0 has given up."""
-
-
-def slot_stream() -> Transport:
-    """A `SlotStream`, which is imported when it is needed."""
-    from rl_refit.transports.stream import SlotStream
-
-    return SlotStream()
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -65,20 +57,12 @@ def host_and_port(address: str) -> tuple[str, int]:
 class _Request:
     """To a peer, for its weights."""
 
-    session: str
+    key: str
+    """Of the answer, in the store of the replica that asks."""
     invitation: str
     """How this replica takes part, when the peer gives."""
     until: float
     """Of the monotonic clock: then another is asked."""
-
-    @property
-    def key(self) -> str:
-        """Of the answer, in the store of the replica that asks."""
-        return f"answer/{self.session}"
-
-
-class _NoneBeganError(DeadlineError):
-    """Nobody invited this replica in time."""
 
 
 @final
@@ -179,17 +163,23 @@ class Replica:
         if not self._busy.acquire(blocking=False):
             raise RefitError("another thread is in receive() of this Replica; close() ends that")
         try:
-            while "gives" in (invitation := json.loads(self._await_invitation(timeout_s))):
+            while (invitation := self._await_invitation(timeout_s)) is not None:
+                if "gives" not in invitation:
+                    report: RefitReport = self._in_turn(functools.partial(self._take_part, invitation))
+                    return report
                 self._in_turn(functools.partial(self._give, invitation))
-            report: RefitReport = self._in_turn(functools.partial(self._take_part, invitation))
-            return report
-        except _NoneBeganError as late:  # this replica stays where it has joined
-            raise DeadlineError(str(late), phase="prepare", peer="source 0", seconds=late.seconds) from None
         except BaseException as error:
             self._give_up(error)
             raise
         finally:
             self._busy.release()
+        absence = f" ({self._absence})" if self._absence else ""  # this replica stays where it has joined
+        raise DeadlineError(
+            f"no refit began within timeout_s={timeout_s:g}{absence}; the sink is as it was",
+            phase="prepare",
+            peer="source 0",
+            seconds=timeout_s or 0.0,
+        )
 
     def close(self) -> None:
         """Leave; the trainer goes on without this replica, which may come back under its name. Ends a `receive`."""
@@ -200,22 +190,26 @@ class Replica:
         with self._busy:
             self._give_up(None)
 
-    def _await_invitation(self, timeout_s: float | None) -> str:
+    @property
+    def _absence(self) -> str:
+        """Why there is no trainer; empty where there is one."""
+        return "" if self._trainer is None or self._trainer.is_known else self._trainer.absence
+
+    def _await_invitation(self, timeout_s: float | None) -> dict[str, Any] | None:
+        """What this rank is to take part in; None where nobody has said so within `timeout_s`."""
         self._require_open()
         self._connect()
         began, nap_s = time.monotonic(), 2e-4
-        while (invitation := self._look()) is None:
+        while (text := self._look()) is None:
             self._require_open()
             waited = time.monotonic() - began
-            absence = "" if self._trainer is None or self._trainer.is_known else self._trainer.absence
-            if timeout_s is None and absence and waited >= self._liveness_s:
-                raise PeerError(f"{absence}; the sink is as it was", peer="source 0")
+            if timeout_s is None and self._absence and waited >= self._liveness_s:
+                raise PeerError(f"{self._absence}; the sink is as it was", peer="source 0")
             if timeout_s is not None and waited >= timeout_s:
-                why = f" ({absence})" if absence else ""
-                text = f"no refit began within timeout_s={timeout_s:g}{why}; the sink is as it was"
-                raise _NoneBeganError(text, seconds=waited)
+                return None
             time.sleep(nap_s)
             nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+        invitation: dict[str, Any] = json.loads(text)
         return invitation
 
     def _require_open(self) -> None:
@@ -231,17 +225,15 @@ class Replica:
             num_sinks=self._num_ranks,
             sink_rank=self._rank,
             timeout_s=self._liveness_s,
+            liveness_s=self._liveness_s,
         )
+        meeting.host = f"rank 0 of replica {self.name}"
         self._raw = meeting.connect()
         host, port = host_and_port(self._address)
         if port == 0:
             store: Any = self._raw
-            self._address = f"tcp://{host}:{store.port}"
-        line = Line(
-            self._liveness_s,
-            lambda why: PeerError(f"rank 0 of replica {self.name} is out of reach at {self._address}: {why}"),
-        )
-        self._store = BoundedStore(PrefixStore("replica", self._raw), line)
+            self._address = meeting.address = f"tcp://{host}:{store.port}"
+        self._store = meeting.bounded("replica")
 
     def _look(self) -> str | None:
         """What this rank is to take part in and has not yet, as JSON; rank 0 finds it, and hands it to the others."""
@@ -292,7 +284,7 @@ class Replica:
             self._refit = Refit(
                 sink=self._sink, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config)
             )
-            self._refit._look_also = functools.partial(self._look_also, invitation.get("peer"))  # noqa: SLF001
+            self._refit.look_also = functools.partial(self._look_also, invitation.get("peer"))
         if invitation["rewind"]:
             self._sink.rewind(invitation["version"])
         patience_s = self._liveness_s if "peer" in invitation else self._config.deadline_s
@@ -355,15 +347,15 @@ class Replica:
         self._requested.add((holders["version"], place["address"]))
         session = f"peer {uuid.uuid4().hex}"
         invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
-        request = _Request(session, json.dumps(invitation), time.monotonic() + self._liveness_s)
+        request = _Request(f"answer/{session}", json.dumps(invitation), time.monotonic() + self._liveness_s)
         self._store.set(request.key, _OPEN)
         asked = {"gives": holders["version"], "address": self._address, "num_sinks": self._num_ranks}
         text = json.dumps({"session": session, **asked})
         with contextlib.suppress(RefitError):  # it is gone: the next look asks another
             peer = _reach(place["address"], "replica", liveness_s=self._liveness_s, who=f"replica {place['name']}")
             if peer is not None:
-                _append(peer[1], "requests", text)
-                peer[1].close()
+                _append(peer, "requests", text)
+                peer.close()
                 self._request = request
 
     def _request_to_give(self) -> str | None:
@@ -379,8 +371,8 @@ class Replica:
                 newcomer = _reach(request["address"], "replica", liveness_s=self._liveness_s, who="the newcomer")
                 if newcomer is not None:
                     key = f"answer/{request['session']}"
-                    answer = newcomer[1].compare_set(key, _OPEN, _GIVEN).decode()
-                    newcomer[1].close()
+                    answer = newcomer.compare_set(key, _OPEN, _GIVEN).decode()
+                    newcomer.close()
                     if answer == _GIVEN:
                         return json.dumps(request)
         return None
@@ -436,7 +428,6 @@ class _Trainer:
         self._address, self._name, self._liveness_s = address, name, liveness_s
         host_and_port(address)
         self._identity = uuid.uuid4().hex
-        self._raw: Store | None = None
         self._store: BoundedStore | None = None
         self._peers: Peers | None = None
         self._heartbeat: Heartbeat | None = None
@@ -531,7 +522,7 @@ class _Trainer:
     def leave(self) -> None:
         """Take part no more, until the next look."""
         heartbeat, store = self._heartbeat, self._store
-        self._heartbeat = self._number = self._store = self._peers = self._raw = None
+        self._heartbeat = self._number = self._store = self._peers = None
         if heartbeat is not None:
             heartbeat.stop()
         if store is not None:
@@ -543,10 +534,9 @@ class _Trainer:
             return False
         self._looked = time.monotonic()
         if self._store is None:
-            reached = _reach(self._address, self._name, liveness_s=self._liveness_s, who="source 0")
-            if reached is None:
+            self._store = _reach(self._address, self._name, liveness_s=self._liveness_s, who="source 0")
+            if self._store is None:
                 return False
-            self._raw, self._store = reached
         if not self._store.check(["party/source 0"]):  # another program's store, or another name
             return False
         (process,) = json.loads(self._store.get("party/source 0").decode().removeprefix("="))
@@ -556,9 +546,8 @@ class _Trainer:
 
     def _join(self, store: BoundedStore, entry: Mapping[str, Any]) -> None:
         """Sign the log, at its end, once there are signs of life."""
-        assert self._raw is not None
         party = f"replica {uuid.uuid4().hex}"
-        self._heartbeat = Heartbeat(self._raw, (party,), liveness_s=self._liveness_s)
+        self._heartbeat = Heartbeat(store.clone(), (party,), liveness_s=self._liveness_s)
         entry = {**entry, "party": party, "identity": self._identity, "process": this_process()}
         self._number = _append(store, "log", json.dumps(entry))
 
@@ -568,7 +557,7 @@ def _append(store: BoundedStore, log: str, text: str) -> int:
     return next(n for n in itertools.count() if store.compare_set(f"{log}/{n}", "", text).decode() == text)
 
 
-def _reach(address: str, name: str, *, liveness_s: float, who: str) -> tuple[Store, BoundedStore] | None:
+def _reach(address: str, name: str, *, liveness_s: float, who: str) -> BoundedStore | None:
     """The store that `who` hosts, under keys of its own; None where nobody listens."""
     try:  # torch's own client would go on trying in silence
         with socket.create_connection(host_and_port(address), timeout=1.0) as probe:
@@ -576,8 +565,14 @@ def _reach(address: str, name: str, *, liveness_s: float, who: str) -> tuple[Sto
                 return None
     except OSError:
         return None
-    meeting = Rendezvous(address, num_sources=1, num_sinks=1, sink_rank=0, hosts=False, timeout_s=liveness_s)
+    meeting = Rendezvous(
+        address,
+        num_sources=1,
+        num_sinks=1,
+        sink_rank=0,
+        hosts=False,
+        timeout_s=liveness_s,
+        liveness_s=liveness_s,
+    )
     meeting.host = who
-    raw = PrefixStore(name, meeting.connect())
-    line = Line(liveness_s, lambda why: PeerError(f"the store of {who} at {address} is out of reach: {why}", peer=who))
-    return raw, BoundedStore(raw, line)
+    return meeting.bounded(name)

@@ -26,20 +26,22 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, final
+from concurrent.futures import wait
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, cast, final
 
 from rl_refit import gpu
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSource
-from rl_refit.errors import DeadlineError, PeerError, RefitError
-from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
+from rl_refit.errors import DeadlineError, PeerError, RefitError, error_from_message, error_to_message
+from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, slot_stream
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.replica import TRAINER_NAME, host_and_port, slot_stream
-from rl_refit.transaction.bounded_store import BoundedStore
+from rl_refit.replica import TRAINER_NAME, host_and_port
+from rl_refit.stores import BoundedStore
+from rl_refit.threads import in_thread
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.liveness import LEFT, Peers
-from rl_refit.transaction.messages import error_from_message, error_to_message
 from rl_refit.transaction.shared import SharedSource
 from rl_refit.transports.base import PATIENCE_S, Transport, Watch
 
@@ -149,22 +151,6 @@ class _Member:
         return f"{self.name} #{self.number}"
 
 
-@dataclass(slots=True)
-class _Session:
-    """This rank's end of the refits of one replica."""
-
-    refit: Refit
-    has_refitted: bool = False
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What the refits of one call became, by number of the replica."""
-
-    reports: dict[int, RefitReport] = field(default_factory=dict)
-    errors: dict[int, BaseException] = field(default_factory=dict)
-
-
 @final
 class Replicas:
     """Brings the weights of `source` into every replica of an engine that has joined, whenever it is called.
@@ -234,7 +220,8 @@ class Replicas:
         self._invited: Sequence[dict[str, Any]] = ()
         """Those that are being refitted."""
         self._log_read = 0
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, Refit] = {}
+        """This rank's end of the refits of one replica, by its number."""
         self._calls = 0
         self._sent: int | None = None
         """The version that the source had at the last call, of which it was digested."""
@@ -463,12 +450,13 @@ class Replicas:
                 self._name_holders(version, [])
             self._call_out(said)
         self._calls += 1
-        outcome = self._refit_at_once(invited, version)
+        results = self._refit_at_once(invited, version)
 
         # One rank's failure is the replica's, for all: none goes on with a session that another has closed.
         errors = {
             number: error_to_message(error, party=self._meeting.mine[0], where=_where(error))
-            for number, error in outcome.errors.items()
+            for number, error in results.items()
+            if isinstance(error, BaseException)
         }
         watch = self._watch(4 * self._config.deadline_s)  # other ranks may be in other phases
         reported = control.gather("ended", {self._meeting.mine[0]: errors}, watch)
@@ -490,7 +478,8 @@ class Replicas:
                     self._store().delete_key(f"version/{number}")  # older, if there is one
                 continue
             failures[name] = f"{message['kind']}: {message['text']}"
-            failed[name] = outcome.errors.get(number) or error_from_message(message)
+            own = results.get(number)
+            failed[name] = own if isinstance(own, BaseException) else error_from_message(message)
             self._close_session(number)
             if self._meeting.leads:
                 self._drop(name, number, failures[name], failed=True)
@@ -505,7 +494,7 @@ class Replicas:
                 versions=dict(sorted(versions.items())),
                 failures=failures,
                 rewound={name: its for name, its in said["ahead"].items() if name not in failures},
-                refits={each["name"]: outcome.reports[each["number"]] for each in committed},
+                refits={each["name"]: cast("RefitReport", results[each["number"]]) for each in committed},
                 total_seconds=time.monotonic() - began,
             ),
             failed,
@@ -609,64 +598,58 @@ class Replicas:
 
     # -- The refits ---------------------------------------------------------------------------------------------------
 
-    def _refit_at_once(self, invited: Sequence[dict[str, Any]], version: int) -> _Outcome:
+    def _refit_at_once(self, invited: Sequence[dict[str, Any]], version: int) -> dict[int, RefitReport | BaseException]:
         """Refit each replica in a thread of its own; whoever is found dead meanwhile is given up.
+
+        Returns:
+            By number of the replica, what this rank saw of its refit, or what went wrong.
 
         Raises:
             BaseException: Ctrl-C, or a rank of the trainer is gone: when no thread reads the source any more.
         """
-        results, news = dict[int, RefitReport | BaseException](), threading.Event()
+
+        def work(refit: Refit) -> RefitReport:
+            gpu.use(self._source.device)
+            return refit(version)
+
         sessions = {each["number"]: self._session(each) for each in invited}
-
-        def work(number: int, session: _Session) -> None:
-            try:
-                gpu.use(self._source.device)
-                results[number] = session.refit(version)
-            except BaseException as error:  # noqa: BLE001  (reported, or raised, by the thread that waits)
-                results[number] = error
-            news.set()
-
-        for number, session in sessions.items():
-            if session.has_refitted:
-                # From a session's second refit on, the number of the call chooses what is sampled, so that what is
-                # sent to all is digested once.
-                session.refit._refits = self._calls  # noqa: SLF001
-            threading.Thread(target=work, args=(number, session), daemon=True, name="rl-refit replica").start()
-
+        for refit in sessions.values():
+            if refit.begun:  # from the second on the number of the call, so that what is sent to all is digested once
+                refit.begun = self._calls
+        working = {number: in_thread(partial(work, refit), name="replica") for number, refit in sessions.items()}
         members = {each["number"]: self._members[each["name"]] for each in invited} if self._meeting.leads else {}
         dead: dict[int, PeerError] = {}
         interruption: BaseException | None = None
-        while len(results) < len(sessions):
+        while True:
             try:
-                if news.wait(PATIENCE_S):
-                    news.clear()
-                    continue
+                if not wait(working.values(), PATIENCE_S).not_done:
+                    break
                 self._control.look_around()
-                for number in members.keys() - results.keys() - dead.keys():
+                for number in members.keys() - dead.keys():
                     try:
-                        members[number].peers.check()
+                        if not working[number].done():
+                            members[number].peers.check()
                     except PeerError as error:
-                        dead[number] = error
-                        sessions[number].refit._interrupted = error  # noqa: SLF001
+                        dead[number] = sessions[number].interruption = error
             except BaseException as error:  # noqa: BLE001  (raised below)
                 interruption = interruption or error
-                for each in sessions.values():
-                    each.refit._interrupted = interruption  # noqa: SLF001
+                for refit in sessions.values():
+                    refit.interruption = interruption
 
-        outcome = _Outcome()
-        for number, result in results.items():
-            if isinstance(result, RefitReport):
-                outcome.reports[number] = result
-                sessions[number].has_refitted = True
-            else:
-                outcome.errors[number] = dead.get(number) or _death_of(members.get(number)) or result
+        results: dict[int, RefitReport | BaseException] = {}
+        for number, each in working.items():
+            failure = each.exception()
+            results[number] = (
+                each.result() if failure is None else dead.get(number) or _death_of(members.get(number)) or failure
+            )
         if interruption is not None:
             self._close_sessions(set())
-            self.version = version if outcome.reports else self.version
+            if any(isinstance(result, RefitReport) for result in results.values()):
+                self.version = version
             raise interruption
-        return outcome
+        return results
 
-    def _session(self, invited: Mapping[str, Any]) -> _Session:
+    def _session(self, invited: Mapping[str, Any]) -> Refit:
         number = invited["number"]
         if number not in self._sessions:
             meeting = self._meeting
@@ -681,15 +664,15 @@ class Replicas:
                 name=invited["session"],
             )
             rendezvous.host = f"replica {invited['name']}"
-            refit = Refit(self._source, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config))
-            self._sessions[number] = _Session(refit)
+            self._sessions[number] = Refit(
+                self._source, transport=self._transport(), rendezvous=rendezvous, **asdict(self._config)
+            )
         return self._sessions[number]
 
     def _close_session(self, number: int) -> None:
-        session = self._sessions.pop(number, None)
-        if session is not None:
+        if (refit := self._sessions.pop(number, None)) is not None:
             with contextlib.suppress(RefitError):  # its store is gone with it
-                session.refit.close()
+                refit.close()
 
     def _close_sessions(self, living: set[int]) -> None:
         for number in self._sessions.keys() - living:

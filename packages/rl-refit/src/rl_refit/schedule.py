@@ -34,6 +34,7 @@ class Stream:
 
     plan: RefitPlan = field(repr=False)
     bucket_bytes: int | None
+    """Bytes of a bucket; None where the stream is one, as large as it needs."""
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -51,16 +52,10 @@ class Schedule:
 
     streams: tuple[Stream, ...]
     plan: RefitPlan
-    bucket_bytes: int | None
-    """Bytes of a bucket; None where a stream is one bucket, as large as it needs."""
 
-    def of_source(self, rank: int) -> tuple[Stream, ...]:
-        """The streams that source rank `rank` sends, in order."""
-        return tuple(stream for stream in self.streams if stream.source_rank == rank)
-
-    def of_sink(self, rank: int) -> tuple[Stream, ...]:
-        """The streams that sink rank `rank` takes part in, in order."""
-        return tuple(stream for stream in self.streams if rank in stream.sink_ranks)
+    def of(self, *, source_rank: int | None = None, sink_rank: int | None = None) -> tuple[Stream, ...]:
+        """The streams that the one rank sends, and those that the other takes part in, in order."""
+        return tuple(each for each in self.streams if each.source_rank == source_rank or sink_rank in each.sink_ranks)
 
     @cached_property
     def num_buckets(self) -> int:
@@ -86,7 +81,7 @@ def make_schedule(plan: RefitPlan, *, bucket_bytes: int | None) -> Schedule:
         Stream(number=number, source_rank=source, sink_ranks=sinks, plan=plan, bucket_bytes=bucket_bytes)
         for number, (source, sinks) in enumerate(ordered)
     )
-    return Schedule(tuple(streams), plan, bucket_bytes)
+    return Schedule(tuple(streams), plan)
 
 
 def _as_the_source_yields(regions: list[Region], source_rank: int, plan: RefitPlan) -> list[Region]:

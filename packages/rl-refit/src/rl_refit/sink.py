@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from rl_refit import gpu
 from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage, WeightSource
-from rl_refit.digest import Digest, combine_digests, digest_tensors
-from rl_refit.errors import DigestError, PoisonedError, RefitError
+from rl_refit.digest import Digest, digest_views
+from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns, check_writable
@@ -321,20 +321,12 @@ class ModuleSink(VersionedSink):
         held_of: dict[str, Sequence[Holding]] = {}
         for name in {region.name for region in regions}:
             held_of[name] = live[name] if transaction is None else self._staged(name, transaction)
-        asked: list[Region] = []
-
-        def places() -> Iterator[Tensor]:
-            for region in regions:
-                for place in places_of(held_of[region.name], region) or [assemble(held_of[region.name], region)]:
-                    asked.append(region)
-                    yield place
-
-        digests: dict[Region, str | None] = {}
-        for number, value in enumerate(digest_tensors(places())):
-            region = asked[number]
-            if digests.setdefault(region, value) != value:
-                raise DigestError(f"{region} lies in several places, which differ", tensors=(region.name,))
-        return combine_digests(regions, digests)
+        places = (
+            (region, place)
+            for region in regions
+            for place in places_of(held_of[region.name], region) or [assemble(held_of[region.name], region)]
+        )
+        return digest_views(regions, places)
 
     def ready(self, version: int) -> None:
         """Pass if all is staged.
@@ -372,9 +364,8 @@ class ModuleSink(VersionedSink):
                             overwrite(live, region, piece)
             if self._on_commit is not None:
                 self._on_commit(version)
-            gpu.synchronize(
-                self.device, self._wait_s
-            )  # from now on others may read what was written, and write what was read
+            # From now on others may read what was written, and write what was read.
+            gpu.synchronize(self.device, self._wait_s)
             self._version.commit(version)
             self._poison = self._open = None
         except BaseException as error:

@@ -1,12 +1,19 @@
-"""torch's key-value stores, under names that a type checker can follow: `torch.distributed` does not declare them."""
+"""torch's key-value stores, under names that a type checker can follow, and one whose calls end."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, final
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["FileStore", "PrefixStore", "Store", "TCPStore", "clone"]
+__all__ = ["BoundedStore", "FileStore", "Line", "PrefixStore", "Store", "TCPStore", "clone"]
+
+_T = TypeVar("_T")
+_Answer = SimpleQueue[tuple[Any, RuntimeError | None]]  # several times as fast as a Future
+_Questions = SimpleQueue[tuple[Callable[[], Any], _Answer] | None]
 
 
 def clone(store: Store) -> Store:
@@ -14,3 +21,104 @@ def clone(store: Store) -> Store:
     untyped: Any = store  # torch's stubs leave the method out
     copy: Store = untyped.clone()
     return copy
+
+
+@final
+class Line:
+    """A thread that asks a store, for one other thread, which waits for an answer no longer than `limit_s`.
+
+    Torch's own clients wait without end for a host that is stopped, and nobody else can end that. What was asked of a
+    silent store stays asked: it is done as soon as the store is back.
+
+    Args:
+        limit_s: Seconds that a call may take.
+        lost: From why a call failed to the error that says whose store that is.
+    """
+
+    def __init__(self, limit_s: float, lost: Callable[[str], Exception]) -> None:
+        self._asked: _Questions = SimpleQueue()
+        self._limit_s, self._lost = limit_s, lost
+        self._late: _Answer | None = None
+        self._ended = False
+        self.thread = threading.Thread(target=_answer, args=(self._asked,), daemon=True, name="rl-refit store")
+        self.thread.start()
+
+    def ask(self, call: Callable[[], _T]) -> _T:
+        """What `call` returns.
+
+        Raises:
+            Exception: What `lost` makes of a `RuntimeError`, as torch's own errors of stores are, or of silence.
+        """
+        answer: _Answer = SimpleQueue()
+        self._asked.put((call, answer))
+        if self._ended:  # looked at after the question is put: whoever ends the line answers none that come later
+            raise self._lost("it was closed on this side")
+        if self._late is not None and self._late.empty():
+            raise self._lost(f"still no answer after {self._limit_s} s: its host is stopped or cut off")
+        self._late = None
+        try:
+            value, error = answer.get(timeout=self._limit_s)
+        except Empty:
+            self._late = answer
+            raise self._lost(f"no answer within {self._limit_s} s: its host is stopped or cut off") from None
+        if error is not None:
+            raise self._lost(str(error).splitlines()[0]) from error
+        result: _T = value
+        return result
+
+    def end(self) -> None:
+        """Ask what is asked already, and nothing more."""
+        self._ended = True
+        self._asked.put(None)
+
+
+def _answer(asked: _Questions) -> None:
+    while (question := asked.get()) is not None:
+        call, answer = question
+        try:
+            answer.put((call(), None))
+        except RuntimeError as error:
+            answer.put((None, error))
+
+
+@final
+class BoundedStore(Store):
+    """The calls of a store that a refit needs, asked through a `Line`, for one thread at a time."""
+
+    def __init__(self, store: Store, line: Line) -> None:
+        super().__init__()
+        self._store: Any = store
+        self._line = line
+
+    def namespace(self, name: str) -> BoundedStore:
+        """The same store under keys of its own, asked by the same thread."""
+        return BoundedStore(PrefixStore(name, self._store), self._line)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of `keys` are set."""
+        return bool(self._line.ask(lambda: self._store.check(keys)))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is set."""
+        return bytes(self._line.ask(lambda: self._store.get(key)))
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._line.ask(lambda: self._store.set(key, value))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key that has the value `expected`, or none where that is empty; return what it has then."""
+        return bytes(self._line.ask(lambda: self._store.compare_set(key, expected, desired)))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key."""
+        return bool(self._line.ask(lambda: self._store.delete_key(key)))
+
+    def clone(self) -> Store:
+        """Torch's own store with a connection of its own, for another thread; its calls are not bounded."""
+        return clone(self._store)
+
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """End the thread, once it has asked what is asked already; and wait for that."""
+        self._line.end()
+        self._line.thread.join(wait_s)

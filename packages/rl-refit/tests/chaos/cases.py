@@ -123,7 +123,7 @@ def planning():
                 ("source 0", "source is asked for its manifest"),
                 ("sink 1", "sink prepares"),
                 ("sink 0", "before 'opened' is said"),
-                ("sink 1", "before 'plan' is said"),
+                ("sink 1", "'plan' is known"),
                 ("source 0", "'opened' is said"),
             ):
                 yield case(

@@ -194,13 +194,13 @@ def wrap_buckets(fault):
 
 def wrap_wire(fault):
     """Of the process's wires: a bucket's message is dropped, sent twice, or sent after the next."""
-    from rl_refit.transports.links import Kind, Link
+    from rl_refit.transports.memory import Link
     from rl_refit.transports.messages import Group
 
     token_is_sent, message_is_sent = Link.send, Group.start
 
     def chaotic_token(link, token, watch):
-        if token.kind == Kind.FULL:
+        if token.full:
             for now in mangle(fault, token):
                 token_is_sent(link, now, watch)
         else:

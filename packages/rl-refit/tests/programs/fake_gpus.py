@@ -30,12 +30,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rl_refit import gpu
-from rl_refit import refit as refit_module
 from rl_refit.module_tensors import ModuleReader
 from rl_refit.refit import Refit
-from rl_refit.transaction.bounded_store import BoundedStore
+from rl_refit.stores import BoundedStore
+from rl_refit.transaction.party import Party
 from rl_refit.transports import peers, stream
-from rl_refit.transports.links import Link
+from rl_refit.transports.memory import Link
 from rl_refit.transports.messages import Group
 
 READ_BY_HOST = {"tolist", "item", "cpu", "equal", "__bool__", "__int__", "__float__"}
@@ -142,7 +142,7 @@ class Fake:
             return self._mapped(file, path)[:nbytes]
 
     def record(self, device):
-        return _Over() if device.type != "cuda" or self._is_omitted() else _Event(self)
+        return (lambda: True) if device.type != "cuda" or self._is_omitted() else _Event(self).query
 
     def synchronize(self, device, limit_s):
         if device.type == "cuda" and not self._is_omitted():
@@ -181,11 +181,6 @@ class Fake:
 
     def _freed(self, base):
         self.note("free", self.names.pop(base))
-
-
-class _Over:
-    def query(self):
-        return True
 
 
 class _Event:
@@ -363,15 +358,14 @@ def install(process, folder):
     """Put the fake in the place of `rl_refit.gpu`, in this process, and record what a refit does from now on."""
     fake = Fake(process, folder)
     here = peers._this_process
-    peers._this_process = lambda *own: replace(here(*own), host=fake.host, host_name=fake.host)
+    peers._this_process = lambda *own: replace(here(*own), host=fake.host)
     Refit._run = _watched(fake, Refit._run)
     stream.SlotStream.transfer = _watched(fake, stream.SlotStream.transfer)
     for name in gpu.__all__:
-        if name != "Event":
-            setattr(gpu, name, getattr(fake, name))
-    refit_module.device_of = lambda sides: fake.device
+        setattr(gpu, name, getattr(fake, name))
+    Party.device = property(lambda party: fake.device)
     ModuleReader.device = property(lambda reader: fake.device)
-    Group._begin, Group.has_ended = _beginning(fake, Group._begin), _ending(fake, Group.has_ended)
+    Group.begin, Group.has_ended = _beginning(fake, Group.begin), _ending(fake, Group.has_ended)
     stream.write_header = _copying_from_host(fake, stream.write_header)
     Link.send, Link.take = _telling(fake, Link.send), _hearing(fake, Link.take)
     for name in ("set", "get", "compare_set"):
@@ -405,7 +399,7 @@ def _peer(link):
 
 def _telling(fake, send):
     def telling(link, token, watch):
-        fake.note("say", f"{os.getpid()} {_peer(link)} {[*map(int, token)]}")
+        fake.note("say", f"{os.getpid()} {_peer(link)} {token!r}")
         send(link, token, watch)
 
     return telling
@@ -415,7 +409,7 @@ def _hearing(fake, take):
     def hearing(link, token, watch):
         got = take(link, token, watch)
         if got is not None:
-            fake.note("hear", f"{_peer(link)} {os.getpid()} {[*map(int, got)]}")
+            fake.note("hear", f"{_peer(link)} {os.getpid()} {got!r}")
         return got
 
     return hearing
@@ -424,14 +418,14 @@ def _hearing(fake, take):
 def _beginning(fake, begin):
     sent = defaultdict(itertools.count)
 
-    def beginning(group, kind, slot, peer, *, numbers, tag):
+    def beginning(group, kind, slot, peer, *, bucket, tag):
         if not group.is_ordered:  # NCCL says so itself
             operation = "recv" if kind == "receive" else "send"
             ends = (peer[0], group._peers.own) if operation == "recv" else (group._peers.own, peer[0])
             number, message = next(fake.counts), f"gloo {ends} {tag} {next(sent[(*ends, tag)])}"
             access = (*fake.region(slot), "writes" if operation == "recv" else "reads")
             fake.note("begin", None, f"gloo {number}", number, [access], operation, message)
-        begun = begin(group, kind, slot, peer, numbers=numbers, tag=tag)
+        begun = begin(group, kind, slot, peer, bucket=bucket, tag=tag)
         if not group.is_ordered:
             fake.gloo[begun] = number
         return begun

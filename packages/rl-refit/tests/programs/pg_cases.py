@@ -23,13 +23,12 @@ from rl_refit.contracts import Coverage
 from rl_refit.errors import AbortedError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.plan import plan_refit
+from rl_refit.plan import Topology, plan_refit
 from rl_refit.refit import Refit
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.schedule import make_schedule
 from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource
-from rl_refit.topology import Topology
 from rl_refit.transaction.liveness import Heartbeat
 from rl_refit.transports import peers
 from rl_refit.transports.base import Channel, Inbox, Outbox, Watch
@@ -180,10 +179,10 @@ def _transfer(transport, schedule, ranks, manifests, *, refit, watch, hook=lambd
     if ranks[0] is not None:
         plain = PlainSource(manifests[0], ranks[0], hook)
         plain.refit = refit
-        outbox = Outbox(plain, schedule, watch, version=refit, refit=refit)
+        outbox = Outbox(plain, schedule, watch, refit=refit)
     if ranks[1] is not None:
         sink = PlainSink(manifests[1], ranks[1], hook)
-        inbox = Inbox(sink, schedule, ranks[1], watch, version=refit, refit=refit)
+        inbox = Inbox(sink, schedule, ranks[1], watch, refit=refit)
     with watch.phase("transfer"):
         transport.transfer(outbox, inbox, watch)
     if inbox is not None:

@@ -161,9 +161,9 @@ class Party:
         outbox = inbox = None
         if self.source is not None:
             self.source.refit = refit
-            outbox = Outbox(self.source, self.schedule, watch, refit, refit)
+            outbox = Outbox(self.source, self.schedule, watch, refit)
         if self.sink is not None:
-            inbox = Inbox(self.sink, self.schedule, self.sink_rank, watch, refit, refit)
+            inbox = Inbox(self.sink, self.schedule, self.sink_rank, watch, refit)
         with watch.phase("transfer"):
             fault = self.spec.get("fault", {})
             if fault.get("refit", 1) == refit and fault:
@@ -286,7 +286,7 @@ def tampering(tamper):
 
 
 def swap_with_next(link, token, send):
-    send(token._replace(bucket=token.bucket + 1))
+    send(token._replace(numbers=token.numbers._replace(bucket=token.numbers.bucket + 1)))
     send(token)
 
 

@@ -17,8 +17,7 @@ from rl_refit.explain.checkpoint import read_checkpoint
 from rl_refit.explain.layouts import AXES, RULES, read_side
 from rl_refit.explain.text import DEFAULT_SLOTS, figures_of, human_size, plan_lines
 from rl_refit.manifest import Manifest
-from rl_refit.plan import plan_refit
-from rl_refit.topology import Topology
+from rl_refit.plan import Topology, plan_refit
 
 __all__ = ["add_arguments", "run"]
 

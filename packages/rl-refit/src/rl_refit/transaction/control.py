@@ -14,15 +14,12 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Any, final
 
-from rl_refit.errors import AbortedError, DeadlineError, PeerError, RefitError
+from rl_refit.errors import AbortedError, DeadlineError, PeerError, RefitError, error_from_message, error_to_message
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.stores import PrefixStore, Store
-from rl_refit.transaction.bounded_store import BoundedStore, Line
+from rl_refit.stores import BoundedStore, PrefixStore, Store
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
-from rl_refit.transaction.messages import error_from_message
 from rl_refit.transports.base import Watch
 
 __all__ = ["COMMIT", "Control"]
@@ -91,23 +88,26 @@ class Control:
 
     def introduce(self) -> None:
         """Say who this is, once under one name."""
-        meeting, store = self.rendezvous, PrefixStore(self.rendezvous.name, self.rendezvous.connect())
-        self.store = self.store or BoundedStore(store, Line(meeting.liveness_s, self._lost))
+        meeting = self.rendezvous
+        self.store = self.store or meeting.bounded(meeting.name)
         mine = {**this_process(), "numbers": meeting.numbers, "hosts": meeting.hosts, "refit": self._nonce}
         process = json.dumps([mine], separators=(",", ":"))
-        with self._reaching():
-            for party in meeting.mine:
-                if not self.store.check([f"alive/{party}"]):  # whoever reads of this party listens for it at once
-                    self.store.set(f"alive/{party}", "0")
-                said = self.store.compare_set(f"party/{party}", "", f"={process}").decode().removeprefix("=")
-                if said != process:
-                    raise PeerError(
-                        f"process {json.loads(said)[0]['pid']} has been {party} under the name {meeting.name!r} "
-                        f"before; give every party its own rank, and after a restart, or for a new Refit, all parties "
-                        f"a rendezvous of another name",
-                        peer=party,
-                    )
-            self._heartbeat = Heartbeat(store, meeting.mine, liveness_s=meeting.liveness_s)
+        for party in meeting.mine:
+            if not self.store.check([f"alive/{party}"]):  # whoever reads of this party listens for it at once
+                self.store.set(f"alive/{party}", "0")
+            said = self.store.compare_set(f"party/{party}", "", f"={process}").decode().removeprefix("=")
+            if said != process:
+                raise PeerError(
+                    f"process {json.loads(said)[0]['pid']} has been {party} under the name {meeting.name!r} "
+                    f"before; give every party its own rank, and after a restart, or for a new Refit, all parties "
+                    f"a rendezvous of another name",
+                    peer=party,
+                )
+        try:
+            counted = PrefixStore(meeting.name, meeting.connect())
+            self._heartbeat = Heartbeat(counted, meeting.mine, liveness_s=meeting.liveness_s)
+        except RuntimeError as error:
+            raise meeting.lost(str(error).splitlines()[0]) from error
 
     def look_around(self) -> None:
         """Pass while no party has given up, left or died.
@@ -116,21 +116,20 @@ class Control:
             RefitError: What a party gave up for.
             PeerError: A party is dead, silent, or has closed its end; or the store is out of reach.
         """
-        with self._reaching():
-            if self._undecided:
-                latest = self._latest()
-                decision = self._get(self._key("decision"))
-                if decision and decision != [COMMIT]:
-                    raise error_from_message(decision[0])
-                if not decision and latest > self.refit:  # it was made, and deleted since
-                    leader = self.rendezvous.leader
-                    raise AbortedError(
-                        f"{leader} gave refit {self.refit} up while this party was busy or stopped, and is at "
-                        f"{latest} by now; its errors say why",
-                        peer=leader,
-                    )
-            if self._peers is not None:
-                self._peers.check()
+        if self._undecided:
+            latest = self._latest()
+            decision = self._get(self._key("decision"))
+            if decision and decision != [COMMIT]:
+                raise error_from_message(decision[0])
+            if not decision and latest > self.refit:  # it was made, and deleted since
+                leader = self.rendezvous.leader
+                raise AbortedError(
+                    f"{leader} gave refit {self.refit} up while this party was busy or stopped, and is at "
+                    f"{latest} by now; its errors say why",
+                    peer=leader,
+                )
+        if self._peers is not None:
+            self._peers.check()
 
     def begin(self, message: dict[str, Any] | None, watch: Watch) -> dict[str, Any]:
         """Open the next refit: the leader says what it is about, the others hear it."""
@@ -141,8 +140,7 @@ class Control:
         else:
             self.refit += 1
             self.post("begin", message)
-            with self._reaching():
-                self._set("begun", self.refit, forget=False)
+            self._set("begun", self.refit, forget=False)
         self.under_way = self._undecided = True
         self._forget(self.refit - _KEPT_REFITS)
         return message
@@ -159,19 +157,16 @@ class Control:
         self.refit = self._latest()
 
     def _latest(self) -> int:
-        with self._reaching():
-            latest: int = (self._get("begun") or [0])[0]
+        latest: int = (self._get("begun") or [0])[0]
         return latest
 
     def post(self, key: str, value: object) -> None:
         """Set a key of this refit."""
-        with self._reaching():
-            self._set(self._key(key), value)
+        self._set(self._key(key), value)
 
     def is_said(self, key: str) -> bool:
         """Whether a key of this refit is set."""
-        with self._reaching():
-            return bool(self._get(self._key(key)))
+        return bool(self._get(self._key(key)))
 
     def read(self, key: str, watch: Watch, *, peer: str) -> Any:
         """Wait for a key of this refit that `peer` posts."""
@@ -193,12 +188,11 @@ class Control:
         return self.read(f"{step}/all", watch, peer=self.rendezvous.leader)
 
     def decide(self, decision: object) -> Any:
-        """Propose a decision for this refit; return the one that holds, which may be another's."""
+        """Propose a decision for this refit, COMMIT or why not; return the one that holds, which may be another's."""
         assert self.store is not None
-        with self._reaching():
-            self._undecided = False
-            text = self.store.compare_set(self._key("decision"), "", json.dumps([decision]))
-            self._posted.setdefault(self.refit, []).append(self._key("decision"))
+        self._undecided = False
+        text = self.store.compare_set(self._key("decision"), "", json.dumps([decision]))
+        self._posted.setdefault(self.refit, []).append(self._key("decision"))
         decision = json.loads(text)[0]
         if decision != COMMIT:
             self.complete()
@@ -209,16 +203,24 @@ class Control:
         self._undecided = False
         return self._wait(self._key("decision"), watch, peer=self.rendezvous.leader)
 
-    def agree(self, step: str, watch: Watch) -> None:
-        """Commit to what all parties have done, once each has said so.
+    def agree(self, step: str, watch: Watch) -> Any:
+        """Decide to commit to what all parties have done, once each has said so; the decision that holds.
 
         Raises:
-            RefitError: A party gave up before.
+            RefitError: It cannot be learnt.
         """
         self.gather(step, dict.fromkeys(self.rendezvous.mine), watch)
-        decision = self.decide(COMMIT) if self.rendezvous.leads else self.decision(watch)
-        if decision != COMMIT:
-            raise error_from_message(decision)
+        if self.rendezvous.leads:
+            return self.decide(COMMIT)
+        try:
+            return self.decision(watch)
+        except RefitError as silence:
+            # Whoever proposes first decides for all: after this either nobody commits, or everybody does.
+            return self.decide(self.abort_message(silence, watch))
+
+    def abort_message(self, error: BaseException, watch: Watch) -> dict[str, Any]:
+        """The decision that this party proposes when it fails."""
+        return error_to_message(error, party=" and ".join(self.rendezvous.mine), where=watch.where())
 
     def complete(self) -> None:
         """Everybody has done what was decided: nobody will ask for the decision later."""
@@ -227,9 +229,8 @@ class Control:
     def over(self) -> None:
         """This party knows how the refit ended."""
         self.under_way = False
-        with self._reaching():
-            for party in self.rendezvous.mine:
-                self._set(f"over/{party}", self.refit, forget=False)
+        for party in self.rendezvous.mine:
+            self._set(f"over/{party}", self.refit, forget=False)
 
     def see_off(self, limit_s: float) -> None:
         """Where this process hosts the store: wait until the others know how the refit ended, or are dead."""
@@ -238,8 +239,7 @@ class Control:
         until = time.monotonic() + limit_s
         waiting = [party for party in self.rendezvous.parties if party not in self.rendezvous.mine]
         while waiting and time.monotonic() < until:
-            with self._reaching():
-                known = {party: (self._get(f"over/{party}") or [0])[0] for party in waiting}
+            known = {party: (self._get(f"over/{party}") or [0])[0] for party in waiting}
             waiting = [party for party in waiting if known[party] < self.refit and self._peers.has_process(party)]
             time.sleep(_LONGEST_NAP_S if waiting else 0)
 
@@ -271,8 +271,7 @@ class Control:
         watch.at(bucket=watch.bucket, tensor=watch.tensor, peer=peer)
         nap_s = 5e-5
         while True:
-            with self._reaching():
-                value = self._get(key)
+            value = self._get(key)
             if not value:
                 value = self._unless_said(key, watch)
             if value:
@@ -299,8 +298,7 @@ class Control:
             late.add_note(self._whereabouts(late.peer))
             raise
         except PeerError:
-            with self._reaching():
-                value = self._get(key)
+            value = self._get(key)
             if not value:
                 raise
             return value
@@ -334,25 +332,8 @@ class Control:
     def _forget(self, refit: int) -> None:
         """Delete what this process posted for an old refit, so that the store does not grow."""
         assert self.store is not None
-        with self._reaching():
-            for old in [number for number in self._posted if 0 < number <= refit]:
-                for key in self._posted.pop(old):
-                    if key != f"{old}/decision" or old in self._completed:
-                        self.store.delete_key(key)
-                self._completed.discard(old)
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except RefitError:
-            raise
-        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are of this kind
-            raise self._lost(str(error).splitlines()[0]) from error
-
-    def _lost(self, reason: str) -> PeerError:
-        return PeerError(
-            f"the store of the rendezvous at {self.rendezvous.address}, which {self.rendezvous.host} hosts, is out of "
-            f"reach: {reason}",
-            peer=self.rendezvous.host,
-        )
+        for old in [number for number in self._posted if 0 < number <= refit]:
+            for key in self._posted.pop(old):
+                if key != f"{old}/decision" or old in self._completed:
+                    self.store.delete_key(key)
+            self._completed.discard(old)

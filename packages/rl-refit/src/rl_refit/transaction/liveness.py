@@ -19,8 +19,7 @@ from time import monotonic
 from typing import Any, final
 
 from rl_refit.errors import PeerError
-from rl_refit.stores import Store
-from rl_refit.transaction.bounded_store import BoundedStore
+from rl_refit.stores import BoundedStore, Store
 
 __all__ = ["LEFT", "Heartbeat", "Peers", "is_there", "this_process"]
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from rl_refit.contracts import WeightSource
-from rl_refit.digest import Digest, combine_digests, digest_tensors
+from rl_refit.digest import Digest, digest_views
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.plan import RefitPlan, plan_refit
-from rl_refit.topology import Topology
+from rl_refit.plan import RefitPlan, Topology, plan_refit
 from rl_refit.transports.base import PATIENCE_S, Watch
 
 __all__ = ["SharedSource", "digest_source"]
@@ -100,17 +99,12 @@ def _digest(source: WeightSource, regions: tuple[Region, ...], watch: Watch) -> 
     by_name: dict[str, list[Region]] = {}
     for region in regions:
         by_name.setdefault(region.name, []).append(region)
-    asked: list[Region] = []
 
-    def views() -> Iterator[Tensor]:
+    def views() -> Iterator[tuple[Region, Tensor]]:
         for box, tensor in source.shards(by_name):
             watch.check()
             for region in by_name[box.name]:
                 if box.intersect(region) == region:
-                    asked.append(region)
-                    yield tensor if box == region else tensor[region.index_within(box)]
+                    yield region, tensor if box == region else tensor[region.index_within(box)]
 
-    digests: dict[Region, str | None] = {}
-    for number, value in enumerate(digest_tensors(views())):
-        digests[asked[number]] = value
-    return combine_digests(regions, digests)
+    return digest_views(regions, views())

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
-from typing import Protocol, final, runtime_checkable
+from time import monotonic, sleep
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,10 +27,25 @@ from rl_refit.layout import Region
 from rl_refit.schedule import Schedule, Stream
 from rl_refit.stores import Store
 
-__all__ = ["PATIENCE_S", "Channel", "InProcess", "Inbox", "Outbox", "Transport", "Watch", "slot_view"]
+__all__ = ["PATIENCE_S", "Channel", "InProcess", "Inbox", "Numbers", "Outbox", "Transport", "Watch", "slot_view"]
 
 PATIENCE_S = 0.05
 """Longest wait, in seconds, between two looks at the watch."""
+
+_REASON_GRACE_S = 0.25
+"""How long the reason for a closed connection may take to be reported by the party that closed it."""
+
+
+class Numbers(NamedTuple):
+    """Which bucket of which refit something on the wire is, as both ends count, and its bytes."""
+
+    refit: int
+    stream: int
+    bucket: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"refit {self.refit}, stream {self.stream}, bucket {self.bucket}, bytes {self.nbytes}"
 
 
 @final
@@ -88,6 +103,15 @@ class Watch:
                 peer=self.peer,
                 seconds=now - self._began,
             )
+
+    def await_reason(self, peer: str) -> None:
+        """The connection to `peer` is broken: for a moment, look whether somebody says why, and raise that."""
+        self.peer = peer
+        until = monotonic() + _REASON_GRACE_S
+        while monotonic() < until:
+            self.check()
+            sleep(PATIENCE_S)
+        self.check()
 
     def where(self) -> str:
         """Phase, bucket, tensor and peer, as far as there is one."""
@@ -175,9 +199,6 @@ class Outbox:
     source: WeightSource
     schedule: Schedule
     watch: Watch
-    version: int
-    """The version of the weights that are sent."""
-
     refit: int
     """Number of this refit, counted from 1 by every party alike; failed ones count."""
 
@@ -241,9 +262,6 @@ class Inbox:
     schedule: Schedule
     sink_rank: int
     watch: Watch
-    version: int
-    """The version of the weights that arrive."""
-
     refit: int
     """Number of this refit, counted from 1 by every party alike; failed ones count."""
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, TypeVar, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -28,34 +28,20 @@ from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 from rl_refit import gpu
 from rl_refit.buckets import ALIGNMENT
 from rl_refit.errors import PeerError, RefitError
-from rl_refit.transports.base import PATIENCE_S, Channel, Watch
-from rl_refit.transports.links import REASON_GRACE_S
+from rl_refit.threads import in_thread
+from rl_refit.transports.base import PATIENCE_S, Channel, Numbers, Watch
 from rl_refit.transports.peers import Peer, Peers
 
-__all__ = ["HEADER_BYTES", "Address", "Group", "Message", "Numbers", "check_header", "connect", "write_header"]
+__all__ = ["HEADER_BYTES", "Group", "Message", "MessageKind", "check_header", "connect", "write_header"]
 
 HEADER_BYTES = ALIGNMENT
 """Bytes before the first piece of every slot; they keep the pieces aligned."""
 
-Numbers = tuple[int, int, int, int]
-"""Of a bucket: refit, stream, bucket, bytes."""
+MessageKind = Literal["send", "relay", "receive"]
+"""What is relayed is not waited for behind what a process sends of its own."""
 
 _MAGIC = 0x524C_5245_4649_5431
-_FIELDS = ("refit", "stream", "bucket", "bytes")
 _TAGS = 2**30
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """Where gloo listens; both None means loopback, which ends at this machine."""
-
-    host: str | None = None
-    interface: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.host is not None and self.interface is not None:
-            raise ValueError(f"give a host or an interface, not both; got {self.host!r} and {self.interface!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,8 +53,7 @@ class Message:
     work: Work | None
     """None where it could not even begin."""
 
-    ended: threading.Event = field(default_factory=threading.Event)
-    errors: list[BaseException] = field(default_factory=list)
+    done: Future[None] = field(default_factory=Future)
 
 
 @final
@@ -94,14 +79,6 @@ class Group:
         self._queues: dict[str, SimpleQueue[Message | None]] = {}
         self._under_way: set[Message] = set()
 
-    def send(self, slot: Tensor, to: Peer, numbers: Numbers, *, tag: int, relayed: bool) -> Message:
-        """Begin to send the bytes of `slot`; those that are `relayed` are not waited for behind others."""
-        return self._begin("relay" if relayed else "send", slot, to, numbers=numbers, tag=tag)
-
-    def receive(self, slot: Tensor, origin: Peer, numbers: Numbers, *, tag: int) -> Message:
-        """Begin to receive into `slot`; gloo takes shorter messages, and ends the process at a longer one."""
-        return self._begin("receive", slot, origin, numbers=numbers, tag=tag)
-
     def start(self, operation: str, slot: Tensor, rank: int, *, tag: int) -> Work | None:
         """Call the backend. NCCL, outside of a group of calls, would make a communicator of its own for each pair."""
         call = getattr(self.backend, operation)
@@ -113,26 +90,53 @@ class Group:
         ended: Work | None = self.backend._end_coalescing()  # noqa: SLF001
         return ended
 
+    def begin(self, kind: MessageKind, slot: Tensor, peer: Peer, *, bucket: int, tag: int) -> Message:
+        """Begin to send `slot`, or receive into it: gloo takes shorter messages, and a longer one ends the process."""
+        try:
+            work = self.start("recv" if kind == "receive" else "send", slot, self._ranks[peer[0]], tag=tag)
+            message = Message(bucket=bucket, peer=peer[1], work=work)
+        except RuntimeError as error:  # gloo knows already that the connection is broken
+            message = Message(bucket=bucket, peer=peer[1], work=None)
+            message.done.set_exception(error)
+            return message
+        self._under_way.add(message)
+        if not self.is_ordered:
+            if kind not in self._queues:
+                self._queues[kind] = SimpleQueue()
+                arguments = (self._queues[kind], self._news)
+                threading.Thread(target=_wait_for, args=arguments, daemon=True, name=f"rl-refit {kind}").start()
+            self._queues[kind].put(message)
+        return message
+
     def has_ended(self, message: Message, watch: Watch) -> bool:
         """Whether `message` has ended.
 
         Raises:
             PeerError: The connection is lost, and within a moment nobody reports why.
         """
-        if self.is_ordered and message.work is not None and not message.ended.is_set() and message.work.is_completed():
+        if self.is_ordered and message.work is not None and not message.done.done() and message.work.is_completed():
             _finish(message)
-        if not message.ended.is_set():
+        if not message.done.done():
             return False
-        if message.errors:
-            raise self._lost(message, watch)
+        if (error := message.done.exception()) is not None:
+            watch.at(bucket=message.bucket)
+            watch.await_reason(message.peer)
+            reason = str(error).split(". This is typically")[0].split("] ", 1)[-1]
+            raise PeerError(
+                f"lost the connection to {message.peer} at bucket {message.bucket} ({reason}): "
+                f"it is dead, or gave up without a reason",
+                phase=watch.phase_name,
+                bucket=message.bucket,
+                peer=message.peer,
+            )
         self._under_way.discard(message)
         return True
 
     def close(self) -> None:
         """End every message that is under way, and the group; waits for nobody."""
-        stuck = any(not message.ended.is_set() for message in self._under_way)
+        stuck = any(not message.done.done() for message in self._under_way)
         if self.is_ordered:
-            failed = stuck or any(message.errors for message in self._under_way)
+            failed = stuck or any(message.done.exception() for message in self._under_way)
             (self.backend.abort if failed else self.backend.shutdown)()
         elif stuck:
             for rank in self._ranks.values():
@@ -144,39 +148,6 @@ class Group:
             queue.put(None)
         self._queues.clear()
         self._under_way.clear()
-
-    def _begin(self, kind: str, slot: Tensor, peer: Peer, *, numbers: Numbers, tag: int) -> Message:
-        try:
-            work = self.start("recv" if kind == "receive" else "send", slot, self._ranks[peer[0]], tag=tag)
-            message = Message(bucket=numbers[2], peer=peer[1], work=work)
-        except RuntimeError as error:  # gloo knows already that the connection is broken
-            message = Message(bucket=numbers[2], peer=peer[1], work=None, errors=[error])
-            message.ended.set()
-            return message
-        self._under_way.add(message)
-        if not self.is_ordered:
-            if kind not in self._queues:
-                self._queues[kind] = SimpleQueue()
-                arguments = (self._queues[kind], self._news)
-                threading.Thread(target=_wait_for, args=arguments, daemon=True, name=f"rl-refit {kind}").start()
-            self._queues[kind].put(message)
-        return message
-
-    def _lost(self, message: Message, watch: Watch) -> RefitError:
-        watch.at(bucket=message.bucket, peer=message.peer)
-        until = time.monotonic() + REASON_GRACE_S
-        while time.monotonic() < until:
-            watch.check()
-            time.sleep(PATIENCE_S)
-        watch.check()
-        reason = str(message.errors[0]).split(". This is typically")[0].split("] ", 1)[-1]
-        return PeerError(
-            f"lost the connection to {message.peer} at bucket {message.bucket} ({reason}): "
-            f"it is dead, or gave up without a reason",
-            phase=watch.phase_name,
-            bucket=message.bucket,
-            peer=message.peer,
-        )
 
 
 def _wait_for(queue: SimpleQueue[Message | None], news: socket.socket) -> None:
@@ -193,8 +164,9 @@ def _finish(message: Message) -> None:
     try:
         message.work.wait()  # of NCCL it is over: this lets go of the tensor, and raises what went wrong
     except RuntimeError as error:
-        message.errors.append(error)
-    message.ended.set()
+        message.done.set_exception(error)
+    else:
+        message.done.set_result(None)
 
 
 def connect(
@@ -203,7 +175,8 @@ def connect(
     channel: Channel,
     *,
     watch: Watch,
-    address: Address,
+    host: str | None,
+    interface: str | None,
     news: socket.socket,
 ) -> Group | None:
     """Make the group of all processes in `pairs`, and connect each pair; None for a process that is in none.
@@ -213,7 +186,8 @@ def connect(
         peers: Who is who.
         channel: The store and the device.
         watch: Looked at while connections are made.
-        address: Where gloo listens.
+        host: Where gloo listens; loopback, which ends at this machine, where `interface` is None too.
+        interface: The same as a network interface.
         news: See `Group`.
 
     Raises:
@@ -233,8 +207,10 @@ def connect(
     def make() -> Group:
         place = (store, ranks[peers.own], len(ranks))
         gpu.use(device)
-        on_gpus = device.type == "cuda"
-        backend = gpu.communicator(place, 2 * timeout, device) if on_gpus else _gloo(place, timeout, address)
+        if device.type == "cuda":
+            backend = gpu.communicator(place, 2 * timeout, device)
+        else:
+            backend = _gloo(place, timeout, host=host, interface=interface)
         group = Group(backend, ranks, peers, device=device, news=news)
         scratch = gpu.empty(ALIGNMENT, device)
         for sender, receiver in pairs:  # in one order, so that nobody waits in a circle
@@ -246,73 +222,50 @@ def connect(
         gpu.synchronize(device, watch.deadline_s)
         return group
 
-    return _in_background(make, watch)
+    connecting = in_thread(make, name="connect")  # it waits as it likes, and is left to itself if the watch raises
+    while not wait([connecting], PATIENCE_S).done:
+        watch.check()
+    try:
+        return connecting.result()
+    except Exception as error:
+        watch.check()
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise PeerError(f"cannot connect the parties of the refit: {reason}", phase=watch.phase_name) from error
 
 
-def _gloo(place: tuple[PrefixStore, int, int], timeout: timedelta, address: Address) -> Any:
+def _gloo(place: tuple[PrefixStore, int, int], timeout: timedelta, *, host: str | None, interface: str | None) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo  # its stubs lack the options
     options = gloo._Options()  # noqa: SLF001  (as all below: what init_process_group itself uses)
     options._timeout = timeout  # noqa: SLF001
-    if address.interface is not None:
-        options._devices = [gloo.create_device(interface=address.interface)]  # noqa: SLF001
-    else:
-        options._devices = [gloo.create_device(hostname=address.host or "127.0.0.1")]  # noqa: SLF001
+    where = {"hostname": host or "127.0.0.1"} if interface is None else {"interface": interface}
+    options._devices = [gloo.create_device(**where)]  # noqa: SLF001
     return gloo(*place, options)
-
-
-def _in_background(make: Callable[[], _T], watch: Watch) -> _T:
-    """What `make` returns, which waits as it likes, in a thread that is left to itself if the watch raises."""
-    made: list[_T] = []
-    errors: list[BaseException] = []
-    ended = threading.Event()
-
-    def work() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:  # noqa: BLE001  (raised below, in the thread that waits)
-            errors.append(error)
-        finally:
-            ended.set()
-
-    threading.Thread(target=work, daemon=True, name="rl-refit connect").start()
-    while not ended.wait(PATIENCE_S):
-        watch.check()
-    if errors:
-        watch.check()
-        reason = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
-        raise PeerError(f"cannot connect the parties of the refit: {reason}", phase=watch.phase_name) from errors[0]
-    return made[0]
 
 
 # -- The header of a slot --------------------------------------------------------------------------------------------
 
 
 def write_header(slot: Tensor, numbers: Numbers) -> None:
-    """Write refit, stream, bucket and bytes into the head of `slot`."""
+    """Write into the head of `slot` which bucket it is."""
     header = torch.tensor([_MAGIC, *numbers], dtype=torch.int64)
     slot[: header.nbytes].view(torch.int64).copy_(header)
 
 
-def check_header(slot: Tensor, numbers: Numbers, peer: str) -> None:
-    """Compare the header of a received slot with the refit, stream, bucket and bytes that are due.
+def check_header(slot: Tensor, due: Numbers, peer: str) -> None:
+    """Compare the header of a received slot with the bucket that is due.
 
     Raises:
         RefitError: It is another bucket's, so that one was dropped, duplicated or overtaken.
     """
-    magic, *found = slot[: 8 * (1 + len(_FIELDS))].view(torch.int64).tolist()
-    if magic == _MAGIC and tuple(found) == numbers:
+    magic, *numbers = slot[: 8 * (1 + len(due))].view(torch.int64).tolist()
+    if magic == _MAGIC and tuple(numbers) == due:
         return
-    got = _describe(found) if magic == _MAGIC else "no header at all"
+    got = Numbers(*numbers) if magic == _MAGIC else "no header at all"
     raise RefitError(
-        f"expected {_describe(numbers)} from {peer}, got {got}: "
-        f"a bucket was dropped, duplicated or reordered on the way",
+        f"expected {due} from {peer}, got {got}: a bucket was dropped, duplicated or reordered on the way",
         phase="transfer",
-        bucket=numbers[2],
+        bucket=due.bucket,
         peer=peer,
     )
-
-
-def _describe(numbers: Iterable[int]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in zip(_FIELDS, numbers, strict=True))

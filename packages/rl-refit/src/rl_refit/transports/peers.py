@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from rl_refit import gpu
-from rl_refit.errors import PeerError, RefitError
+from rl_refit.errors import RefitError
 from rl_refit.schedule import Stream
+from rl_refit.stores import Store
 from rl_refit.transports.base import Channel, Watch
 
 __all__ = ["Hop", "Medium", "Peer", "Peers", "Process", "hops_of", "join", "read_key"]
@@ -45,7 +45,6 @@ class Process:
     host: str
     """The boot of its kernel, which the containers of one machine share."""
 
-    host_name: str
     device: str
     """Where its tensors are: "cpu" or "cuda"."""
 
@@ -82,18 +81,15 @@ class Peers:
 
     def medium(self, owner: int, reader: int) -> Medium:
         """How `reader` gets what is in a slot of `owner`."""
-        return _medium(self.processes[owner], self.processes[reader], maps=self.maps, on_gpus=self.on_gpus)
+        ours, theirs = self.processes[owner], self.processes[reader]
+        together = self.maps and ours.host == theirs.host and sys.platform == "linux"
+        if self.on_gpus:
+            return "CUDA IPC" if together and ours.gpu in theirs.visible else "NCCL"
+        return "shared memory" if together else "gloo"
 
     def is_mapped(self, owner: int, reader: int) -> bool:
         """Whether `reader` reads the slots of `owner` in place."""
         return self.medium(owner, reader) in ("shared memory", "CUDA IPC")
-
-
-def _medium(owner: Process, reader: Process, *, maps: bool, on_gpus: bool) -> Medium:
-    together = maps and owner.host == reader.host and sys.platform == "linux"
-    if on_gpus:
-        return "CUDA IPC" if together and owner.gpu in reader.visible else "NCCL"
-    return "shared memory" if together else "gloo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +98,19 @@ class Hop:
 
     stream: Stream
 
-    origin: Peer | None
+    origin: Peer | None = None
     """In whose slot the buckets are; None at the source itself."""
 
-    is_mapped: bool
+    is_mapped: bool = False
     """Whether they are read there, and not received into a slot of this process."""
 
-    readers: tuple[Peer, ...]
+    readers: tuple[Peer, ...] = ()
     """Who reads the slots of this process in place."""
 
-    receivers: tuple[Peer, ...]
+    receivers: tuple[Peer, ...] = ()
     """To whom the slots of this process are sent."""
 
-    delivers_here: bool
+    delivers_here: bool = True
     """Whether a sink rank of this process needs the stream."""
 
 
@@ -130,36 +126,17 @@ def hops_of(stream: Stream, peers: Peers) -> dict[int, Hop]:
     away = [sink for sink in sinks if sink[0] != source]
     mapped = tuple(sink for sink in away if peers.is_mapped(source, sink[0]))
     rest = [sink for sink in away if sink not in mapped]
-    hops = {
-        source: Hop(
-            stream=stream,
-            origin=None,
-            is_mapped=False,
-            readers=mapped,
-            receivers=tuple(rest[:1]),
-            delivers_here=len(away) < len(sinks),
-        )
-    }
+    hops = {source: Hop(stream=stream, readers=mapped, receivers=tuple(rest[:1]), delivers_here=len(away) < len(sinks))}
     for number, _ in mapped:
-        hops[number] = _leaf(stream, (source, party), is_mapped=True)
+        hops[number] = Hop(stream=stream, origin=(source, party), is_mapped=True)
     if rest:
         first, others = rest[0], rest[1:]
         near = tuple(sink for sink in others if peers.is_mapped(first[0], sink[0]))
-        hops[first[0]] = Hop(
-            stream=stream,
-            origin=(source, party),
-            is_mapped=False,
-            readers=near,
-            receivers=tuple(sink for sink in others if sink not in near),
-            delivers_here=True,
-        )
+        far = tuple(sink for sink in others if sink not in near)
+        hops[first[0]] = Hop(stream=stream, origin=(source, party), readers=near, receivers=far)
         for sink in others:
-            hops[sink[0]] = _leaf(stream, first, is_mapped=sink in near)
+            hops[sink[0]] = Hop(stream=stream, origin=first, is_mapped=sink in near)
     return hops
-
-
-def _leaf(stream: Stream, origin: Peer, *, is_mapped: bool) -> Hop:
-    return Hop(stream=stream, origin=origin, is_mapped=is_mapped, readers=(), receivers=(), delivers_here=True)
 
 
 def join(channel: Channel, watch: Watch, *, maps: bool) -> Peers | None:
@@ -233,22 +210,16 @@ def _this_process(parties: tuple[str, ...], device: torch.device) -> Process:
         own = visible[gpu.index_of(device)]
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return Process(
-        parties=parties, host=host, host_name=socket.gethostname(), device=device.type, gpu=own, visible=visible
-    )
+    return Process(parties=parties, host=host, device=device.type, gpu=own, visible=visible)
 
 
 def read_key(store: Store, key: str, *, peer: str, watch: Watch) -> Any:
     """The JSON under `key`, which `peer` sets, once it is there."""
     watch.at(peer=peer)
     pause_s = 1e-4
-    try:
-        while not store.check([key]):
-            watch.check()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_INTERVAL_S)
-        value = json.loads(store.get(key))
-    except DistError as error:
-        raise PeerError(f"the store of the rendezvous is gone: {str(error).splitlines()[0]}", peer=peer) from error
+    while not store.check([key]):
+        watch.check()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_POLL_INTERVAL_S)
     watch.at()
-    return value
+    return json.loads(store.get(key))

@@ -5,7 +5,7 @@ gets it from there: those of the same host map the ring and read the slot in pla
 slot of a ring of theirs, which the rest of that host maps in turn. Media are chosen for each pair of processes, in
 `rl_refit.transports.peers`, so that one refit uses CUDA IPC within a node and NCCL between nodes.
 
-    mapped    a token says that a slot is full, and one back that it is read     links.py, memory.py
+    mapped    a token says that a slot is full, and one back that it is read     memory.py
     sent      a header says what is in it, and the send ends when it has left    messages.py
 
 A slot is filled again when all that it was for are through with it. Nobody waits in a circle: of all streams that are
@@ -20,34 +20,25 @@ import itertools
 import select
 import socket
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from time import monotonic, sleep
-from typing import Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from rl_refit import gpu
-from rl_refit.buckets import ALIGNMENT, Bucket, Piece, size_of
+from rl_refit.buckets import ALIGNMENT, Piece, size_of
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.module_tensors import ModuleReader, Rename
-from rl_refit.transports.base import PATIENCE_S, Channel, Inbox, Outbox, Watch, slot_view
-from rl_refit.transports.links import Handle, Key, Kind, Link, Token, meet
-from rl_refit.transports.memory import SHARED_MEMORY, Ring, close_descriptors
-from rl_refit.transports.messages import (
-    HEADER_BYTES,
-    Address,
-    Group,
-    Message,
-    Numbers,
-    check_header,
-    connect,
-    write_header,
-)
-from rl_refit.transports.peers import Hop, Peers, hops_of, join
+from rl_refit.transports.base import PATIENCE_S, Channel, Inbox, Numbers, Outbox, Watch, slot_view
+from rl_refit.transports.memory import SHARED_MEMORY, Handle, Key, Link, Ring, Token, close_descriptors, meet
+from rl_refit.transports.messages import HEADER_BYTES, Group, MessageKind, check_header, connect, write_header
+from rl_refit.transports.peers import Hop, Peer, Peers, hops_of, join
 
 __all__ = ["SlotStream", "Traffic"]
 
@@ -62,14 +53,8 @@ class Traffic:
     received: int = 0
     """From other processes: read in their slots, or sent by them."""
 
-    mapped: int = 0
-    """What of that was read in place."""
-
-    sent: int = 0
-    """To other processes, as a source; what several read in one slot counts once."""
-
     relayed: int = 0
-    """To other processes, as a sink that hands on what it received; likewise."""
+    """To other processes, as a sink that hands on what it received; what several read in one slot counts once."""
 
     copied: int = 0
     """From this process's own source to its own sink, without a slot."""
@@ -113,9 +98,9 @@ class SlotStream:
         """Whether slots are used again."""
         self.name = "ring of slots" if self.bounded else "arena"
         self._hold, self._rename = hold, rename
-        self._maps, self._directory = share_memory, directory
-        self._address = Address(host=host, interface=interface)
-        self.options = {
+        if host is not None and interface is not None:
+            raise ValueError(f"give a host or an interface, not both; got {host!r} and {interface!r}")
+        self.options: dict[str, Any] = {
             "arena": not self.bounded,
             "share_memory": share_memory,
             "host": host,
@@ -137,7 +122,8 @@ class SlotStream:
     @property
     def extra_bytes(self) -> int:
         """Bytes of this process's slots that are not its module's own parameters; what others own is theirs."""
-        return 0 if self._open is None else self._open.nbytes - self._adopted_bytes
+        opened = self._open
+        return 0 if opened is None else opened.own.nbytes + opened.relay.nbytes - self._adopted_bytes
 
     def open(self, channel: Channel, watch: Watch) -> None:
         """Agree on the media, allocate the slots, connect, and move `hold` into the arena.
@@ -147,11 +133,11 @@ class SlotStream:
                 cannot be moved.
         """
         self.close()
-        peers = join(channel, watch, maps=self._maps)
+        peers = join(channel, watch, maps=self.options["share_memory"])
         self._open = _Opened(channel, peers, bounded=self.bounded)
         try:
             if peers is not None:
-                self._open.connect(peers, watch, directory=self._directory, address=self._address)
+                self._open.connect(peers, watch, self.options)
         except BaseException:
             self.close()
             raise
@@ -176,13 +162,13 @@ class SlotStream:
                 phase="transfer",
             )
         self.traffic = Traffic()
-        transfer = _Transfer(opened, outbox, inbox, watch, self.traffic, stays=not self.bounded)
+        transfer = _Transfer(opened, outbox, inbox, watch, self.traffic)
         try:
             transfer.run()
         except BaseException as error:
             # Others, once they hear of it, fill slots again, and memory may go: so what is being copied ends before.
-            copies, until = gpu.record(opened.channel.device), monotonic() + _GRACE_S
-            while not (copied := copies.query()) and monotonic() < until:
+            is_copied, until = gpu.record(opened.channel.device), monotonic() + _GRACE_S
+            while not (copied := is_copied()) and monotonic() < until:
                 sleep(_MIN_POLL_INTERVAL_S)
             if opened.group is not None or not copied:
                 opened.broken = f"{type(error).__name__}: {error}"
@@ -250,24 +236,16 @@ class _Opened:
         """Rings of other processes, mapped."""
         self.links: dict[Key, Link] = {}
         self.group: Group | None = None
+        self.is_ordered = False
+        """Whether messages are told apart by their order alone; see `Group`."""
         self.media: list[str] = []
         self.news, self.tell = socket.socketpair()
         self.news.setblocking(False)
         self.tell.setblocking(False)
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether messages are told apart by their order alone; see `Group`."""
-        return self.group is not None and self.group.is_ordered
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this process's slots."""
-        return self.own.nbytes + self.relay.nbytes
-
-    def connect(self, peers: Peers, watch: Watch, *, directory: str, address: Address) -> None:
-        """Allocate the slots, and connect with whoever shares a stream."""
-        own = peers.own
+    def connect(self, peers: Peers, watch: Watch, options: Mapping[str, Any]) -> None:
+        """Allocate the slots, and connect with whoever shares a stream; as the `options` of `SlotStream` say."""
+        own, directory = peers.own, options["directory"]
         # An arena has a slot for each bucket, this process's own sink alone included; a ring none for nobody else.
         filled = [hop for hop in self.sent if hop.readers or hop.receivers or not self.bounded]
         messages = [hop for hop in self.received if not hop.is_mapped]
@@ -293,8 +271,9 @@ class _Opened:
                     close_descriptors(given)
             wanted = dict.fromkeys(self.key_of(hop) for hop in self.received if hop.is_mapped)
             if handles or wanted:
+                assert self.channel.store is not None  # or `join` would have refused other processes
                 self.links, received = meet(
-                    handles, [*wanted], peers=peers, channel=self.channel, watch=watch, directory=directory
+                    handles, [*wanted], peers=peers, store=self.channel.store, watch=watch, directory=directory
                 )
                 try:
                     self.rings = {key: Ring.attach(handle) for key, handle in received.items()}
@@ -304,7 +283,9 @@ class _Opened:
             close_descriptors(handles.values())
         pairs = [(process, to[0]) for of in self.hops for process, hop in of.items() for to in hop.receivers]
         if pairs:
-            self.group = connect(pairs, peers, self.channel, watch=watch, address=address, news=self.tell)
+            listen_at = {"host": options["host"], "interface": options["interface"]}
+            self.group = connect(pairs, peers, self.channel, watch=watch, **listen_at, news=self.tell)
+            self.is_ordered = self.group is not None and self.group.is_ordered
         others = {peer[0] for hop in (*self.sent, *self.received) for peer in (*hop.readers, *hop.receivers)}
         media = [peers.medium(own, other) for other in sorted(others)]
         media += [peers.medium(hop.origin[0], own) for hop in self.received if hop.origin is not None]
@@ -317,7 +298,8 @@ class _Opened:
 
     def _sizes(self, hops: Iterable[Hop], *, all_of_them: bool = False) -> list[int]:
         """Of the slots of a ring: no larger, and no more of them, than the buckets need."""
-        nbytes = [HEADER_BYTES + _aligned(size_of(bucket)) for hop in hops for bucket in hop.stream.buckets]
+        buckets = [bucket for hop in hops for bucket in hop.stream.buckets]
+        nbytes = [HEADER_BYTES + -(-size_of(bucket) // ALIGNMENT) * ALIGNMENT for bucket in buckets]
         return nbytes if all_of_them else [max(nbytes, default=0)] * min(self.channel.slots, len(nbytes))
 
     def places(self) -> dict[Region, Tensor]:
@@ -344,111 +326,30 @@ class _Opened:
 # -- One transfer ------------------------------------------------------------------------------------------------------
 
 
-class _Wait(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
     """Something that must happen before a task goes on."""
 
-    @property
-    def bucket(self) -> int:
-        """At which bucket."""
+    bucket: int
+    peer: str | None
+    """For whom; None for the other task of this process."""
 
-    @property
-    def peer(self) -> str:
-        """For whom."""
+    look: Callable[[], Any]
+    """Something true once it has happened; raises what went wrong."""
 
-    def is_over(self) -> bool:
-        """Whether it has happened; raises what went wrong."""
+    link: Link | None = None
+    """Becomes readable when it may have happened."""
 
-    def fileno(self) -> int | None:
-        """What becomes readable when it may have happened; None where nothing does."""
+    is_told: bool = True
+    """Whether a link or `news` becomes readable then. Otherwise, as of a GPU, it is to be looked at again and again."""
 
 
 _Task = Generator[_Wait, None, None]
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenComes:
-    link: Link
-    token: Token
-    watch: Watch
-    came: list[Token] = field(default_factory=list)
-
-    @property
-    def bucket(self) -> int:
-        return self.token.bucket
-
-    @property
-    def peer(self) -> str:
-        return self.link.peer
-
-    def is_over(self) -> bool:
-        if not self.came and (token := self.link.take(self.token, self.watch)) is not None:
-            self.came.append(token)
-        return bool(self.came)
-
-    def fileno(self) -> int | None:
-        return self.link.fileno()
-
-
-@dataclass(frozen=True, slots=True)
-class _MessageEnds:
-    group: Group
-    message: Message
-    watch: Watch
-
-    @property
-    def bucket(self) -> int:
-        return self.message.bucket
-
-    @property
-    def peer(self) -> str:
-        return self.message.peer
-
-    def is_over(self) -> bool:
-        return self.group.has_ended(self.message, self.watch)
-
-    def fileno(self) -> int | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _CopiesEnd:
-    """What this process's GPU was given to copy, to or from a slot, is done."""
-
-    event: gpu.Event
-    bucket: int
-    peer: str
-
-    def is_over(self) -> bool:
-        return self.event.query()
-
-    def fileno(self) -> int | None:
-        return None
-
 
 _Position = tuple[float, int]
 """Number of the stream and of the bucket: where a task is in the schedule."""
 
 _END: _Position = (float("inf"), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _OtherIsAhead:
-    """The other task of this process has begun all messages that come before `position` in the schedule."""
-
-    positions: Mapping[str, _Position]
-    other: str
-    position: _Position
-    peer: str
-
-    @property
-    def bucket(self) -> int:
-        return self.position[1]
-
-    def is_over(self) -> bool:
-        return self.positions[self.other] >= self.position
-
-    def fileno(self) -> int | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -460,9 +361,6 @@ class _Transfer:
     inbox: Inbox | None
     watch: Watch
     traffic: Traffic
-    stays: bool
-    """Whether no slot is filled twice, so that a sink may keep what lies in it."""
-
     positions: dict[str, _Position] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -486,22 +384,20 @@ class _Transfer:
                     waits.append(wait)
             if not waits:
                 continue
-            first = next((wait for wait in waits if not isinstance(wait, _OtherIsAhead)), waits[0])
+            first = next((wait for wait in waits if wait.peer is not None), waits[0])
             self.watch.at(bucket=first.bucket, peer=first.peer)
             self.watch.check()
-            if len(waits) < len(tasks) or any(isinstance(wait, _OtherIsAhead) for wait in waits):
-                limit_s = _MIN_POLL_INTERVAL_S
-            elif opened.is_ordered or any(isinstance(wait, _CopiesEnd) for wait in waits):  # a GPU tells nobody
+            if all(wait.is_told for wait in waits):
+                limit_s = min(PATIENCE_S, max(self.watch.remaining_s, _MIN_POLL_INTERVAL_S))
+            else:
                 pause_s = min(2 * pause_s, _MAX_POLL_INTERVAL_S) if waits == before else _MIN_POLL_INTERVAL_S
                 limit_s = pause_s
-            else:
-                limit_s = min(PATIENCE_S, max(self.watch.remaining_s, _MIN_POLL_INTERVAL_S))
             before = waits
             poll = select.poll()
             poll.register(opened.news, select.POLLIN)
             for wait in waits:
-                if (descriptor := wait.fileno()) is not None:
-                    poll.register(descriptor, select.POLLIN)
+                if wait.link is not None:
+                    poll.register(wait.link.fileno(), select.POLLIN)
             poll.poll(1e3 * limit_s)
 
     def send(self) -> _Task:
@@ -520,17 +416,18 @@ class _Transfer:
                     self._copy(pieces)
                     continue
                 turn = next(turns) % len(ring)
-                yield from _until_over(in_use.pop(turn, ()))
+                for wait in in_use.pop(turn, ()):
+                    yield from _until(wait)
                 self._fill(ring[turn], hop, pieces)
                 yield from self._until_copied(number)
-                numbers = (outbox.refit, hop.stream.number, number, size_of(bucket))
+                numbers = Numbers(outbox.refit, hop.stream.number, number, size_of(bucket))
                 if hop.receivers:
                     write_header(ring[turn], numbers)
-                    yield from self._await_order("send", "receive", numbers, peer=hop.receivers[0][1])
+                    yield from self._await_order("send", "receive", numbers)
                 in_use[turn] = self._hand_on(ring, turn, hop, numbers=numbers)
-                self.traffic.sent += _payload(bucket) * (len(hop.receivers) + bool(hop.readers))
-        for waits in in_use.values():  # in the order in which slots were filled: what is filled anew is put at the end
-            yield from _until_over(waits)
+        # In the order in which slots were filled: what is filled anew is put at the end.
+        for wait in itertools.chain.from_iterable(in_use.values()):
+            yield from _until(wait)
 
     def receive(self) -> _Task:
         """Read slots of others, receive messages, and hand on what others of this host need."""
@@ -538,7 +435,7 @@ class _Transfer:
         if inbox is None:
             return
         due = deque(
-            (hop, (inbox.refit, hop.stream.number, number, size_of(bucket)))
+            (hop, Numbers(inbox.refit, hop.stream.number, number, size_of(bucket)))
             for hop in opened.received
             for number, bucket in enumerate(hop.stream.buckets)
         )
@@ -549,60 +446,72 @@ class _Transfer:
                 if begun and begun[-1][0].receivers and opened.is_ordered:  # what is sent on comes before the next
                     break
                 hop, numbers = due[0]
-                assert hop.origin is not None
                 if hop.is_mapped:
                     if begun:  # nothing is gained by asking early
                         break
-                    self.positions["receive"] = numbers[1], numbers[2]
+                    self.positions["receive"] = numbers.stream, numbers.bucket
                 else:
-                    order = self._await_order("receive", "send", numbers, peer=hop.origin[1])
+                    order = self._await_order("receive", "send", numbers)
                     if (wait := next(order, None)) is not None:
                         if begun:
                             break
                         yield wait
                         continue
                 due.popleft()
-                begun.append(self._expect(hop, numbers, None if hop.is_mapped else free.popleft()))
+                slot = None if hop.is_mapped else free.popleft()
+                begun.append((hop, numbers, slot, self._expect(hop, numbers, slot)))
             hop, numbers, slot, wait = begun.popleft()
-            yield from _until_over([wait])
+            token = yield from _until(wait)
             self.watch.check()
             self.watch.at(bucket=wait.bucket, peer=wait.peer)
-            bucket = hop.stream.buckets[numbers[2]]
-            self.traffic.received += _payload(bucket)
+            bucket = hop.stream.buckets[numbers.bucket]
+            payload = sum(piece.nbytes for piece in bucket)
+            self.traffic.received += payload
             if slot is None:
-                assert isinstance(wait, _TokenComes)
-                key = opened.key_of(hop)
-                self.traffic.mapped += _payload(bucket)
-                inbox.deliver(bucket, opened.rings[key][wait.came[0].slot][HEADER_BYTES:], stays=self.stays)
-                yield from self._until_copied(numbers[2])
-                wait.link.send(wait.came[0]._replace(kind=Kind.EMPTY), self.watch)
+                full = opened.rings[opened.key_of(hop)][token.slot]
+                inbox.deliver(bucket, full[HEADER_BYTES:], stays=not opened.bounded)
+                yield from self._until_copied(numbers.bucket)
+                opened.links[opened.key_of(hop)].send(token._replace(full=False), self.watch)
             else:
-                check_header(opened.relay[slot], numbers, wait.peer)
+                check_header(opened.relay[slot], numbers, wait.peer or "")
                 handed_on = self._hand_on(opened.relay, slot, hop, numbers=numbers)
-                self.traffic.relayed += _payload(bucket) * (len(hop.receivers) + bool(hop.readers))
+                self.traffic.relayed += payload * (len(hop.receivers) + bool(hop.readers))
                 inbox.deliver(bucket, opened.relay[slot][HEADER_BYTES:])
-                yield from self._until_copied(numbers[2])
-                yield from _until_over(handed_on)
+                yield from self._until_copied(numbers.bucket)
+                for wait in handed_on:
+                    yield from _until(wait)
                 free.append(slot)
 
-    def _expect(self, hop: Hop, numbers: Numbers, slot: int | None) -> tuple[Hop, Numbers, int | None, _Wait]:
-        """Begin to receive a bucket, or wait for the token that says that it can be read."""
+    def _expect(self, hop: Hop, numbers: Numbers, slot: int | None) -> _Wait:
+        """Begin to receive a bucket into `slot`; without one, wait for the token that says that it can be read."""
         assert hop.origin is not None
         if slot is None:
-            link = self.opened.links[self.opened.key_of(hop)]
-            return hop, numbers, None, _TokenComes(link, Token(Kind.FULL, *numbers, slot=0), self.watch)
-        group, ring = self.opened.group, self.opened.relay
-        assert group is not None
+            return self._token(self.opened.key_of(hop), Token(full=True, slot=0, numbers=numbers))
+        ring = self.opened.relay
         # Gloo takes what is shorter than promised, and the header then tells; NCCL takes what was promised.
-        target = ring[slot][: HEADER_BYTES + numbers[3]] if group.is_ordered else ring[slot]
-        message = group.receive(target, hop.origin, numbers, tag=self._tag(numbers))
-        return hop, numbers, slot, _MessageEnds(group, message, self.watch)
+        target = ring[slot][: HEADER_BYTES + numbers.nbytes] if self.opened.is_ordered else ring[slot]
+        return self._message("receive", target, hop.origin, numbers=numbers)
 
-    def _await_order(self, own: str, other: str, numbers: Numbers, *, peer: str) -> _Task:
+    def _token(self, key: Key, token: Token) -> _Wait:
+        """Until `token` comes, in any slot; and which came."""
+        link = self.opened.links[key]
+        return _Wait(token.numbers.bucket, link.peer, lambda: link.take(token, self.watch), link)
+
+    def _message(self, kind: MessageKind, slot: Tensor, peer: Peer, *, numbers: Numbers) -> _Wait:
+        """Begin a message, and wait until it has ended."""
+        group = self.opened.group
+        assert group is not None
+        # The same for all buckets of a stream, so that one that is missing is noticed at the next, by its header.
+        tag = numbers.refit * len(self.opened.channel.schedule.streams) + numbers.stream
+        message = group.begin(kind, slot, peer, bucket=numbers.bucket, tag=tag)
+        look = partial(group.has_ended, message, self.watch)
+        return _Wait(numbers.bucket, peer[1], look, is_told=not group.is_ordered)
+
+    def _await_order(self, own: str, other: str, numbers: Numbers) -> _Task:
         """Note that task `own` is at a bucket; where messages have but their order, wait until `other` is there too."""
-        self.positions[own] = position = numbers[1], numbers[2]
+        self.positions[own] = position = numbers.stream, numbers.bucket
         if self.opened.is_ordered:
-            yield from _until_over([_OtherIsAhead(self.positions, other, position, peer)])
+            yield from _until(_Wait(numbers.bucket, None, lambda: self.positions[other] >= position, is_told=False))
 
     def _fill(self, slot: Tensor, hop: Hop, pieces: Iterable[tuple[int, Piece, Tensor]]) -> None:
         """Pack a bucket into `slot`, and give this process's own sink what it needs of it."""
@@ -613,7 +522,7 @@ class _Transfer:
                 place.copy_(tensor)
             if hop.delivers_here:
                 assert self.inbox is not None
-                self.inbox.put(piece.region, place, stays=self.stays)
+                self.inbox.put(piece.region, place, stays=not self.opened.bounded)
                 self.traffic.copied += piece.nbytes
 
     def _copy(self, pieces: Iterable[tuple[int, Piece, Tensor]]) -> None:
@@ -627,42 +536,29 @@ class _Transfer:
 
     def _hand_on(self, ring: Ring, slot: int, hop: Hop, *, numbers: Numbers) -> list[_Wait]:
         """Tell the readers of a full slot and begin to send it; returns what must be over before the slot is free."""
-        opened, name = self.opened, "source" if hop.origin is None else "relay"
+        opened = self.opened
+        name = "source" if hop.origin is None else "relay"
+        kind: MessageKind = "send" if hop.origin is None else "relay"
         waits: list[_Wait] = []
-        token = Token(Kind.FULL, *numbers, slot=slot)
+        token = Token(full=True, slot=slot, numbers=numbers)
         for reader, _ in hop.readers:
-            link = opened.links[opened.process, name, reader]
-            link.send(token, self.watch)
-            waits.append(_TokenComes(link, token._replace(kind=Kind.EMPTY), self.watch))
-        for receiver in hop.receivers:
-            assert opened.group is not None
-            full = ring[slot][: HEADER_BYTES + numbers[3]]
-            message = opened.group.send(full, receiver, numbers, tag=self._tag(numbers), relayed=name == "relay")
-            waits.append(_MessageEnds(opened.group, message, self.watch))
-        return waits
+            key = opened.process, name, reader
+            opened.links[key].send(token, self.watch)
+            waits.append(self._token(key, token._replace(full=False)))
+        full = ring[slot][: HEADER_BYTES + numbers.nbytes]
+        return waits + [self._message(kind, full, receiver, numbers=numbers) for receiver in hop.receivers]
 
     def _until_copied(self, bucket: int) -> _Task:
         """Whoever is told of a slot next may be another process, and knows nothing of this one's streams."""
-        yield from _until_over([_CopiesEnd(gpu.record(self.opened.channel.device), bucket, "this process's own GPU")])
-
-    def _tag(self, numbers: Numbers) -> int:
-        """The same for all buckets of a stream, so that one that is missing is noticed at the next, by its header."""
-        return numbers[0] * len(self.opened.channel.schedule.streams) + numbers[1]
+        is_copied = gpu.record(self.opened.channel.device)
+        yield from _until(_Wait(bucket, "this process's own GPU", is_copied, is_told=False))
 
 
-def _until_over(waits: Sequence[_Wait]) -> _Task:
-    for wait in waits:
-        while not wait.is_over():
-            yield wait
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _payload(bucket: Bucket) -> int:
-    """Bytes of weights in a bucket."""
-    return sum(piece.nbytes for piece in bucket)
+def _until(wait: _Wait) -> Generator[_Wait, None, Any]:
+    """Yield `wait` until it is over, and return what it found."""
+    while not (found := wait.look()):
+        yield wait
+    return found
 
 
 # -- A module whose parameters live in the arena ----------------------------------------------------------------------
