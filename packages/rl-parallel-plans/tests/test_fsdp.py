@@ -272,8 +272,3 @@ def test_ranks_that_run_different_experts_of_a_list_stay_in_step(ranks, accumula
         ]
         assert found["zero"]
         assert max(found["errors"]) < 1e-5
-
-
-def test_experts_in_a_list_are_refused_where_torch_cannot_keep_them_in_step(ranks):
-    for message in ranks("fsdp:listed_experts_on_an_older_torch", 2):
-        assert "ListedModel keeps experts in a list, of which ranks may run different ones" in message

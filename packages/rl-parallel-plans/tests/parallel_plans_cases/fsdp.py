@@ -413,17 +413,3 @@ def ranks_that_run_different_experts(accumulate, sync_last_only):
             if name not in unused
         ],
     }
-
-
-def listed_experts_on_an_older_torch():
-    """The refusal, before anything is sharded."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    method = FSDPModule.set_reduce_scatter_unused_params
-    del FSDPModule.set_reduce_scatter_unused_params
-    try:
-        apply_fsdp(ListedModel(), mesh)
-    except plans.PlanError as refusal:
-        return str(refusal)
-    finally:
-        FSDPModule.set_reduce_scatter_unused_params = method
-    return None

@@ -4,7 +4,7 @@
     fake_floats             fake floating-point tensors; integer tensors keep their values
     fused_attention         attention that costs what a GPU's kernels cost
 
-Checked with torch 2.9 to 2.13. Whatever reads a private name of torch says what would go wrong without it.
+Checked with torch 2.13 to 2.15. Whatever reads a private name of torch says what would go wrong without it.
 """
 # ruff: noqa: SLF001 - reading private names is what this file is for
 

@@ -178,13 +178,6 @@ def fsdp_layout(
             "another one to copy over"
         )
     units = fsdp_units(model, dp_axes=axes, fp32=fp32)
-    listed = [path for layer in _layers_with_lists(model, units) for path, _ in layer.named_modules()]
-    if any("expert" in path for path in listed) and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise PlanError(
-            f"{name} keeps experts in a list, of which ranks may run different ones, and this release of torch cannot "
-            "keep their gradients in step: install torch 2.13, or a release of transformers from 5.0 on, whose experts "
-            "are stacked"
-        )
     meshes: Meshes = {}
     for unit in units:
         if (taken := unit.kind.taken) in meshes:
