@@ -396,6 +396,7 @@ def test_refits_failures_and_returns_leave_no_descriptor_and_no_thread_behind(wo
         for version in range(first, last):
             if version % 2:
                 replicas["b"].do("arm", point="stage", action="raise")
+            assert trainer.do("await_joined", names=[*replicas])["joined"]  # a slow machine may take a while
             report = trainer.do("refit", version=version)
             assert report["versions"] == {"a": version, "b": None if version % 2 else version}
         return [party.do("measure") for party in parties]
