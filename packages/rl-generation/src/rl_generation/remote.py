@@ -45,7 +45,7 @@ from rl_generation.event_loop import EventLoop
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, make_requests
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, TopLogp, VersionSpan, in_order
 from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.sampling_params import EMBEDDED_ONLY, check_for_vllm
+from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm
 
 if TYPE_CHECKING:
     import httpx

@@ -296,14 +296,14 @@ def make_training_engine(
     from rl_generation.checkpoints import load_config
     from rl_generation.memory import default_cpu_cache_bytes, default_gpu_memory_utilization, estimate_memory
     from rl_generation.vllm import VllmEngine
-    from rl_generation.vllm.timeouts import sample_timeout_s
+    from rl_generation.vllm.samples import sample_timeout_s
 
     options = spec.vllm
     if spec.device == "cpu":
         options = replace(options, enforce_eager=True)
     is_unsized = options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None
     if spec.device == "cuda" and is_unsized:
-        from rl_generation.vllm.runtime import device_memory_bytes
+        from rl_generation.vllm.preparing import device_memory_bytes
 
         weights = estimate_memory(
             load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code),

@@ -20,14 +20,19 @@ from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
-from rl_generation.vllm.explanation import explain
-from rl_generation.vllm.lora import LoraAdapter, check_lora, check_removed
-from rl_generation.vllm.options import VllmOptions, check_options
+from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens, warn_of_dtype
 from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, unanswered
-from rl_generation.vllm.samples import Samples
-from rl_generation.vllm.timeouts import DEFAULT_TIMEOUT_S, check_timeout, sample_timeout_s
+from rl_generation.vllm.samples import (
+    DEFAULT_TIMEOUT_S,
+    CallOptions,
+    Manner,
+    Prompts,
+    Samples,
+    Samplings,
+    check_timeout,
+    sample_timeout_s,
+)
 
 __all__ = ["Pause", "VllmEngine"]
 
@@ -87,7 +92,14 @@ class VllmEngine:
         timeout_s: float | None = None,
     ) -> None:
         check_version(version)
-        check_options(options, own_process=own_process)
+        given: object = options
+        if not isinstance(given, VllmOptions):
+            raise EngineOptionError(f"options must be VllmOptions(model={given!r}); got {type(given).__name__}")
+        if options.data_parallel_size > 1 and not own_process:
+            raise EngineOptionError(
+                f"in process, vLLM has one replica; for data_parallel_size={options.data_parallel_size} give "
+                f"own_process=True, or make one engine in each of several processes"
+            )
         if timeout_s is None:
             self._timeout_s = sample_timeout_s()
         else:
@@ -126,7 +138,7 @@ class VllmEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        return self._admission.limits
+        return self._samples.limits
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -160,8 +172,7 @@ class VllmEngine:
 
     def explain(self) -> str:
         """Return which engine this is, with which limits, sizes and quirks. For people."""
-        return explain(
-            self._prepared,
+        return self._prepared.explain(
             kind=f"vLLM, {'in its own processes' if self._own_process else 'in this process'}",
             limits=self.limits,
             dtype=self.vllm.vllm_config.model_config.dtype,
@@ -223,7 +234,7 @@ class VllmEngine:
         try:
             check_single(sampling)
             requests, manner = self._begin([prompt], [sampling.for_request(seed)], **how)
-            return self._events.start(self._samples.answer(requests[0], manner))
+            return self._events.start(self._answer(requests, manner))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
             return failed_request(error)
 
@@ -272,8 +283,8 @@ class VllmEngine:
         """
         self.check_ready()
         samples = self._samples
-        manner = Manner(timeout_s=self._admission.timeout_s or DEFAULT_TIMEOUT_S, lora=lora_request)
-        return self._events.iterate(lambda: samples.outputs(prompt, params, manner, **how))
+        manner = Manner(timeout_s=self._timeout_s or DEFAULT_TIMEOUT_S, lora=lora_request)
+        return self._events.iterate(lambda: samples.outputs(prompt, params, manner=manner, how=how))
 
     async def abort(self, *, request_id: str | None = None) -> int:
         """Abort every sample that is under way, or those of one stream, and return how many.
@@ -385,8 +396,11 @@ class VllmEngine:
     def remove_lora(self, adapter: LoraAdapter) -> None:
         """Forget an adapter; EngineOptionError where it is not loaded."""
         check_lora(adapter, self._prepared.options)
-        removed = self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora")
-        check_removed(adapter, removed=removed)
+        if not self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora"):
+            raise EngineOptionError(
+                f"adapter {adapter.name!r}, number {adapter.number}, is not loaded: it never was, or vLLM has dropped "
+                f"it for another one (max_loras)"
+            )
 
     # -- Life and death ------------------------------------------------------------------------------------------
 
@@ -450,21 +464,23 @@ class VllmEngine:
             self._end_events()
             raise
         self._closed = False
-        self._admission = Admission(options=self._prepared.options, limits=limits, timeout_s=self._timeout_s)
-        self._samples = Samples(self._running, stop_token_ids=self._stop_token_ids, logp_of=self._logp_of)
+        self._samples = Samples(
+            self._running,
+            options=self._prepared.options,
+            limits=limits,
+            stop_token_ids=self._stop_token_ids,
+            logp_of=self._logp_of,
+            timeout_s=self._timeout_s,
+        )
 
-    def _begin(
-        self,
-        prompts: Prompts,
-        sampling: Samplings,
-        *,
-        request_id: str | None = None,
-        otherwise_s: float = DEFAULT_TIMEOUT_S,
-        **how: Unpack[CallOptions],
-    ) -> tuple[list[Request], Manner]:
+    def _begin(self, prompts: Prompts, sampling: Samplings, **how: Any) -> tuple[list[Request], Manner]:
         """Refuse what cannot be answered; nothing is begun before everything is checked."""
         self.check_ready()
-        return self._admission.requests(prompts, sampling, request_id=request_id, otherwise_s=otherwise_s, **how)
+        return self._samples.admit(prompts, sampling, **how)
+
+    async def _answer(self, requests: Sequence[Request], manner: Manner) -> Rollout:
+        (rollout,) = await self._samples.generate(requests, manner)
+        return rollout
 
     def _call(self, what: Callable[[], Coroutine[Any, Any, T]], *, name: str, timeout_s: float | None = None) -> T:
         return self._events.run(self._running.call(what, timeout_s=self._limit(timeout_s), name=name))
@@ -482,3 +498,9 @@ def _elsewhere(events: EventLoop, end: Callable[[], None]) -> None:
         threading.Thread(target=end).start()
     else:
         end()
+
+
+def check_version(version: int) -> None:
+    """Raise ValueError where `version` is no number of optimizer steps."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version!r}")

@@ -49,7 +49,7 @@ from rl_generation.server.limits import ServerLimits
 from rl_generation.server.tools import detect_tool_format
 from rl_generation.vllm.engine import VllmEngine
 from rl_generation.vllm.options import nearest
-from rl_generation.vllm.runtime import TESTED, installed_version
+from rl_generation.vllm.preparing import TESTED, installed_version
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` from its start to its end, with everything that must be gone after it."""
+"""An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,9 @@ import getpass
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -16,20 +18,21 @@ from typing import Any, TypeVar, final
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
 from rl_generation.event_loop import EventLoop
-from rl_generation.vllm.health import Health
-from rl_generation.vllm.leftovers import EngineFolder, Keeper, Leftovers
-from rl_generation.vllm.outputs import logp_hint, version_of
-from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, refusal
-from rl_generation.vllm.processes import EngineProcesses
-from rl_generation.vllm.runtime import check_interface, environment, main_guard_hint
-from rl_generation.vllm.statistics import Statistics
+from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, check_interface, environment, main_guard_hint, refusal
+from rl_generation.vllm.processes import EngineFolder, EngineProcesses
 
-__all__ = ["RunningLLM", "ask_replicas", "check_not_importing_main", "unanswered"]
+__all__ = ["Health", "RunningLLM", "Statistics", "ask_replicas", "check_not_importing_main", "unanswered", "version_of"]
 
 T = TypeVar("T")
+PERIOD_S = 0.25
+"""Between two looks at the processes."""
+
 PATIENCE_S = 5.0
+"""How long a process may take to end once vLLM has said that its engine failed, and its threads once they may end."""
+
 SETTLED_S = 30.0
 """In which the tokens of a paused engine have all been handed on."""
+
 SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
 
@@ -49,19 +52,16 @@ class RunningLLM:
             tokens there were when the next one came. Only of a vLLM before 0.32, which does not say it itself.
         fed: Whether the weights are ones to sample from.
         asleep: Whether the device's memory was given away.
-        logp_hint: What a LogpError says besides.
+        statistics: What it has done.
     """
 
-    def __init__(self, events: EventLoop, llm: Any, *, statistics: Sequence[Statistics], folder: EngineFolder) -> None:
-        self.llm = llm
+    def __init__(self, events: EventLoop, llm: Any, *, statistics: "Statistics", folder: EngineFolder) -> None:
+        self.llm, self.statistics = llm, statistics
         self.version, self.fed, self.asleep = 0, False, False
-        self.logp_hint = ""
         self.seams: dict[str, list[tuple[int, int]]] = {}
-        self._events, self._statistics, self._folder = events, statistics, folder
+        self._events, self._folder = events, folder
         self._processes = EngineProcesses(_roots(llm.engine_core))
-        self._leftovers = Leftovers(self._processes.process_ids)
-        folder.note(self._processes.process_ids)
-        self._keeper = Keeper(self._processes.started, folder) if self._processes.roots else None
+        folder.watch(self._processes.started)
         self.health = Health(llm, self._processes)
         self._tell_vllm = llm.update_weight_version
         llm.update_weight_version = self._commit
@@ -84,7 +84,7 @@ class RunningLLM:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """Of the engine's processes."""
-        return self._processes.process_ids
+        return tuple(self._processes.started)
 
     def check_weights(self) -> None:
         """Refuse to generate without weights, or without an engine.
@@ -100,26 +100,10 @@ class RunningLLM:
         if self.asleep:
             raise ModelError("the engine sleeps; wake_up() before it generates")
 
-    def count_aborted(self, count: int) -> None:
-        """Count answers that were aborted on this side of vLLM."""
-        self._statistics[0].count_aborted(count)
-
     def metrics(self) -> EngineMetrics:
-        """Sum up what all replicas did; the cache usage is their mean."""
-        each = [statistics.metrics(version=self.version) for statistics in self._statistics]
-        busy = self.llm.output_processor.has_unfinished_requests()  # what vLLM said last is that of a step before
-        return EngineMetrics(
-            time_s=each[0].time_s,
-            running=sum(one.running for one in each) if busy else 0,
-            waiting=sum(one.waiting for one in each) if busy else 0,
-            prompt_tokens=sum(one.prompt_tokens for one in each),
-            cached_prompt_tokens=sum(one.cached_prompt_tokens for one in each),
-            generated_tokens=sum(one.generated_tokens for one in each),
-            preemptions=sum(one.preemptions for one in each),
-            cache_usage=sum(one.cache_usage for one in each) / len(each) if busy else 0.0,
-            finished=_sum_up([one.finished for one in each]),
-            version=self.version,
-        )
+        """Return what it is doing now, and has done so far."""
+        # What vLLM said last is that of a step before.
+        return self.statistics.metrics(version=self.version, busy=self.llm.output_processor.has_unfinished_requests())
 
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
         """Await the answer of the engine that `what` asks for, on its loop.
@@ -153,9 +137,6 @@ class RunningLLM:
         if context is not None:
             self.llm.shutdown(timeout=timeout_s)
         self._processes.end(timeout_s=timeout_s)
-        if self._keeper is not None:
-            self._keeper.dismiss()
-        self._leftovers.remove()
         if context is not None:
             self._events.run(_settle(self.llm))
             _terminate(context)
@@ -203,12 +184,169 @@ class RunningLLM:
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
 
+@final
+class Health:
+    """Runs what waits for the engine, and ends all of it with EngineDeadError when a process of the engine dies.
+
+    vLLM notices the death of its engine process within a second and ends the requests that wait for tokens; whoever
+    waits for the answer of another call waits for ever, and nobody learns which process died of what. Lives on the
+    event loop of the engine.
+
+    Args:
+        llm: The `AsyncLLM`.
+        processes: Its processes; none where it lives in this one.
+    """
+
+    def __init__(self, llm: Any, processes: EngineProcesses) -> None:
+        self.death: str | None = None
+        self._llm, self._processes = llm, processes
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watch = asyncio.create_task(self._look_now_and_then())
+
+    def check(self) -> None:
+        """Raise EngineDeadError where a process is known to be dead, or found to be."""
+        if self.death is None:
+            self._look()
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+
+    def start(self, what: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin `what`, which is cancelled when the engine dies."""
+        task = asyncio.create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if self.death is not None:
+            task.cancel()
+        return task
+
+    async def run(self, what: Coroutine[Any, Any, T]) -> T:
+        """Await `what`.
+
+        Raises:
+            EngineDeadError: The engine is dead, or dies meanwhile.
+        """
+        task = self.start(what)
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+        return await self.result(task)
+
+    async def result(self, task: "asyncio.Task[T]") -> T:
+        """Return what `task`, which is done, returned; where it failed because the engine is dead, say so instead."""
+        if not task.cancelled():
+            error = task.exception()
+            if error is None:
+                return task.result()
+            if not isinstance(error, EngineDeadError):
+                self._look()
+                await self._wait_for_a_process_to_blame()
+            if self.death is None:
+                raise error
+        raise EngineDeadError(self.death or "the call was cancelled")
+
+    def end(self, reason: str) -> None:
+        """Cancel whatever waits; from now on, everything raises EngineDeadError with `reason`."""
+        if self.death is None:
+            self.death = reason
+        self._watch.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def _look_now_and_then(self) -> None:
+        while self.death is None:
+            self._look()
+            await self._wait_for_a_process_to_blame()
+            await asyncio.sleep(PERIOD_S)
+
+    def _look(self) -> None:
+        found = self._processes.dead()
+        if found is not None:
+            self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
+
+    async def _wait_for_a_process_to_blame(self) -> None:
+        """Where vLLM says that its engine failed, which may come before a process has ended, or without that."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        while self.death is None and self._llm.errored:
+            if not self._processes.roots or asyncio.get_running_loop().time() > deadline:
+                cause = getattr(self._llm.engine_core, "failure", None)  # of a core in this process
+                said = "and its log says why" if cause is None else f"in a step: {type(cause).__name__}: {cause}"
+                self.end(f"vLLM's engine failed, {said}; restart() makes a new engine")
+                return
+            await asyncio.sleep(PERIOD_S)
+            self._look()
+
+
+@final
+class Statistics:
+    """What all replicas tell of their work, in the place of vLLM's loggers; prints nothing."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, tuple[int, int, float]] = {}
+        """By replica: requests that run and that wait, and the share of the cache in use."""
+        self._done: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, *, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Add what one step of a replica did."""
+        if scheduler_stats is not None:
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self._now[engine_idx] = scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._done["prompt_tokens"] += iteration_stats.prompt_token_stats.total
+            self._done["cached_prompt_tokens"] += iteration_stats.prompt_token_stats.cached_tokens
+            self._done["generated_tokens"] += iteration_stats.num_generation_tokens
+            self._done["preemptions"] += iteration_stats.num_preempted_reqs
+            self._finished.update(str(each.finish_reason) for each in iteration_stats.finished_requests)
+
+    def count_aborted(self, count: int) -> None:
+        """Add answers that were aborted on this side of vLLM, which leaves them out."""
+        self._finished["abort"] += count
+
+    def metrics(self, *, version: int, busy: bool) -> EngineMetrics:
+        """Return all of it, with the mean usage of the replicas' caches; nothing runs or waits where none is `busy`."""
+        now = self._now.values() if busy else ()
+        return EngineMetrics(
+            time_s=time.monotonic(),
+            running=sum(running for running, _, _ in now),
+            waiting=sum(waiting for _, waiting, _ in now),
+            prompt_tokens=self._done["prompt_tokens"],
+            cached_prompt_tokens=self._done["cached_prompt_tokens"],
+            generated_tokens=self._done["generated_tokens"],
+            preemptions=self._done["preemptions"],
+            cache_usage=sum(usage for _, _, usage in now) / max(len(now), 1),
+            finished=dict(self._finished),
+            version=version,
+        )
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """What else vLLM tells its loggers."""
+
+    log = log_engine_initialized = record_sleep_state = record_admission_rejection = _nothing
+
+
 @functools.cache
 def _says_versions() -> bool:
     """Whether vLLM says which weights made which tokens, as it does since 0.32."""
     from vllm.outputs import CompletionOutput
 
     return "weight_versions" in CompletionOutput.__dataclass_fields__
+
+
+def version_of(label: str) -> int:
+    """Return the version that vLLM's label of its weights means.
+
+    Raises:
+        ModelError: It is no number of optimizer steps.
+    """
+    if label.isdecimal():
+        return int(label)
+    raise ModelError(
+        f"the engine's weights are labelled {label!r}, which is no number of optimizer steps; whoever updates them "
+        f"calls commit_version(steps), or vLLM's update_weight_version(str(steps))"
+    )
 
 
 async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
@@ -257,11 +395,10 @@ async def _start(
     from vllm.v1.engine.async_llm import AsyncLLM
 
     check_interface(AsyncLLM)
-    statistics: list[Statistics] = []
+    statistics = Statistics()
 
     def logger(_vllm_config: Any, _engine_index: int = 0) -> Statistics:
-        statistics.append(Statistics())
-        return statistics[-1]
+        return statistics
 
     arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
     place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -289,7 +426,7 @@ async def _start(
         raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}{hint}") from error
     running = RunningLLM(events, llm, statistics=statistics, folder=folder)
     await running.health.run(_warm_up(llm, version))
-    running.fed, running.logp_hint = not prepared.unfed, logp_hint(prepared.options)
+    running.fed = not prepared.unfed
     return running
 
 
@@ -331,7 +468,3 @@ def _terminate(context: Any) -> None:
     ending = threading.Thread(target=context.term, daemon=True, name="rl-generation-zmq")
     ending.start()
     ending.join(PATIENCE_S)
-
-
-def _sum_up(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {key: sum(each.get(key, 0) for each in counts) for key in sorted({key for each in counts for key in each})}
