@@ -11,8 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rl_generation.server.errors import HttpError
 from rl_generation.server.fields import IRRELEVANT, Fields, shortened
+from rl_generation.server.guard import HttpError
 
 __all__ = ["ResponsesRequest"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from rl_generation.errors import EngineOptionError
-from rl_generation.server.errors import HttpError
+from rl_generation.server.guard import HttpError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -42,10 +42,9 @@ from rl_generation.errors import (
 )
 from rl_generation.requests import Sampling, check_token_ids
 from rl_generation.rollout import VersionSpan
-from rl_generation.server.errors import HttpError, from_engine, internal
+from rl_generation.server.answers import spans_as_json, to_json
 from rl_generation.server.fields import Fields, is_token_ids
-from rl_generation.server.guard import read_body
-from rl_generation.server.limits import ServerLimits
+from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
 from rl_generation.server.tools import detect_tool_format
 from rl_generation.vllm.engine import VllmEngine
 from rl_generation.vllm.options import nearest
@@ -217,9 +216,7 @@ class VllmApp:
         prompts = body.get("prompt")
         count = len(prompts) if isinstance(prompts, list) and not is_token_ids(prompts) else 1
         bounds.check_counts(prompts=count, n=exchange.n)
-        bounds.check_words(
-            sum(len(each) if isinstance(each, list) else 1 for each in (body.get(name, []) for name in LOOKED_FOR))
-        )
+        bounds.check_words(body)
         return body
 
     async def _current(self) -> "FastAPI":
@@ -272,10 +269,6 @@ def _without_decisions() -> Iterator[None]:
         yield
     finally:
         api_router.init_structured_decisions_state = made
-
-
-LOOKED_FOR = ("stop", "stop_token_ids", "bad_words")
-"""Fields whose entries cost time at every token."""
 
 
 @final
@@ -409,7 +402,7 @@ class _Answer:
             body = self._whole(self._held) if self._adds else self._held
             failure = self._exchange.failure
             if failure is not None and self._start["status"] >= 400:  # ours says more than what vLLM makes of it
-                body, self._start["status"] = _json(failure.body), failure.status
+                body, self._start["status"] = to_json(failure.body), failure.status
                 headers.update(failure.headers)
             headers["content-length"] = str(len(body))
             await self._send(self._start)
@@ -422,7 +415,7 @@ class _Answer:
             return self._ended
         LOG.error("a stream ended with an unforeseen error", exc_info=error)
         failure = self._exchange.failure or internal()
-        body = b"data: " + _json(failure.body) + b"\n\n"
+        body = b"data: " + to_json(failure.body) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         return True
 
@@ -438,7 +431,7 @@ class _Answer:
             MutableHeaders(raw=self._start["headers"])["X-Weight-Version"] = ",".join(map(str, versions))
         else:
             return body
-        return _json(said)
+        return to_json(said)
 
     def _event(self, event: bytes) -> bytes:
         before, data, text = event.rpartition(b"data: ")
@@ -455,7 +448,7 @@ class _Answer:
             self._add(said)
         else:
             return event
-        return before + data + _json(said)
+        return before + data + to_json(said)
 
     def _add(self, said: dict[str, Any]) -> None:
         """Add what is ours to a response, or to a chunk, of whose choices those that have ended get it."""
@@ -463,26 +456,18 @@ class _Answer:
         spans = {index: choice.spans for index, choice in exchange.said.items() if choice.spans}
         if exchange.path == "/v1/responses":
             last = max(spans)
-            said["weight_versions"] = _versions(spans[last])
+            said["weight_versions"] = spans_as_json(spans[last])
             if exchange.token_ids:
                 said |= {"prompt_token_ids": exchange.prompts[last], "token_ids": exchange.said[last].tokens}
         else:
             for choice in said["choices"]:
                 if choice.get("finish_reason"):
-                    choice["weight_versions"] = _versions(spans[choice["index"]])
+                    choice["weight_versions"] = spans_as_json(spans[choice["index"]])
             if chosen := [choice["index"] for choice in said["choices"]]:
                 spans = {index: spans[index] for index in chosen}
         if spans:
             said["weight_version"] = min(span.version for each in spans.values() for span in each)
         said["logp_of"] = self._extra["logp_of"]
-
-
-def _versions(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
-
-
-def _json(said: Mapping[str, Any]) -> bytes:
-    return json.dumps(said, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _require_prefixes(online: Any) -> None:
