@@ -12,6 +12,6 @@ if _missing:
 
 from rl_generation.server.app import create_app  # noqa: E402
 from rl_generation.server.guard import ServerLimits  # noqa: E402
-from rl_generation.server.running import API_KEY_VARIABLE, ControlServer, Server, read_token, serve  # noqa: E402
+from rl_generation.server.running import API_KEY_VARIABLE, ControlServer, Server, read_token  # noqa: E402
 
-__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "ServerLimits", "create_app", "read_token", "serve"]
+__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "ServerLimits", "create_app", "read_token"]

@@ -30,7 +30,7 @@ from rl_generation.requests import Request
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.guard import ClientGoneError, HttpError, from_engine, internal
-from rl_generation.server.tools import Reply, ReplyStream
+from rl_generation.server.tools import Reply, ReplyStream, overlap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,7 +164,7 @@ class TextStream:
             fresh = self._text.push(token)
         self.length += len(fresh)
         text = self._held + fresh
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = max((overlap(text, stop) for stop in self._stop), default=0)
         certain, self._held = text[: len(text) - held], text[len(text) - held :]
         return certain
 
@@ -175,15 +175,6 @@ class TextStream:
         if start < 0:
             return text
         return text[: start + len(str(rollout.stop_reason)) if self._include_stop_string else start]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters from the first place in `text` at which `stop` begins, or may begin once more text follows."""
-    found = text.find(stop)
-    if found >= 0:
-        return len(text) - found
-    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 @final
@@ -330,14 +321,14 @@ class Shapes:
                 "weight_versions": spans_as_json(ended.versions),
             }
         ids = {"token_ids": list(made.tokens)} if self.asked.token_ids else {}
-        return {"index": index, **said, "logprobs": self._logprobs(made, offsets), **ending, **ids}
+        return {"index": index, **said, "logprobs": self._logp(made, offsets), **ending, **ids}
 
     def _prompt(self, kind: Kind, request: Request) -> dict[str, Any]:
         """The field that repeats the prompt, where it was asked for; of a chat's response, of a completion's choice."""
         wanted = self.kind == kind and self.asked.token_ids
         return {"prompt_token_ids": list(request.prompt)} if wanted else {}
 
-    def _logprobs(self, made: RolloutDelta | Rollout, offsets: Sequence[int]) -> dict[str, Any] | None:
+    def _logp(self, made: RolloutDelta | Rollout, offsets: Sequence[int]) -> dict[str, Any] | None:
         """Of some tokens, in the shape of the route; None where nobody asked."""
         if not self.asked.logp:
             return None

@@ -29,7 +29,7 @@ from rl_generation.server.guard import Guard, HttpError, ServerLimits, check_api
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "read_token", "serve"]
+__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "read_token"]
 
 API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
 """Where `serve` and `Server` look for the API key that they were not given."""
@@ -169,16 +169,6 @@ def _key_for(host: str, api_key: str | None) -> str | None:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family)
-
-
-def serve(streaming_engine: StreamingEngine, **options: Any) -> None:
-    """Serve until an interrupt or a termination signal; the options are those of `Server`.
-
-    Raises:
-        EngineOptionError: `host` is not loopback and there is no API key.
-        OSError: The address is taken, or not this machine's.
-    """
-    Server(streaming_engine, **options).run()
 
 
 # -- The control port -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens, warn_of_dtype
-from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, unanswered
+from rl_generation.vllm.running import ask_replicas, check_not_importing_main, start, unanswered
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
     CallOptions,
@@ -410,9 +410,15 @@ class VllmEngine:
         Raises:
             EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
         """
+        health, core = self._running.health, self.vllm.engine_core
+
+        async def ping() -> None:
+            health.check()
+            await health.run(ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}))
+
         with unanswered("check_health", timeout_s):
             async with asyncio.timeout(timeout_s):  # here: a step in this process keeps the loop of the engine
-                await self._events.wait(self._running.ping(timeout_s=timeout_s))
+                await self._events.wait(ping())
 
     def restart(self) -> None:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.
@@ -450,8 +456,8 @@ class VllmEngine:
             self._end_events = weakref.finalize(self, _elsewhere, self._events, self._events.close)
         self._closed = True
         try:
-            self._running = RunningLLM.start(
-                self._events, self._prepared, own_process=self._own_process, version=self._start_version
+            self._running = self._events.run(
+                start(self._events, self._prepared, own_process=self._own_process, version=self._start_version)
             )
             self._end_running = weakref.finalize(self, _elsewhere, self._events, self._running.stop)
             limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)

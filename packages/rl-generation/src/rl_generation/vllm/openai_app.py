@@ -145,8 +145,7 @@ class VllmApp:
         self._template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
         self._tool_parser = PARSERS.get(tool_parser or detect_tool_format(tokenizer) or "", tool_parser)
         self._known = _check_interface(self._tool_parser)
-        self._building = asyncio.Lock()
-        self._llm = engine.vllm
+        self._building, self._llm = asyncio.Lock(), engine.vllm
         self._app = asyncio.run_coroutine_threadsafe(self._build(), engine.loop).result()
 
     def routes(self) -> list[Route]:
@@ -174,17 +173,13 @@ class VllmApp:
             return given.pop() if given else await receive()
 
         _exchange.set(exchange)
-        answer = _Answer(exchange, send, extra=self._extra())
+        answer = _Answer(exchange, send, engine=self._engine)
         app = await self._current()
         try:
             await app(scope, replay, answer.send)
         except Exception as error:
             if not await answer.fail(error):
                 raise
-
-    def _extra(self) -> dict[str, Any]:
-        engine = self._engine
-        return {"logp_of": engine.logp_of, "version": engine.version, "vocab_size": engine.limits.vocab_size}
 
     def _read(self, exchange: _Exchange, fields: Fields) -> dict[str, Any]:
         """Take what is ours out of a body, refuse what nobody knows, and return the rest for vLLM's app."""
@@ -261,10 +256,11 @@ def _without_decisions() -> Iterator[None]:
     except ImportError:  # before 0.32
         yield
         return
-    made = api_router.init_structured_decisions_state
-    api_router.init_structured_decisions_state = lambda _client, state, *_: setattr(
-        state, "serving_structured_decisions", None
-    )
+
+    def none(_client: Any, state: Any, *_: Any) -> None:
+        state.serving_structured_decisions = None
+
+    made, api_router.init_structured_decisions_state = api_router.init_structured_decisions_state, none
     try:
         yield
     finally:
@@ -367,11 +363,12 @@ class _Answer:
     Args:
         exchange: Of the request.
         send: Of the client.
-        extra: The engine's `logp_of`, `version` and `vocab_size` as the request came.
+        engine: That serves.
     """
 
-    def __init__(self, exchange: _Exchange, send: Send, *, extra: Mapping[str, Any]) -> None:
-        self._exchange, self._send, self._extra = exchange, send, extra
+    def __init__(self, exchange: _Exchange, send: Send, *, engine: VllmEngine) -> None:
+        self._exchange, self._send, self._engine = exchange, send, engine
+        self._version = engine.version
         self._start: Message = {}
         self._streams = self._adds = self._ended = False
         self._held = b""
@@ -386,7 +383,7 @@ class _Answer:
             self._adds = message["status"] == 200 and kind.startswith("application/json")
             if self._streams:
                 # Of the weights that it begins with; the last chunk of a choice says which tokens are whose.
-                headers["X-Weight-Version"] = str(self._extra["version"])
+                headers["X-Weight-Version"] = str(self._version)
                 headers["Cache-Control"], headers["X-Accel-Buffering"] = "no-store", "no"
                 await self._send(message)
             return
@@ -422,8 +419,8 @@ class _Answer:
     def _whole(self, body: bytes) -> bytes:
         said, exchange = json.loads(body), self._exchange
         if exchange.path == "/v1/models":
-            own = {"owned_by": "rl-generation", "weight_version": self._extra["version"]}
-            own |= {name: self._extra[name] for name in ("logp_of", "vocab_size")}
+            own = {"owned_by": "rl-generation", "weight_version": self._version}
+            own |= {"logp_of": self._engine.logp_of, "vocab_size": self._engine.limits.vocab_size}
             said["data"] = [{**card, **own} for card in said["data"]]
         elif exchange.path in GENERATING:
             self._add(said)
@@ -467,7 +464,7 @@ class _Answer:
                 spans = {index: spans[index] for index in chosen}
         if spans:
             said["weight_version"] = min(span.version for each in spans.values() for span in each)
-        said["logp_of"] = self._extra["logp_of"]
+        said["logp_of"] = self._engine.logp_of
 
 
 def _require_prefixes(online: Any) -> None:
@@ -510,11 +507,7 @@ def _require_prefixes(online: Any) -> None:
 
 
 def _check_interface(tool_parser: str | None) -> dict[str, set[str]]:
-    """Return the fields that vLLM's app takes on each route.
-
-    Raises:
-        EngineOptionError: It is not where it was in the releases that this is written for, or has no such parser.
-    """
+    """Return the fields of each route of vLLM's app; refuse a vLLM that has it elsewhere, or has no such parser."""
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state  # noqa: F401
         from vllm.entrypoints.launchers.app import build_app  # noqa: F401

@@ -21,7 +21,16 @@ from rl_generation.event_loop import EventLoop
 from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, check_interface, environment, main_guard_hint, refusal
 from rl_generation.vllm.processes import EngineFolder, EngineProcesses
 
-__all__ = ["Health", "RunningLLM", "Statistics", "ask_replicas", "check_not_importing_main", "unanswered", "version_of"]
+__all__ = [
+    "Health",
+    "RunningLLM",
+    "Statistics",
+    "ask_replicas",
+    "check_not_importing_main",
+    "start",
+    "unanswered",
+    "version_of",
+]
 
 T = TypeVar("T")
 PERIOD_S = 0.25
@@ -66,21 +75,6 @@ class RunningLLM:
         self._tell_vllm = llm.update_weight_version
         llm.update_weight_version = self._commit
 
-    @classmethod
-    def start(cls, events: EventLoop, prepared: Prepared, *, own_process: bool, version: int) -> "RunningLLM":
-        """Start an engine; blocks until it has loaded its model.
-
-        Raises:
-            EngineOptionError: vLLM refuses the options, or this process has a process group of somebody else's.
-            EngineDeadError: It could not start.
-        """
-        folder = EngineFolder()
-        try:
-            return events.run(_start(events, prepared, own_process=own_process, folder=folder, version=version))
-        except BaseException:
-            folder.remove()
-            raise
-
     @property
     def process_ids(self) -> tuple[int, ...]:
         """Of the engine's processes."""
@@ -106,51 +100,45 @@ class RunningLLM:
         return self.statistics.metrics(version=self.version, busy=self.llm.output_processor.has_unfinished_requests())
 
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
-        """Await the answer of the engine that `what` asks for, on its loop.
-
-        Raises:
-            EngineDeadError: The engine died, or did not answer in time.
-        """
+        """Await the answer that `what` asks for, on the engine's loop; EngineDeadError where it died or is late."""
         with unanswered(name, timeout_s):
             async with asyncio.timeout(timeout_s):
                 return await self.health.run(what())
 
-    async def ping(self, *, timeout_s: float) -> None:
-        """Return once every worker has answered, on its loop.
-
-        Raises:
-            EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
-        """
-        self.health.check()
-        core = self.llm.engine_core
-        await self.call(
-            lambda: ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}),
-            timeout_s=timeout_s,
-            name="check_health",
-        )
-
     def stop(self) -> None:
         """End what waits, then all processes, and remove what they leave behind; not from the loop."""
+        resources, handler = self.llm.engine_core.resources, self.llm.output_handler
         timeout_s = SHUTDOWN_TIMEOUT_S if self.health.death is None else 1.0
-        context = getattr(self.llm.engine_core.resources, "ctx", None)
-        self._events.run(self._end(in_process=context is None))
+        context = getattr(resources, "ctx", None)  # of ZeroMQ; none where the engine lives in this process
+
+        async def end() -> None:
+            self._processes.survey()
+            self.health.end("the engine was closed or restarted; restart() makes a new one")
+            if handler is not None:
+                handler.cancel()  # else it logs the end of the engine as a failure
+            await asyncio.sleep(0)
+            if context is None:  # in the thread that it lived in
+                self.llm.shutdown()
+                gc.collect()
+
+        async def settle() -> None:
+            """Let vLLM's own tasks end, and with them the sockets that they hold."""
+            tasks = [task for task in (resources.output_queue_task, resources.stats_update_task, handler) if task]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._events.run(end())
         if context is not None:
             self.llm.shutdown(timeout=timeout_s)
         self._processes.end(timeout_s=timeout_s)
         if context is not None:
-            self._events.run(_settle(self.llm))
-            _terminate(context)
+            self._events.run(settle())
+            # vLLM leaves the threads of its context running. Their end waits for sockets, so not for ever.
+            ending = threading.Thread(target=context.term, daemon=True, name="rl-generation-zmq")
+            ending.start()
+            ending.join(PATIENCE_S)
         self._folder.remove()
-
-    async def _end(self, *, in_process: bool) -> None:
-        self._processes.survey()
-        self.health.end("the engine was closed or restarted; restart() makes a new one")
-        if self.llm.output_handler is not None:
-            self.llm.output_handler.cancel()  # else it logs the end of the engine as a failure
-        await asyncio.sleep(0)
-        if in_process:  # in the thread that it lived in
-            self.llm.shutdown()
-            gc.collect()
 
     async def _commit(self, new_version: str) -> None:
         """What `AsyncLLM.update_weight_version` does here: a refit calls that, and knows nothing of this engine."""
@@ -220,11 +208,7 @@ class Health:
         return task
 
     async def run(self, what: Coroutine[Any, Any, T]) -> T:
-        """Await `what`.
-
-        Raises:
-            EngineDeadError: The engine is dead, or dies meanwhile.
-        """
+        """Await `what`; EngineDeadError where the engine is dead, or dies meanwhile."""
         task = self.start(what)
         try:
             await asyncio.wait([task])
@@ -360,11 +344,7 @@ async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def unanswered(name: str, timeout_s: float) -> Iterator[None]:
-    """Around what waits for an answer of the engine at most so long.
-
-    Raises:
-        EngineDeadError: There was none in time.
-    """
+    """Make EngineDeadError of the TimeoutError of what waits for an answer of the engine."""
     try:
         yield
     except TimeoutError:
@@ -375,11 +355,7 @@ def unanswered(name: str, timeout_s: float) -> Iterator[None]:
 
 
 def check_not_importing_main() -> None:
-    """Raise where this process is one that an engine is just starting, and runs the caller's script a second time.
-
-    Raises:
-        EngineOptionError: It is.
-    """
+    """Raise EngineOptionError where an engine is just starting this process, which runs the caller's script again."""
     if getattr(process.current_process(), "_inheriting", False):
         raise EngineOptionError(
             "the processes of an engine import the script that makes it: make it under "
@@ -387,45 +363,53 @@ def check_not_importing_main() -> None:
         )
 
 
-async def _start(
-    events: EventLoop, prepared: Prepared, *, own_process: bool, folder: EngineFolder, version: int
-) -> RunningLLM:
+async def start(events: EventLoop, prepared: Prepared, *, own_process: bool, version: int) -> RunningLLM:
+    """Start an engine on `events`, whose loop this runs on; returns once it has loaded its model.
+
+    Raises:
+        EngineOptionError: vLLM refuses the options, or this process has a process group of somebody else's.
+        EngineDeadError: It could not start.
+    """
     from vllm import AsyncEngineArgs, envs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     check_interface(AsyncLLM)
-    statistics = Statistics()
-
-    def logger(_vllm_config: Any, _engine_index: int = 0) -> Statistics:
-        return statistics
-
+    statistics, folder = Statistics(), EngineFolder()
     arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
-    place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not own_process:
-        from rl_generation.vllm.in_process import check_process_group, core_in_this_process
-
-        external = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
-        if not external:
-            check_process_group()
-        place = core_in_this_process(owns_process_group=not external, folder=folder.path)
-    envs.disable_envs_cache()  # an engine in this process may have frozen what it read
     variables = {"VLLM_RPC_BASE_PATH": str(folder.path), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
-    if own_process:  # what its processes leave among temporary files goes with the folder, and compiled kernels do not
-        kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        variables["TMPDIR"] = str(folder.path)
-        variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+    place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
+        if own_process:  # what its processes leave among temporary files goes with the folder, but not compiled kernels
+            kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+            variables["TMPDIR"] = str(folder.path)
+            variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        else:
+            from rl_generation.vllm.in_process import check_process_group, core_in_this_process
+
+            external = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
+            if not external:
+                check_process_group()
+            place = core_in_this_process(owns_process_group=not external, folder=folder.path)
+        envs.disable_envs_cache()  # an engine in this process may have frozen what it read
         with environment(variables), place:
-            # Of the batch sizes that vLLM chooses by itself, those for throughput.
-            llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[logger])
-    except ValueError as error:
-        raise refusal(error) from error
-    except RuntimeError as error:
-        hint = main_guard_hint() if own_process else ""
-        raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}{hint}") from error
-    running = RunningLLM(events, llm, statistics=statistics, folder=folder)
-    await running.health.run(_warm_up(llm, version))
+            llm = AsyncLLM.from_engine_args(
+                arguments,
+                usage_context=UsageContext.LLM_CLASS,  # of the batch sizes that vLLM chooses, those for throughput
+                stat_loggers=[lambda _config, _replica=0: statistics],
+            )
+        running = RunningLLM(events, llm, statistics=statistics, folder=folder)
+        await running.health.run(_warm_up(llm, version))
+    except BaseException as error:
+        folder.remove()
+        if isinstance(error, EngineOptionError | EngineDeadError | ModelError):
+            raise
+        if isinstance(error, ValueError):
+            raise refusal(error) from error
+        if isinstance(error, RuntimeError):
+            hint = main_guard_hint() if own_process else ""
+            raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}{hint}") from error
+        raise
     running.fed = not prepared.unfed
     return running
 
@@ -452,19 +436,3 @@ async def _warm_up(llm: Any, version: int) -> None:
         # Without a run of the model, which it leaves out, vLLM 0.32 has nowhere on a CPU to receive what a stage sends.
         await llm.collective_rpc("execute_dummy_batch")
     await llm.update_weight_version(str(version))
-
-
-async def _settle(llm: Any) -> None:
-    """Let vLLM's own tasks end, and with them the sockets that they hold."""
-    resources = llm.engine_core.resources
-    tasks = [task for task in (resources.output_queue_task, resources.stats_update_task, llm.output_handler) if task]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _terminate(context: Any) -> None:
-    """End the threads of vLLM's ZeroMQ context, which it leaves running; that waits for sockets, so not for ever."""
-    ending = threading.Thread(target=context.term, daemon=True, name="rl-generation-zmq")
-    ending.start()
-    ending.join(PATIENCE_S)
