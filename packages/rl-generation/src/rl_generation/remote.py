@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
@@ -167,12 +167,6 @@ class RemoteEngine:
         except BaseException:
             self.close()
             raise
-        self._limits = Limits(
-            vocab_size=self._facts.vocab_size,
-            max_length=self._facts.max_length,
-            max_length_name="max_model_len",
-            tokenizer=tokenizer,
-        )
 
     # -- What every engine has ---------------------------------------------------------------------------------------
 
@@ -190,7 +184,10 @@ class RemoteEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        return self._limits
+        facts, name = self._facts, "max_model_len"
+        return Limits(
+            vocab_size=facts.vocab_size, max_length=facts.max_length, max_length_name=name, tokenizer=self._tokenizer
+        )
 
     @property
     def unreachable(self) -> dict[str, str]:
@@ -225,15 +222,10 @@ class RemoteEngine:
     def explain(self) -> str:
         """Which servers these are, and how they do. For people."""
         facts = self._facts
-        reports = {
-            "rl-generation": "reported with each token",
-            "vllm": "committed here: plain vLLM reports none",
-            "sglang": "reported by SGLang where its label is a number, and else committed here",
-        }
         seeds = "kept" if facts.seeded else "refused: start SGLang with --enable-deterministic-inference"
         lines = [
             f"engine: RemoteEngine over {len(self._replicas)} of {facts.kind}, model {facts.model!r}",
-            f"version: {self.version}, {reports[facts.kind]}",
+            f"version: {self.version}, {INTERFACES[facts.kind].versions}",
             f"limits: vocabulary {facts.vocab_size}, positions {facts.max_length}",
             f"requests: {self._timeout_s} s each, sent again up to {self._retries} times",
             f"logp: {self._logp_of}",
@@ -319,7 +311,8 @@ class RemoteEngine:
         if self._closed:
             raise EngineDeadError("the engine is closed")
         sent: list[tuple[Request, int]] = []
-        for request in make_requests(prompts, sampling, self._limits):
+        limits = self.limits
+        for request in make_requests(prompts, sampling, limits):
             asked, index = request.sampling, request.prompt_index
             if self._facts.kind == "rl-generation":
                 if any(math.isinf(bias) for _, bias in asked.logit_bias):
@@ -327,7 +320,7 @@ class RemoteEngine:
                 sent.append((request, 0))
                 continue
             if self._facts.kind == "vllm":
-                check_for_vllm(request, self._limits)
+                check_for_vllm(request, limits)
                 sent.append((request, 0))
                 continue
             off = Sampling(max_new_tokens=1)
@@ -469,16 +462,23 @@ class RemoteEngine:
         replica.under_way += 1
         replica.sent += 1
         try:
-            if facts.kind == "sglang":
-                answer = await self._post(replica, "/generate", _sglang_body(request, seeded=facts.seeded))
-            else:
-                body = _completion_body(request, model=facts.model, ours=facts.kind == "rl-generation")
-                answer = await self._post(replica, "/v1/completions", body)
+            answer, rollouts, reported = await self._ask(replica, request, facts, version=version)
         finally:
             replica.under_way -= 1
-        read = _read_sglang if facts.kind == "sglang" else _read_completions
+        if facts.kind == "sglang" and replica.version is not None and not reported:
+            raise _ServerFailedError(_started_anew(replica, answer["meta_info"]), rest=True)
+        if reported:
+            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
+        return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
+
+    async def _ask(
+        self, replica: "_Replica", request: Request, facts: "_Facts", *, version: int = 0
+    ) -> tuple[Any, list[Rollout], bool]:
+        """Send a request once; return the answer, as it is and as rollouts, and whether it says their versions."""
+        interface = INTERFACES[facts.kind]
+        answer = await self._post(replica, interface.path, interface.body(request, facts))
         try:
-            rollouts, reported = read(answer, request, kind=facts.kind, logp_of=self._logp_of, version=version)
+            return answer, *interface.read(answer, request, logp_of=self._logp_of, version=version)
         except (LogpError, ModelError) as error:
             raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -486,11 +486,6 @@ class RemoteEngine:
                 f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
                 f"{type(error).__name__}: {error}"
             ) from None
-        if facts.kind == "sglang" and replica.version is not None and not reported:
-            raise _ServerFailedError(_started_anew(replica, answer["meta_info"]), rest=True)
-        if reported:
-            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
-        return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
 
     async def _post(self, replica: "_Replica", path: str, body: Mapping[str, Any] | None) -> Any:
         """Send one request, or fetch where `body` is None, and return the JSON of the answer.
@@ -624,14 +619,12 @@ class RemoteEngine:
                     f"{replica.url} gives the logp of the distribution {card.get('logp_of')!r}, and "
                     f"logp_of={self._logp_of!r} is asked for: make its engine with that, or ask for the other"
                 )
-            body = _completion_body(probes[0], model=name, ours=True)
-            answer = await self._post(replica, "/v1/completions", body)
-            ((rollout,), _) = _read_completions(answer, probes[0], kind=kind, logp_of=self._logp_of, version=0)
+            _, (rollout,), _ = await self._ask(replica, probes[0], facts)
             replica.version = rollout.version
         elif kind == "vllm":
             await self._probe_logp_of_vllm(replica, facts, probes)
         else:
-            await self._probe_logp_of_sglang(replica, probes)
+            await self._probe_logp_of_sglang(replica, facts, probes)
         return facts
 
     async def _cards(self, replica: "_Replica") -> list[dict[str, Any]]:
@@ -678,31 +671,12 @@ class RemoteEngine:
     async def _probe_logp_of_vllm(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:
         """Find `--logprobs-mode` out: drawn from one token, its logp is 0 as processed, and as it was in the model."""
         logps: list[float] = []
-        mode = {"sampled": "processed_logprobs", "raw": "raw_logprobs"}[self._logp_of]
         for probe in probes:
             one_token = replace(probe, sampling=replace(probe.sampling, temperature=1.0, top_k=1))
-            answer = await self._post(
-                replica, "/v1/completions", _completion_body(one_token, model=facts.model, ours=False)
-            )
-            choice = answer["choices"][0]
-            if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
-                raise EngineOptionError(
-                    f"{replica.url} ignores return_token_ids, and so cannot give the tokens that it sampled: vLLM has "
-                    f"it since 0.10.2"
-                )
-            if not choice.get("logprobs"):
-                raise EngineOptionError(
-                    f"{replica.url} ignores logprobs=0, which asks for the logp of the sampled token"
-                )
-            (logp,) = choice["logprobs"]["token_logprobs"]
-            if logp is not None and logp > 1e-4:
-                raise EngineOptionError(
-                    f"{replica.url} gives {logp} as a log-probability, which is a logit: start it with "
-                    f"--logprobs-mode {mode}"
-                )
-            ((rollout,), _) = _read_completions(answer, one_token, kind="vllm", logp_of=self._logp_of, version=0)
+            _, (rollout,), _ = await self._ask(replica, one_token, facts)
             logps.append(rollout.logp[0])
-        self._check_logp_of("raw" if min(logps) < -1e-4 else "sampled", replica, flag=f"--logprobs-mode {mode}")
+        flag = f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
+        self._check_logp_of("raw" if min(logps) < -1e-4 else "sampled", replica, flag=flag)
 
     async def _probe_sglang(self, replica: "_Replica", facts: "_Facts") -> "_Facts":
         """What SGLang's own pages say: what it prefers to what it is asked, and whether it keeps seeds."""
@@ -722,15 +696,12 @@ class RemoteEngine:
         length = facts.max_length or server.get("context_length")
         return replace(facts, max_length=length, seeded=bool(server.get("enable_deterministic_inference")))
 
-    async def _probe_logp_of_sglang(self, replica: "_Replica", probes: Sequence[Request]) -> None:
+    async def _probe_logp_of_sglang(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:
         """Find `SGLANG_RETURN_ORIGINAL_LOGPROB` out: with it, a token's logp does not move with the temperature."""
         for probe in probes:
-            answer = await self._post(replica, "/generate", _sglang_body(probe, seeded=False))
-            if not answer["meta_info"].get("output_token_logprobs"):
-                raise EngineOptionError(f"{replica.url} ignores return_logprob, and gives no output_token_logprobs")
-            ((rollout,), _) = _read_sglang(answer, probe, logp_of=self._logp_of, version=0)
+            _, (rollout,), _ = await self._ask(replica, probe, facts)
             hot = replace(probe, sampling=replace(probe.sampling, temperature=2.0))
-            body = _sglang_body(hot, seeded=False) | {"token_ids_logprob": list(rollout.tokens)}
+            body = _sglang_body(hot, facts) | {"token_ids_logprob": list(rollout.tokens)}
             answer = await self._post(replica, "/generate", body)
             ((logp, *_),) = answer["meta_info"]["output_token_ids_logprobs"][0]
             if rollout.logp[0] <= -1e-3:  # else the model is too sure of this token for a temperature to show
@@ -897,11 +868,11 @@ SAMPLING_FIELDS = (
 """Of Sampling, which `/v1/completions` calls by the same names."""
 
 
-def _completion_body(request: Request, *, model: str, ours: bool) -> dict[str, Any]:
+def _completion_body(request: Request, facts: _Facts) -> dict[str, Any]:
     """A request to `/v1/completions`. All that a generation config of the server could fill in is said."""
     sampling = request.sampling
     body: dict[str, Any] = {
-        "model": model,
+        "model": facts.model,
         "prompt": request.prompt,
         "max_tokens": sampling.max_new_tokens,
         **{name: getattr(sampling, name) for name in SAMPLING_FIELDS},
@@ -912,7 +883,7 @@ def _completion_body(request: Request, *, model: str, ours: bool) -> dict[str, A
     }
     if sampling.seed is not None:
         body["seed"] = sampling.seed
-    if ours:  # the others were refused before
+    if facts.kind == "rl-generation":  # for the others they were refused before
         if sampling.logit_bias:
             body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
         if sampling.min_new_tokens:
@@ -923,17 +894,22 @@ def _completion_body(request: Request, *, model: str, ours: bool) -> dict[str, A
     return body
 
 
-def _read_completions(
-    answer: Any, request: Request, *, kind: ServerKind, logp_of: LogpOf, version: int
-) -> tuple[list[Rollout], bool]:
+def _read_completions(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
     """The rollouts of an answer of `/v1/completions`, and whether it says their versions; LogpError if not exact."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     if len(choices) != request.sampling.n:
         raise LogpError(f"holds {len(choices)} answers of n={request.sampling.n}")
-    if kind == "rl-generation" and answer["logp_of"] != logp_of:
+    reported = "logp_of" in answer  # by our server
+    if reported and answer["logp_of"] != logp_of:
         raise LogpError(f"has logp of the distribution {answer['logp_of']!r}, and not {logp_of!r}: its engine changed")
-    rollouts, reported = [], kind == "rl-generation"
+    rollouts = []
     for index, choice in enumerate(choices):
+        if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
+            raise LogpError(
+                "ignores return_token_ids, and so has not the tokens that were sampled: vLLM has it since 0.10.2"
+            )
+        if not choice.get("logprobs"):
+            raise LogpError("ignores logprobs=0, which asks for the logp of the sampled token")
         if tuple(choice["prompt_token_ids"]) != request.prompt:
             raise LogpError(f"is to another prompt, of {len(choice['prompt_token_ids'])} tokens")
         given = choice["logprobs"]
@@ -966,7 +942,7 @@ def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
     return tuple(places)
 
 
-def _sglang_body(request: Request, *, seeded: bool) -> dict[str, Any]:
+def _sglang_body(request: Request, facts: _Facts) -> dict[str, Any]:
     """A request to SGLang's `/generate`. All that `--preferred-sampling-params` could fill in is said."""
     sampling = request.sampling
     same = ("max_new_tokens", "n", "temperature", "top_p", "min_p", "ignore_eos", "min_new_tokens")
@@ -977,20 +953,18 @@ def _sglang_body(request: Request, *, seeded: bool) -> dict[str, Any]:
         "stop": sampling.stop or None,
         "stop_token_ids": sampling.stop_token_ids or None,
     }
-    if seeded and sampling.seed is not None:
+    if facts.seeded and sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
     return {"input_ids": request.prompt, "sampling_params": parameters, "return_logprob": True, "stream": False}
 
 
-def _read_sglang(
-    answer: Any, request: Request, *, kind: ServerKind = "sglang", logp_of: LogpOf, version: int
-) -> tuple[list[Rollout], bool]:
+def _read_sglang(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
     """The one rollout of an answer of SGLang's `/generate`, as `_read_completions` does; LogpError if not exact."""
-    assert kind == "sglang"
     said = answer["meta_info"]
     if said["prompt_tokens"] != len(request.prompt):
         raise LogpError(f"is to another prompt, of {said['prompt_tokens']} tokens: is --allow-auto-truncate set?")
-    pairs = said["output_token_logprobs"]
+    if (pairs := said.get("output_token_logprobs")) is None:
+        raise LogpError("ignores return_logprob, and has no output_token_logprobs")
     # The ids beside the logp are what was sampled, with the stop token; output_ids may lack it.
     if len(pairs) != said["completion_tokens"]:
         raise LogpError(f"has {said['completion_tokens']} tokens and {len(pairs)} logp")
@@ -1052,6 +1026,11 @@ def _rollout(
     for place, (token, value) in enumerate(zip(tokens, logp, strict=True)):
         if value is None or not LOWEST_LOGP < value < math.inf:
             raise LogpError(f"has logp={value} at token {place}, id {token}")
+        if value > 1e-3:
+            raise LogpError(
+                f"has {value} as a log-probability, which is a logit: start vLLM with --logprobs-mode "
+                f"{'processed_logprobs' if logp_of == 'sampled' else 'raw_logprobs'}"
+            )
     if finish_reason not in get_args(FinishReason):
         raise ModelError(f"ended for the reason {finish_reason!r}, which is none of {get_args(FinishReason)}")
     most = request.sampling.max_new_tokens
@@ -1074,3 +1053,29 @@ def _rollout(
         prompt_index=request.prompt_index,
         sample_index=sample_index,
     )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Interface:
+    """What differs between the kinds of servers in one request."""
+
+    path: str
+    body: Callable[[Request, _Facts], dict[str, Any]]
+    read: Callable[..., tuple[list[Rollout], bool]]
+    versions: str
+    """Who says which weights made a rollout."""
+
+
+INTERFACES: Mapping[ServerKind, _Interface] = {
+    "rl-generation": _Interface("/v1/completions", _completion_body, _read_completions, "reported with each token"),
+    "vllm": _Interface(
+        "/v1/completions", _completion_body, _read_completions, "committed here: plain vLLM reports none"
+    ),
+    "sglang": _Interface(
+        "/generate",
+        _sglang_body,
+        _read_sglang,
+        "reported by SGLang where its label is a number, and else committed here",
+    ),
+}

@@ -19,7 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rl_generation.chat import decode_rollout
@@ -94,11 +94,7 @@ async def stream(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncG
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Do `work`, or cancel it as soon as the client disconnects. The body must have been read.
-
-    Raises:
-        ClientGoneError: The client disconnected first.
-    """
+    """Do `work`, or cancel it and raise ClientGoneError as soon as the client disconnects; its body has been read."""
 
     async def disconnection() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -380,7 +376,7 @@ def spans_as_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
 
 
 @final
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A response of server-sent events that ends, and closes its source, as soon as the client disconnects.
 
     Args:
@@ -389,39 +385,34 @@ class EventStream(Response):
         headers: Of the response.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None], *, headers: dict[str, str]
     ) -> None:
-        self.status_code, self.background = 200, None
-        self._first, self._rest = first, rest
-        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
+        super().__init__(_events(first, rest), media_type="text/event-stream", headers=headers)
+        self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         async with aclosing(self._rest):
-            await unless_disconnected(receive, self._send(send))
+            await unless_disconnected(receive, self.stream_response(send))
 
-    async def _send(self, send: Send) -> None:
-        async def event(content: dict[str, Any]) -> None:
-            name = f"event: {content['type']}\n" if "type" in content else ""  # of the Responses API
-            body = name.encode() + b"data: " + to_json(content) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = b""
-        try:
-            await event(self._first)
-            async for content in self._rest:
-                await event(content)
-            last = b"data: [DONE]\n\n"
-        except HttpError as error:
-            await event(error.body)
-        except Exception:
-            LOG.exception("a stream ended with an unforeseen error")
-            await event(internal().body)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    def event(content: dict[str, Any]) -> bytes:
+        name = f"event: {content['type']}\n" if "type" in content else ""  # of the Responses API
+        return name.encode() + b"data: " + to_json(content) + b"\n\n"
+
+    try:
+        yield event(first)
+        async for content in rest:
+            yield event(content)
+        yield b"data: [DONE]\n\n"
+    except HttpError as error:
+        yield event(error.body)
+    except Exception:
+        LOG.exception("a stream ended with an unforeseen error")
+        yield event(internal().body)
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:

@@ -182,12 +182,7 @@ class ServerLimits:
 
 
 async def read_body(request: Request, bounds: ServerLimits) -> bytes:
-    """Read a body within its bounds of size and time.
-
-    Raises:
-        HttpError: 413 or 408.
-        ClientGoneError: The client disconnected before its end.
-    """
+    """Read a body within its bounds of size and time; HttpError 413 or 408 beyond them."""
     most, length = bounds.max_body_bytes, request.headers.get("content-length", "0")
     message = f"the body is larger than {most} bytes, the limit here: send fewer prompts at once"
     too_large = HttpError(413, message, code="body_too_large", headers={"Connection": "close"})

@@ -36,15 +36,7 @@ API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
 
 
 class HttpThread:
-    """An application that is served in a thread of its own, for as long as a `with` block.
-
-    Args:
-        app: What is served.
-        host: Address to listen on.
-        port: To listen on; 0 takes a free one, which `port` then says.
-        shutdown_timeout_s: Whole seconds for requests in flight at the end.
-        log_level: Of uvicorn's loggers; it never logs headers.
-    """
+    """An application that is served in a thread of its own, for as long as a `with` block; see `Server`."""
 
     def __init__(self, app: ASGIApp, *, host: str, port: int, shutdown_timeout_s: int, log_level: str) -> None:
         self._uvicorn = uvicorn.Server(

@@ -61,11 +61,7 @@ def detect_tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | Non
 
 
 def tool_format_of(name: str) -> ToolFormat:
-    """Return the format of this name.
-
-    Raises:
-        EngineOptionError: The embedded engine's server does not know it.
-    """
+    """Return the format of this name; EngineOptionError where the embedded engine's server does not know it."""
     if name not in TOOL_FORMATS:
         raise EngineOptionError(
             f"tool_format={name!r} is not known: calls are parsed in the formats {', '.join(TOOL_FORMATS)}; over "

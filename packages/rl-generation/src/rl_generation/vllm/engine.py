@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta
-from rl_generation.errors import EngineOptionError, ModelError, PromptError, TimedOutSample
+from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError, TimedOutSample
 from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
-from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens, warn_of_dtype
+from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
 from rl_generation.vllm.running import ask_replicas, check_not_importing_main, start, unanswered
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
@@ -183,7 +183,9 @@ class VllmEngine:
 
     def metrics(self) -> EngineMetrics:
         """Return what it is doing now, as of the last step, and has done since it was started."""
-        return self._running.metrics()
+        running = self._running
+        busy = running.llm.output_processor.has_unfinished_requests()  # what vLLM said last is that of a step before
+        return running.statistics.metrics(version=running.version, busy=busy)
 
     async def read_metrics(self) -> EngineMetrics:
         """`metrics`, for who has any `StreamingEngine`."""
@@ -302,7 +304,13 @@ class VllmEngine:
         """
         if self.ready is not None:
             self.ready()
-        self._running.check_weights()
+        running = self._running
+        if running.health.death is not None:
+            raise EngineDeadError(running.health.death)
+        if not running.fed:
+            raise ModelError(NO_WEIGHTS)
+        if running.asleep:
+            raise ModelError("the engine sleeps; wake_up() before it generates")
 
     # -- What a trainer asks of it -------------------------------------------------------------------------------
 
@@ -342,7 +350,16 @@ class VllmEngine:
             EngineOptionError: The engine was made without `enable_sleep_mode`, or there is no such level.
             ModelError: Requests are under way.
         """
-        self._prepared.check_sleep(level)
+        from vllm.platforms import current_platform
+
+        able = self._prepared.options.enable_sleep_mode
+        if level not in (1, 2) or not (
+            able or not current_platform.is_sleep_mode_available()
+        ):  # on a CPU: does nothing
+            raise EngineOptionError(
+                f"sleep needs an engine made with enable_sleep_mode=True, and level 1 or 2; got level={level!r}, "
+                f"enable_sleep_mode={able}"
+            )
         if self._samples.under_way:
             raise ModelError("requests are under way; finish or abort them before the engine sleeps")
         self._running.asleep = True

@@ -32,11 +32,7 @@ __all__ = ["check_process_group", "core_in_this_process"]
 
 
 def check_process_group() -> None:
-    """Refuse where vLLM would take over, and in the end destroy, the default process group of somebody else.
-
-    Raises:
-        EngineOptionError: There is such a group.
-    """
+    """Refuse where vLLM would take over, and in the end destroy, the default process group of somebody else."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         raise EngineOptionError(

@@ -90,17 +90,6 @@ class Prepared:
         """Whether the engine starts with weights that nobody shall sample from."""
         return self.load_format == DUMMY
 
-    def check_sleep(self, level: int) -> None:
-        """Raise EngineOptionError where this engine cannot sleep at `level`; on a CPU it can, and frees nothing."""
-        from vllm.platforms import current_platform
-
-        able = self.options.enable_sleep_mode or not current_platform.is_sleep_mode_available()
-        if level not in (1, 2) or not able:
-            raise EngineOptionError(
-                f"sleep needs an engine made with enable_sleep_mode=True, and level 1 or 2; got level={level!r}, "
-                f"enable_sleep_mode={self.options.enable_sleep_mode}"
-            )
-
     def explain(
         self,
         *,
@@ -290,11 +279,7 @@ def installed_version() -> str | None:
 
 
 def check_interface(llm: type) -> None:
-    """Refuse a vLLM whose `AsyncLLM` has lost a method that the engine calls.
-
-    Raises:
-        EngineOptionError: It has.
-    """
+    """Refuse a vLLM whose `AsyncLLM` has lost a method that the engine calls."""
     if missing := [name for name in _CALLED if not callable(getattr(llm, name, None))]:
         raise EngineOptionError(
             f"vLLM {installed_version()} has no {', '.join(f'AsyncLLM.{name}' for name in missing)}, which this engine "
@@ -342,11 +327,7 @@ def main_guard_hint() -> str:
 
 
 def read_config(options: VllmOptions) -> Mapping[str, Any]:
-    """Return the model's `config.json`.
-
-    Raises:
-        EngineOptionError: The model is neither a folder with one nor to be found on the hub.
-    """
+    """Return the model's `config.json`; refuse a model that is neither a folder with one nor to be found on the hub."""
     found = _read(options, "config.json", required=True)
     if found is None:
         raise EngineOptionError(f"model={options.model!r} is a folder without config.json: nothing that vLLM can serve")
@@ -361,11 +342,7 @@ def stop_token_ids_of(options: VllmOptions, config: Mapping[str, Any]) -> tuple[
 
 
 def has_tokenizer(options: VllmOptions) -> bool:
-    """Whether there is a tokenizer, the given one or one beside the model.
-
-    Raises:
-        EngineOptionError: `options.tokenizer` names a folder that does not exist or holds none.
-    """
+    """Whether there is a tokenizer beside the model, or the given one; refuse a given folder that holds none."""
     if options.vllm_kwargs.get("skip_tokenizer_init"):
         return False
     folder = Path(options.tokenizer or options.model).expanduser()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, final
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
 from rl_generation.event_loop import EventLoop
-from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, check_interface, environment, main_guard_hint, refusal
+from rl_generation.vllm.preparing import Prepared, check_interface, environment, main_guard_hint, refusal
 from rl_generation.vllm.processes import EngineFolder, EngineProcesses
 
 __all__ = [
@@ -80,25 +80,6 @@ class RunningLLM:
         """Of the engine's processes."""
         return tuple(self._processes.started)
 
-    def check_weights(self) -> None:
-        """Refuse to generate without weights, or without an engine.
-
-        Raises:
-            EngineDeadError: It is known to be dead.
-            ModelError: Its weights are not there.
-        """
-        if self.health.death is not None:
-            raise EngineDeadError(self.health.death)
-        if not self.fed:
-            raise ModelError(NO_WEIGHTS)
-        if self.asleep:
-            raise ModelError("the engine sleeps; wake_up() before it generates")
-
-    def metrics(self) -> EngineMetrics:
-        """Return what it is doing now, and has done so far."""
-        # What vLLM said last is that of a step before.
-        return self.statistics.metrics(version=self.version, busy=self.llm.output_processor.has_unfinished_requests())
-
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
         """Await the answer that `what` asks for, on the engine's loop; EngineDeadError where it died or is late."""
         with unanswered(name, timeout_s):
@@ -149,11 +130,7 @@ class RunningLLM:
         self.version, self.fed = version, True
 
     async def _note_seams(self) -> None:
-        """Note how many tokens each request has, all by the weights so far: the engine is paused, or has none.
-
-        Raises:
-            ModelError: It goes on generating, and nobody could say which weights made which tokens.
-        """
+        """Note how many tokens each request has, all by the weights so far: the engine is paused, or has none."""
         limit = asyncio.get_running_loop().time() + SETTLED_S
         counts, before = self._tokens_of_requests(), None
         while counts != before:  # tokens of before the pause may still wait for the task that hands them on
@@ -320,11 +297,7 @@ def _says_versions() -> bool:
 
 
 def version_of(label: str) -> int:
-    """Return the version that vLLM's label of its weights means.
-
-    Raises:
-        ModelError: It is no number of optimizer steps.
-    """
+    """Return the version that vLLM's label of its weights means; ModelError where that is no number of steps."""
     if label.isdecimal():
         return int(label)
     raise ModelError(
@@ -399,7 +372,13 @@ async def start(events: EventLoop, prepared: Prepared, *, own_process: bool, ver
                 stat_loggers=[lambda _config, _replica=0: statistics],
             )
         running = RunningLLM(events, llm, statistics=statistics, folder=folder)
-        await running.health.run(_warm_up(llm, version))
+        await running.health.run(llm.get_supported_tasks())  # else the first request asks, before it can be aborted
+        stages = llm.vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1 and llm.vllm_config.device_config.device_type == "cpu":
+            # Without a run of the model, which it leaves out, vLLM 0.32 has nowhere on a CPU to receive what a stage
+            # sends.
+            await running.health.run(llm.collective_rpc("execute_dummy_batch"))
+        await running.health.run(llm.update_weight_version(str(version)))
     except BaseException as error:
         folder.remove()
         if isinstance(error, EngineOptionError | EngineDeadError | ModelError):
@@ -425,14 +404,3 @@ def _roots(core: Any) -> list[Any]:
     if core.resources.coordinator is not None:
         roots.append(core.resources.coordinator.proc)
     return roots
-
-
-async def _warm_up(llm: Any, version: int) -> None:
-    await llm.get_supported_tasks()  # else the first request asks, before it can be aborted
-    if (
-        llm.vllm_config.parallel_config.pipeline_parallel_size > 1
-        and llm.vllm_config.device_config.device_type == "cpu"
-    ):
-        # Without a run of the model, which it leaves out, vLLM 0.32 has nowhere on a CPU to receive what a stage sends.
-        await llm.collective_rpc("execute_dummy_batch")
-    await llm.update_weight_version(str(version))

@@ -551,11 +551,7 @@ def spans_of(
 
 
 def sample_timeout_s() -> float | None:
-    """Read `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`; None where it is not set.
-
-    Raises:
-        EngineOptionError: It is not a positive, finite number.
-    """
+    """Read `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`; None where it is not set, EngineOptionError where it is no time."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if text is None:
         return None
@@ -569,11 +565,7 @@ def sample_timeout_s() -> float | None:
 
 
 def check_timeout(timeout_s: float, *, name: str = "timeout_s") -> float:
-    """Return `timeout_s`.
-
-    Raises:
-        EngineOptionError: It is not positive, or not finite.
-    """
+    """Return `timeout_s`; EngineOptionError where it is not positive, or not finite."""
     if not 0.0 < timeout_s < math.inf:
         raise EngineOptionError(f"{name} must be a positive, finite number of seconds; got {name}={timeout_s!r}")
     return timeout_s
