@@ -45,7 +45,7 @@ from rl_generation.event_loop import EventLoop
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, make_requests
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, TopLogp, VersionSpan, in_order
 from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm
+from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm, refuse_fields
 
 if TYPE_CHECKING:
     import httpx
@@ -323,13 +323,9 @@ class RemoteEngine:
                 check_for_vllm(request, limits)
                 sent.append((request, 0))
                 continue
-            off = Sampling(max_new_tokens=1)
-            for name in ("bad_words", *EMBEDDED_ONLY):
-                if getattr(asked, name) != getattr(off, name):
-                    raise PromptError(
-                        f"prompt {index} asks for {name}={getattr(asked, name)!r:.100}, which SGLang does not do as "
-                        f"the embedded engine does: leave it out, or use a server of rl-generation"
-                    )
+            remedy = "leave it out, or use a server of rl-generation"
+            why = f"which SGLang does not do as the embedded engine does: {remedy}"
+            refuse_fields(request, ("bad_words", *EMBEDDED_ONLY), why)
             if asked.ignore_eos and asked.stop_token_ids:
                 raise PromptError(
                     f"prompt {index} asks for stop_token_ids={asked.stop_token_ids!r} beside ignore_eos, with which "
@@ -565,7 +561,7 @@ class RemoteEngine:
                 different = (await self._probe(replica)).difference(self._facts)
             if different is None:
                 LOG.warning("%s answers again", replica.url)
-                replica.recovered()
+                replica.why_down, replica.rested_until, replica.rests = None, 0.0, 0
                 return None
             failure = f"came back as another: {different}"
         except _ServerFailedError as error:
@@ -770,19 +766,12 @@ class _Replica:
         self.rests += 1
         LOG.warning("%s %s; it is left alone for %g s", self.url, why, pause_s)
 
-    def recovered(self) -> None:
-        """Use it again."""
-        self.why_down, self.rested_until, self.rests = None, 0.0, 0
-
 
 @final
 class _ServerFailedError(Exception):
     """A failure after which the same request may be sent again, to another replica first.
 
-    Args:
-        message: What happened, after the URL.
-        rest: Whether the replica is left alone for a while.
-        pause_s: Seconds that the server asks to wait; 0 where it does not.
+    `rest` says whether the replica is left alone for a while, and `pause_s` how long the server asks to wait, or 0.
     """
 
     def __init__(self, message: str, *, rest: bool, pause_s: float = 0.0) -> None:

@@ -107,11 +107,7 @@ def read_tools(
 ) -> tuple[ToolUse | None, str | None]:
     """Return how calls are found, and the JSON schema that a forced call follows; None twice where there are none.
 
-    Args:
-        tools: OpenAI's `tools`.
-        choice: OpenAI's `tool_choice`.
-        parallel: OpenAI's `parallel_tool_calls`.
-        found: The format of the model; None where it is not known.
+    Takes OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`, and the model's format, None where it is not known.
 
     Raises:
         HttpError: 400; a tool is no function, the choice names none of them, or the model's format is not known.

@@ -276,9 +276,13 @@ class VllmEngine:
 
         Args:
             prompt: As vLLM's renderer made it.
-            params: vLLM's SamplingParams of each answer; see `Samples.outputs`.
+            params: vLLM's SamplingParams of each answer, whose `n` is 1, and which ask for the sampled token's logp.
             lora_request: vLLM's.
             how: Further arguments of `AsyncLLM.generate`.
+
+        Yields:
+            The index of an answer, a `vllm.RequestOutput`, and, with the last of an answer, which weights made which of
+            its tokens.
 
         Raises:
             What `stream` raises, a PromptError excepted: what vLLM refuses, it says itself.

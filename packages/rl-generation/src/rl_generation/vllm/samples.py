@@ -169,12 +169,7 @@ class Samples:
         request_id: str | None = None,
         otherwise_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[list[Request], Manner]:
-        """Return what a call comes to, with `otherwise_s` for each sample where nobody has set a limit.
-
-        Raises:
-            PromptError: A request cannot be served.
-            EngineOptionError: The timeout is impossible, or there is no place for adapters.
-        """
+        """Return what a call comes to, or refuse it; `otherwise_s` is for each sample where nobody has set a limit."""
         requests = make_requests(prompts, sampling, self.limits)
         for request in requests:
             check_for_vllm(request, self.limits)
@@ -184,13 +179,7 @@ class Samples:
         return requests, Manner(timeout_s=limit_s, lora=None if lora is None else lora.request(), request_id=request_id)
 
     async def generate(self, requests: Sequence[Request], manner: Manner) -> list[Rollout]:
-        """Answer all of them, in order.
-
-        Raises:
-            SampleTimeoutError: Samples were not done in time; all others are, and are kept.
-            EngineDeadError: The engine died; what had finished is kept.
-            LogpError: A log-probability is missing or not finite.
-        """
+        """Answer all of them, in order; raise what `VllmEngine.generate` says."""
         return in_order([rollout async for rollout in self._run_all(self._samples(requests, manner), self._whole)])
 
     def as_completed(
@@ -213,18 +202,7 @@ class Samples:
     def outputs(
         self, prompt: Any, params: Sequence[Any], *, manner: Manner, how: Mapping[str, Any]
     ) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
-        """Yield what vLLM itself puts out for several answers to one prompt; raise as `stream` does.
-
-        Args:
-            prompt: As vLLM's renderer made it.
-            params: vLLM's SamplingParams of each answer.
-            manner: What holds for all of them.
-            how: Further arguments of `AsyncLLM.generate`.
-
-        Yields:
-            The index of an answer, a `vllm.RequestOutput`, and, with the last of an answer, which weights made which of
-            its tokens.
-        """
+        """Yield what vLLM itself puts out for several answers to one prompt; see `VllmEngine.outputs`."""
 
         def hand_on(sample: _Sample, output: Any, _logp: tuple[float, ...]) -> Any:
             return sample.index, output, self._versions(sample, output.outputs[0]) if output.finished else ()
@@ -379,13 +357,8 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
         raise PromptError(
             f"prompt {index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
         )
-    off = Sampling(max_new_tokens=1)
-    for name in EMBEDDED_ONLY:
-        if getattr(sampling, name) != getattr(off, name):
-            raise PromptError(
-                f"prompt {index} asks for {name}={getattr(sampling, name)!r:.100}, which the embedded engine alone "
-                f"does, not vLLM's: leave it out, or use TransformersEngine"
-            )
+    why = "which the embedded engine alone does, not vLLM's: leave it out, or use TransformersEngine"
+    refuse_fields(request, EMBEDDED_ONLY, why)
     if sampling.stop and decode(limits.tokenizer, request.prompt[-ENOUGH_TOKENS:]).endswith(INCOMPLETE):
         raise PromptError(
             f"prompt {index} ends inside a character, and asks for stop={sampling.stop!r}, which vLLM would then look "
@@ -402,6 +375,14 @@ def check_for_vllm(request: Request, limits: Limits) -> None:
             )
 
 
+def refuse_fields(request: Request, names: Sequence[str], why: str) -> None:
+    """Raise PromptError where the Sampling of a request sets one of these fields."""
+    asked, off = request.sampling, Sampling(max_new_tokens=1)
+    for name in names:
+        if getattr(asked, name) != getattr(off, name):
+            raise PromptError(f"prompt {request.prompt_index} asks for {name}={getattr(asked, name)!r:.100}, {why}")
+
+
 def to_sampling_params(
     sampling: Sampling, *, stop_token_ids: Sequence[int], sample_index: int = 0, streaming: bool = False
 ) -> Any:
@@ -411,10 +392,9 @@ def to_sampling_params(
     ends answers alike, whatever the checkpoint's generation config says.
 
     Args:
-        sampling: What the caller asked for; of its `n` answers, this is `sample_index`, which draws with
-            `seed + sample_index`.
+        sampling: What the caller asked for.
         stop_token_ids: The engine's own, which `ignore_eos` switches off.
-        sample_index: Which of the `n` answers.
+        sample_index: Which of the `n` answers, which draws with `seed + sample_index`.
         streaming: Whether the engine hands out new tokens as they come, or an answer when it is whole.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # `from vllm import` looks it up each time
