@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launched_run import LaunchedRun, command_line, gone, json_lines
 
-from rl_generation.vllm.leftovers import mapped_shared_memory
+from rl_generation.vllm.processes import mapped_shared_memory
 from rl_launcher.checks.doctor_findings import left_behind
 
 PATIENCE_S = 200

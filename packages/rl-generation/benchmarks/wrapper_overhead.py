@@ -43,7 +43,7 @@ numbers = itertools.count()
 
 def params_of(engine, workload):
     """vLLM's parameters as our engine makes them, with vLLM's own way to give several answers; one object for all."""
-    from rl_generation.vllm.sampling_params import to_sampling_params
+    from rl_generation.vllm.samples import to_sampling_params
 
     params = to_sampling_params(sampling_of(workload), stop_token_ids=engine.stop_token_ids)
     params.n = workload.n

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "programs"))
 import saved_model
 
 from rl_generation.cli import COMMANDS, main
-from rl_generation.vllm.runtime import installed_version
+from rl_generation.vllm.preparing import installed_version
 
 # The package's own door opens to all of it; here the commands are entered beside it.
 HELP_OF_ALL = """

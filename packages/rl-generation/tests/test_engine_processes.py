@@ -19,11 +19,9 @@ from rl_generation.errors import EngineDeadError, EngineOptionError, TimedOutSam
 from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.vllm import VllmOptions
-from rl_generation.vllm.admission import Admission
-from rl_generation.vllm.health import Health
-from rl_generation.vllm.leftovers import Leftovers
 from rl_generation.vllm.processes import EngineProcesses
-from rl_generation.vllm.timeouts import sample_timeout_s, timeout_error
+from rl_generation.vllm.running import Health
+from rl_generation.vllm.samples import Samples, sample_timeout_s, timeout_error
 
 PATIENCE_S = 60
 PROGRAMS = Path(__file__).parent / "programs"
@@ -39,30 +37,30 @@ def process(monkeypatch):
 
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=holding.hold, args=(theirs,), name="EngineCore")
-    leftovers = Leftovers([])
+    processes = EngineProcesses([])
     process.start()
     try:
         assert ours.poll(PATIENCE_S)
         memory, lock = ours.recv()
         process.files = [Path("/dev/shm", memory.lstrip("/")), Path("/dev/shm", f"sem.{lock.lstrip('/')}")]
-        leftovers = Leftovers([process.pid])
+        processes = EngineProcesses([process])
         yield process
     finally:
         process.kill()
         process.join(PATIENCE_S)
-        leftovers.remove()
+        processes.remove_leftovers()
 
 
 def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd):
     foreign = SharedMemory(create=True, size=4096)
     try:
         assert all(file.exists() for file in process.files)
-        leftovers = Leftovers([process.pid])
+        processes = EngineProcesses([process])
         process.kill()
         process.join(PATIENCE_S)
         assert all(file.exists() for file in process.files)
-        leftovers.remove()
-        leftovers.remove()
+        processes.remove_leftovers()
+        processes.remove_leftovers()
         assert not any(file.exists() for file in process.files)
         assert Path("/dev/shm", foreign.name).exists()
     finally:
@@ -74,7 +72,7 @@ def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd
 OWNER = """
 import multiprocessing, os, sys
 from rl_generation.child_process import process_stat
-from rl_generation.vllm.leftovers import EngineFolder, Keeper
+from rl_generation.vllm.processes import EngineFolder
 import holding
 
 if __name__ == "__main__":
@@ -84,8 +82,7 @@ if __name__ == "__main__":
     engine.start()
     memory, _ = ours.recv()
     folder = EngineFolder()
-    folder.note([engine.pid])
-    Keeper({engine.pid: process_stat(engine.pid).started}, folder)
+    folder.watch({engine.pid: process_stat(engine.pid).started})
     print(engine.pid, folder.path, memory.lstrip("/"), flush=True)
     sys.stdin.read()
 """
@@ -118,9 +115,9 @@ def test_the_end_of_processes_waits_for_workers_that_had_to_be_killed():
         assert root.stdout.readline()
         handle = SimpleNamespace(pid=root.pid, join=root.wait)
         processes = EngineProcesses([handle])
-        assert len(processes.process_ids) == 2
+        assert len(processes.started) == 2
         processes.end(timeout_s=0.1)
-        assert [each for each in processes.process_ids if process_stat(each) is not None] == []
+        assert [each for each in processes.started if process_stat(each) is not None] == []
     finally:
         root.kill()
         root.wait()
@@ -159,7 +156,7 @@ def test_what_the_living_answer_is_handed_on(process):
 
 
 def test_an_engine_that_failed_without_dying_is_dead_all_the_same(process, monkeypatch):
-    monkeypatch.setattr("rl_generation.vllm.health.PATIENCE_S", 0.1)
+    monkeypatch.setattr("rl_generation.vllm.running.PATIENCE_S", 0.1)
 
     async def fail():
         raise OSError("sockets")
@@ -191,8 +188,9 @@ def test_a_timeout_that_is_no_time_is_refused(monkeypatch, value):
 
 def test_the_limit_of_a_sample_is_the_calls_or_the_engines_or_that_of_its_kind_of_call(monkeypatch):
     def limit(engines, **call):
-        admission = Admission(options=VllmOptions(model="m"), limits=LIMITS, timeout_s=engines)
-        return admission.requests([[5]], Sampling(max_new_tokens=1), **call)[1].timeout_s
+        made = {"options": VllmOptions(model="m"), "limits": LIMITS, "stop_token_ids": (), "logp_of": "sampled"}
+        samples = Samples(None, **made, timeout_s=engines)
+        return samples.admit([[5]], Sampling(max_new_tokens=1), **call)[1].timeout_s
 
     monkeypatch.delenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", raising=False)
     assert sample_timeout_s() is None

@@ -261,7 +261,8 @@ def test_raw_logp_of_vllm_are_taken_where_they_are_asked_for():
         (lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(1, None), LogpError, "logp=None at token 1"),
         (lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(1, -9999.0), LogpError, "logp=-9999.0 at"),
         (lambda choice: choice.update(prompt_token_ids=[1, 2]), LogpError, "is to another prompt, of 2 tokens"),
-        (lambda choice: choice.update(logprobs=None), LogpError, "has not the shape of vllm's"),
+        (lambda choice: choice.update(logprobs=None), LogpError, "ignores logprobs=0"),
+        (lambda choice: choice.pop("finish_reason"), LogpError, "has not the shape of vllm's"),
         (lambda choice: choice.update(finish_reason="repetition"), ModelError, "for the reason 'repetition'"),
     ],
 )

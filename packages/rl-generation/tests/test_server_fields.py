@@ -14,10 +14,10 @@ import speaking
 
 from rl_generation.errors import EngineDeadError, LogpError, PromptError, SampleTimeoutError, TimedOutSample
 from rl_generation.requests import Limits, Sampling
-from rl_generation.server.errors import HttpError, from_engine
+from rl_generation.server import ServerLimits
 from rl_generation.server.fields import Fields
-from rl_generation.server.generation_request import read_chat, read_completion
-from rl_generation.server.limits import ServerLimits
+from rl_generation.server.generation_request import RequestReader
+from rl_generation.server.guard import HttpError, from_engine
 from rl_generation.server.responses_api import ResponsesRequest
 
 TOKENIZER = speaking.tokenizer()
@@ -29,14 +29,16 @@ def fields(body):
     return Fields(json.dumps(body).encode())
 
 
+def reader(limits, **bounds):
+    return RequestReader(tokenizer=TOKENIZER, limits=limits, bounds=ServerLimits(**bounds))
+
+
 def completion(body, limits=LIMITS, **bounds):
-    return read_completion(
-        fields({"prompt": [5, 6]} | body), tokenizer=TOKENIZER, limits=limits, bounds=ServerLimits(**bounds)
-    )
+    return reader(limits, **bounds).completion(fields({"prompt": [5, 6]} | body))
 
 
 def chat(body, limits=LIMITS):
-    return read_chat(fields(CHAT | body), tokenizer=TOKENIZER, limits=limits, bounds=ServerLimits())
+    return reader(limits).chat(fields(CHAT | body))
 
 
 def test_every_setting_reaches_the_sampling():
@@ -248,7 +250,7 @@ def test_one_part_of_text_is_a_text():
 def test_tools_are_written_where_their_calls_are_wanted_as_text():
     body = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
     room = Limits(vocab_size=len(TOKENIZER), max_length=256, tokenizer=TOKENIZER)
-    asked = read_chat(fields(CHAT | body), tokenizer=TOKENIZER, limits=room, bounds=ServerLimits())
+    asked = chat(body, room)
     assert asked.tools is None
     assert '"function"' in TOKENIZER.decode(asked.requests[0].prompt)
 

@@ -17,7 +17,7 @@ import speaking
 
 from rl_generation.chat import decode_rollout
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.server.text_stream import TextStream
+from rl_generation.server.answers import TextStream
 
 TOKENIZER = speaking.tokenizer()
 WORDS = TOKENIZER.encode("hello there, 你好 🙂 hello", add_special_tokens=False)

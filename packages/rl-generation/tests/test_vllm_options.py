@@ -14,18 +14,29 @@ import pytest
 from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import RolloutTiming, VersionSpan
-from rl_generation.vllm import runtime
-from rl_generation.vllm.checkpoint import has_tokenizer, load_format_of, read_config, stop_token_ids_of
-from rl_generation.vllm.explanation import explain
-from rl_generation.vllm.lora import LoraAdapter, check_lora
-from rl_generation.vllm.options import VllmOptions, engine_arguments, nearest
-from rl_generation.vllm.outputs import logp_hint, logp_of_tokens, rollout_of, timing_of, version_of
-from rl_generation.vllm.preparing import Prepared, stop_tokens
-from rl_generation.vllm.running import RunningLLM
-from rl_generation.vllm.runtime import check_interface, check_runtime, main_guard_hint
-from rl_generation.vllm.sampling_params import check_for_vllm
-from rl_generation.vllm.statistics import Statistics
-from rl_generation.vllm.timeouts import check_timeout
+from rl_generation.vllm import LoraAdapter, VllmOptions, preparing
+from rl_generation.vllm.options import check_lora, engine_arguments, nearest
+from rl_generation.vllm.preparing import (
+    Prepared,
+    check_interface,
+    check_runtime,
+    has_tokenizer,
+    load_format_of,
+    main_guard_hint,
+    read_config,
+    stop_token_ids_of,
+    stop_tokens,
+)
+from rl_generation.vllm.running import RunningLLM, Statistics, version_of
+from rl_generation.vllm.samples import (
+    check_for_vllm,
+    check_timeout,
+    logp_hint,
+    logp_of_tokens,
+    rollout_of,
+    spans_of,
+    timing_of,
+)
 
 PLACE = {"prompt_index": 4, "sample_index": 2}
 
@@ -180,17 +191,17 @@ def test_models_and_tokenizers_that_are_not_there_are_refused_by_name(checkpoint
 
 
 def test_a_missing_or_old_vllm_is_refused_with_what_to_install_and_a_new_one_is_warned_of(monkeypatch):
-    monkeypatch.setattr(runtime, "installed_version", lambda: None)
+    monkeypatch.setattr(preparing, "installed_version", lambda: None)
     with pytest.raises(EngineOptionError, match=r"vLLM is not installed .* `pip install rl-generation\[vllm\]`"):
         check_runtime()
-    monkeypatch.setattr(runtime, "installed_version", lambda: "0.9.2")
+    monkeypatch.setattr(preparing, "installed_version", lambda: "0.9.2")
     with pytest.raises(EngineOptionError, match=r"vLLM 0\.9\.2 is installed, and this package needs 0\.30 or later"):
         check_runtime()
-    monkeypatch.setattr(runtime, "installed_version", lambda: "0.33.1")
+    monkeypatch.setattr(preparing, "installed_version", lambda: "0.33.1")
     with pytest.warns(UserWarning, match=r"vLLM 0\.33\.1 is later than 0\.32, the last release .* tested with"):
         assert check_runtime() == "0.33.1"
     for tested in ("0.30.0", "0.32.0+cpu"):
-        monkeypatch.setattr(runtime, "installed_version", lambda version=tested: version)
+        monkeypatch.setattr(preparing, "installed_version", lambda version=tested: version)
         assert check_runtime() == tested
 
 
@@ -198,7 +209,7 @@ def test_a_vllm_that_has_lost_what_the_engine_calls_is_refused_by_name():
     class Changed:
         pass
 
-    for name in runtime._CALLED:
+    for name in preparing._CALLED:
         if name != "pause_generation":
             setattr(Changed, name, lambda self: None)
     with pytest.raises(EngineOptionError, match=r"has no AsyncLLM\.pause_generation, which this engine calls"):
@@ -240,31 +251,34 @@ def completion(tokens=(5, 6, 7), logp=(-1.0, -2.0, -3.0), **changes):
     return SimpleNamespace(token_ids=list(tokens), logprobs=flat(tokens, logp), **ended | changes)
 
 
+def rollout(said, *, version, seams=(), logp_of="sampled", **changes):
+    tokens, versions = said.token_ids, spans_of(said, len(said.token_ids), version, seams=seams)
+    logp = logp_of_tokens(said, **PLACE)
+    return rollout_of(said, tokens=tokens, logp=logp, **PLACE, logp_of=logp_of, versions=versions, **changes)
+
+
 def test_an_answer_keeps_tokens_logp_ends_and_versions():
     timing = RolloutTiming(first_token_s=0.1, total_s=0.2)
-    rollout = rollout_of(completion(), **PLACE, logp_of="raw", version=9, timing=timing)
-    assert (rollout.tokens, rollout.logp, rollout.logp_of) == ((5, 6, 7), (-1.0, -2.0, -3.0), "raw")
-    assert rollout.versions == (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3))
-    assert (rollout.prompt_index, rollout.sample_index, rollout.timing, rollout.version) == (4, 2, timing, 3)
+    answer = rollout(completion(), logp_of="raw", version=9, timing=timing)
+    assert (answer.tokens, answer.logp, answer.logp_of) == ((5, 6, 7), (-1.0, -2.0, -3.0), "raw")
+    assert answer.versions == (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3))
+    assert (answer.prompt_index, answer.sample_index, answer.timing, answer.version) == (4, 2, timing, 3)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 7), (6, 6), ("\n\n", "\n\n")])
 def test_vllms_silence_about_its_eos_token_becomes_the_token(given, expected):
-    rollout = rollout_of(completion(finish_reason="stop", stop_reason=given), **PLACE, logp_of="sampled", version=0)
-    assert rollout.stop_reason == expected
+    assert rollout(completion(finish_reason="stop", stop_reason=given), version=0).stop_reason == expected
 
 
 def test_an_answer_aborted_before_its_first_token_has_the_version_of_now():
     nothing = completion((), (), finish_reason="abort", weight_versions=[])
-    rollout = rollout_of(nothing, **PLACE, logp_of="sampled", version=9)
-    assert rollout.versions == (VersionSpan(version=9, start=0, end=0),)
+    assert rollout(nothing, version=9).versions == (VersionSpan(version=9, start=0, end=0),)
 
 
 def test_weights_that_made_none_of_the_tokens_of_an_aborted_answer_have_no_span():
     spans = [SimpleNamespace(version="3", start=0, end=3), SimpleNamespace(version="4", start=3, end=3)]
     aborted = completion(finish_reason="abort", weight_versions=spans)
-    rollout = rollout_of(aborted, **PLACE, logp_of="raw", version=9)
-    assert rollout.versions == (VersionSpan(version=3, start=0, end=3),)
+    assert rollout(aborted, version=9).versions == (VersionSpan(version=3, start=0, end=3),)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +293,8 @@ def test_weights_that_made_none_of_the_tokens_of_an_aborted_answer_have_no_span(
 def test_a_vllm_that_does_not_say_versions_has_those_that_were_noted_at_commits(seams, expected):
     silent = completion()
     del silent.weight_versions  # as before 0.32
-    rollout = rollout_of(silent, **PLACE, logp_of="raw", version=9, seams=seams)
-    assert [(span.version, span.start, span.end) for span in rollout.versions] == expected
+    spans = rollout(silent, version=9, seams=seams).versions
+    assert [(span.version, span.start, span.end) for span in spans] == expected
 
 
 def test_a_commit_under_an_engine_that_goes_on_is_refused_where_vllm_does_not_say_versions(monkeypatch):
@@ -312,17 +326,17 @@ def test_a_commit_under_an_engine_that_goes_on_is_refused_where_vllm_does_not_sa
 )
 def test_a_log_probability_that_is_missing_or_not_finite_is_an_error_and_never_a_zero(found, message):
     with pytest.raises(LogpError, match=message):
-        logp_of_tokens((5, 6, 7), found, **PLACE, start=10)
+        logp_of_tokens(SimpleNamespace(token_ids=(5, 6, 7), logprobs=found), **PLACE, start=10)
 
 
 def test_dictionaries_of_log_probabilities_are_read_too():
     found = [{9: SimpleNamespace(logprob=-9.0), token: SimpleNamespace(logprob=-float(token))} for token in (5, 6)]
-    assert logp_of_tokens((5, 6), found, **PLACE) == (-5.0, -6.0)
+    assert logp_of_tokens(SimpleNamespace(token_ids=(5, 6), logprobs=found), **PLACE) == (-5.0, -6.0)
 
 
 def test_an_answer_that_vllm_gave_up_is_an_error():
     with pytest.raises(ModelError, match="ended answer 2 to prompt 4 with finish_reason='error' after 3 tokens"):
-        rollout_of(completion(finish_reason="error"), **PLACE, logp_of="sampled", version=0)
+        rollout(completion(finish_reason="error"), version=0)
 
 
 def test_a_label_that_is_no_number_of_steps_is_refused():
@@ -397,9 +411,11 @@ def test_statistics_are_summed():
     for _ in range(2):
         statistics.record(scheduler, step)
     statistics.record(None, None)
+    statistics.record(SimpleNamespace(**vars(scheduler) | {"kv_cache_usage": 0.1}), None, engine_idx=1)
     statistics.count_aborted(1)
-    busy = statistics.metrics(version=5)
-    assert (busy.running, busy.waiting, busy.cache_usage, busy.version) == (2, 2, 0.5, 5)
+    idle, busy = (statistics.metrics(version=5, busy=busy) for busy in (False, True))
+    assert (idle.running, idle.waiting, idle.cache_usage, idle.generated_tokens) == (0, 0, 0.0, 6)
+    assert (busy.running, busy.waiting, busy.cache_usage, busy.version) == (4, 4, 0.3, 5)
     assert (busy.prompt_tokens, busy.cached_prompt_tokens, busy.generated_tokens, busy.preemptions) == (20, 8, 6, 2)
     assert busy.finished == {"stop": 2, "abort": 1}
 
@@ -418,9 +434,7 @@ def test_explain_says_what_waits_for_a_refit():
     assert prepared.unfed
     assert not _prepared(options).unfed
     limits = Limits(vocab_size=40, max_length=9, max_length_name="max_model_len")
-    text = explain(
-        prepared, kind="vLLM", limits=limits, dtype="float32", logp_of="raw", stop_token_ids=(), version=None
-    )
+    text = prepared.explain(kind="vLLM", limits=limits, dtype="float32", logp_of="raw", stop_token_ids=(), version=None)
     for part in ("the first refit feeds it", "none: no refit has been committed", "tensor 2, pipeline 1", "block_size"):
         assert part in text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rl_generation.vllm.leftovers import remove_abandoned
+from rl_generation.vllm.processes import remove_abandoned
 from rl_launcher.checks.doctor import (
     EXTRAS,
     NEEDS,
@@ -233,10 +233,10 @@ def test_the_doctor_imports_nothing_heavy_and_prints_one_line_of_json():
 KILLED_ENGINE = """
 import sys
 from multiprocessing import resource_tracker, shared_memory
-from rl_generation.vllm.leftovers import EngineFolder
+from rl_generation.vllm.processes import EngineFolder
 folder, memory = EngineFolder(), shared_memory.SharedMemory(create=True, size=4096)
 resource_tracker.unregister(memory._name, "shared_memory")  # as where Python's tracker was killed, too
-folder.note([])
+folder.watch({})
 print(folder.path, f"/dev/shm/{memory.name.lstrip('/')}", flush=True)
 sys.stdin.read()
 """

@@ -137,7 +137,7 @@ def check_available(spec: EngineSpec) -> None:
         EngineOptionError: vLLM is asked for and missing, or one of its options is impossible.
     """
     if spec.engine != "transformers":
-        from rl_generation.vllm.runtime import check_runtime
+        from rl_generation.vllm.preparing import check_runtime
 
         check_runtime()
         vllm_options_of(spec)

@@ -22,9 +22,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, get_args
@@ -45,7 +45,7 @@ from rl_generation.event_loop import EventLoop
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, make_requests
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, TopLogp, VersionSpan, in_order
 from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.sampling_params import EMBEDDED_ONLY, check_for_vllm
+from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm, refuse_fields
 
 if TYPE_CHECKING:
     import httpx
@@ -167,12 +167,6 @@ class RemoteEngine:
         except BaseException:
             self.close()
             raise
-        self._limits = Limits(
-            vocab_size=self._facts.vocab_size,
-            max_length=self._facts.max_length,
-            max_length_name="max_model_len",
-            tokenizer=tokenizer,
-        )
 
     # -- What every engine has ---------------------------------------------------------------------------------------
 
@@ -190,7 +184,10 @@ class RemoteEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        return self._limits
+        facts, name = self._facts, "max_model_len"
+        return Limits(
+            vocab_size=facts.vocab_size, max_length=facts.max_length, max_length_name=name, tokenizer=self._tokenizer
+        )
 
     @property
     def unreachable(self) -> dict[str, str]:
@@ -225,15 +222,10 @@ class RemoteEngine:
     def explain(self) -> str:
         """Which servers these are, and how they do. For people."""
         facts = self._facts
-        reports = {
-            "rl-generation": "reported with each token",
-            "vllm": "committed here: plain vLLM reports none",
-            "sglang": "reported by SGLang where its label is a number, and else committed here",
-        }
         seeds = "kept" if facts.seeded else "refused: start SGLang with --enable-deterministic-inference"
         lines = [
             f"engine: RemoteEngine over {len(self._replicas)} of {facts.kind}, model {facts.model!r}",
-            f"version: {self.version}, {reports[facts.kind]}",
+            f"version: {self.version}, {INTERFACES[facts.kind].versions}",
             f"limits: vocabulary {facts.vocab_size}, positions {facts.max_length}",
             f"requests: {self._timeout_s} s each, sent again up to {self._retries} times",
             f"logp: {self._logp_of}",
@@ -319,7 +311,8 @@ class RemoteEngine:
         if self._closed:
             raise EngineDeadError("the engine is closed")
         sent: list[tuple[Request, int]] = []
-        for request in make_requests(prompts, sampling, self._limits):
+        limits = self.limits
+        for request in make_requests(prompts, sampling, limits):
             asked, index = request.sampling, request.prompt_index
             if self._facts.kind == "rl-generation":
                 if any(math.isinf(bias) for _, bias in asked.logit_bias):
@@ -327,16 +320,12 @@ class RemoteEngine:
                 sent.append((request, 0))
                 continue
             if self._facts.kind == "vllm":
-                check_for_vllm(request, self._limits)
+                check_for_vllm(request, limits)
                 sent.append((request, 0))
                 continue
-            off = Sampling(max_new_tokens=1)
-            for name in ("bad_words", *EMBEDDED_ONLY):
-                if getattr(asked, name) != getattr(off, name):
-                    raise PromptError(
-                        f"prompt {index} asks for {name}={getattr(asked, name)!r:.100}, which SGLang does not do as "
-                        f"the embedded engine does: leave it out, or use a server of rl-generation"
-                    )
+            remedy = "leave it out, or use a server of rl-generation"
+            why = f"which SGLang does not do as the embedded engine does: {remedy}"
+            refuse_fields(request, ("bad_words", *EMBEDDED_ONLY), why)
             if asked.ignore_eos and asked.stop_token_ids:
                 raise PromptError(
                     f"prompt {index} asks for stop_token_ids={asked.stop_token_ids!r} beside ignore_eos, with which "
@@ -400,26 +389,28 @@ class RemoteEngine:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        asked, trying = request.sampling, _Trying()
+        asked = request.sampling
+        tried: list[_Replica] = []
+        failures: list[str] = []
         self._count(unfinished=asked.n)
         try:
             async with self._places:
                 self._count(running=asked.n)
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        rollouts = await self._send_until_answered(request, first_sample, trying)
+                        rollouts = await self._send_until_answered(
+                            request, first_sample, tried=tried, failures=failures
+                        )
                 finally:
                     self._count(running=-asked.n)
         except TimeoutError:
-            samples = range(first_sample, first_sample + asked.n)
-            raise SampleTimeoutError(
-                f"{trying.url}: {_name(request)} was not answered within request_timeout_s={self._timeout_s}"
-                + "".join(f"; before, {earlier}" for earlier in trying.failures),
-                timed_out=[
-                    TimedOutSample(prompt_index=request.prompt_index, sample_index=sample, tokens=())
-                    for sample in samples
-                ],
-            ) from None
+            lost = [
+                TimedOutSample(prompt_index=request.prompt_index, sample_index=first_sample + index, tokens=())
+                for index in range(asked.n)
+            ]
+            message = f"{tried[-1].url}: {_name(request)} was not answered within request_timeout_s={self._timeout_s}"
+            message += "".join(f"; before, {earlier}" for earlier in failures)
+            raise SampleTimeoutError(message, timed_out=lost) from None
         except asyncio.CancelledError:
             if self._closed:
                 raise EngineDeadError("the engine was closed while this request was under way") from None
@@ -434,17 +425,22 @@ class RemoteEngine:
             self._count(**{rollout.finish_reason: 1})
         return rollouts
 
-    async def _send_until_answered(self, request: Request, first_sample: int, trying: "_Trying") -> list[Rollout]:
+    async def _send_until_answered(
+        self, request: Request, first_sample: int, *, tried: "list[_Replica]", failures: list[str]
+    ) -> list[Rollout]:
         for attempt in range(self._retries + 1):
-            replica = self._choose(trying.replicas)
-            trying.replicas.append(replica)
-            trying.url = replica.url
+            # That with the fewest requests under way; one that failed this request or is rested comes last.
+            now = time.monotonic()
+            replica = min(
+                self._replicas, key=lambda each: (each.rested_until > now, each in tried, each.under_way, each.sent)
+            )
+            tried.append(replica)
             try:
                 if replica.why_down is not None:  # it may have come back as another
                     await self._probed_again(replica)
                 return await self._send(replica, request, first_sample)
             except _ServerFailedError as failure:
-                trying.failures.append(f"{replica.url} {failure}")
+                failures.append(f"{replica.url} {failure}")
                 if failure.rest:
                     replica.rest(str(failure))
                 level = logging.WARNING if replica.why_down is None else logging.INFO  # named when it was rested
@@ -454,15 +450,7 @@ class RemoteEngine:
                     pause_s = failure.pause_s or FIRST_PAUSE_S * 2.0**attempt
                     await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
         raise EngineDeadError(
-            f"{_name(request)} was sent {self._retries + 1} times, and not answered: {'; '.join(trying.failures)}"
-        )
-
-    def _choose(self, tried: Sequence["_Replica"]) -> "_Replica":
-        """The replica with the fewest requests under way; one that failed this request or is rested comes last."""
-        now = time.monotonic()
-        return min(
-            self._replicas,
-            key=lambda replica: (replica.rested_until > now, replica in tried, replica.under_way, replica.sent),
+            f"{_name(request)} was sent {self._retries + 1} times, and not answered: {'; '.join(failures)}"
         )
 
     async def _send(self, replica: "_Replica", request: Request, first_sample: int) -> list[Rollout]:
@@ -470,16 +458,23 @@ class RemoteEngine:
         replica.under_way += 1
         replica.sent += 1
         try:
-            if facts.kind == "sglang":
-                answer = await self._post(replica, "/generate", _sglang_body(request, seeded=facts.seeded))
-            else:
-                body = _completion_body(request, model=facts.model, ours=facts.kind == "rl-generation")
-                answer = await self._post(replica, "/v1/completions", body)
+            answer, rollouts, reported = await self._ask(replica, request, facts, version=version)
         finally:
             replica.under_way -= 1
-        read = _read_sglang if facts.kind == "sglang" else _read_completions
+        if facts.kind == "sglang" and replica.version is not None and not reported:
+            raise _ServerFailedError(_started_anew(replica, answer["meta_info"]), rest=True)
+        if reported:
+            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
+        return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
+
+    async def _ask(
+        self, replica: "_Replica", request: Request, facts: "_Facts", *, version: int = 0
+    ) -> tuple[Any, list[Rollout], bool]:
+        """Send a request once; return the answer, as it is and as rollouts, and whether it says their versions."""
+        interface = INTERFACES[facts.kind]
+        answer = await self._post(replica, interface.path, interface.body(request, facts))
         try:
-            rollouts = read(answer, request, kind=facts.kind, logp_of=self._logp_of, version=version)
+            return answer, *interface.read(answer, request, logp_of=self._logp_of, version=version)
         except (LogpError, ModelError) as error:
             raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -487,12 +482,6 @@ class RemoteEngine:
                 f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
                 f"{type(error).__name__}: {error}"
             ) from None
-        reported = facts.kind == "rl-generation" or (facts.kind == "sglang" and _sglang_versions(answer["meta_info"]))
-        if facts.kind == "sglang" and replica.version is not None and not reported:
-            raise _ServerFailedError(_started_anew(replica, answer["meta_info"]), rest=True)
-        if reported:
-            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
-        return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
 
     async def _post(self, replica: "_Replica", path: str, body: Mapping[str, Any] | None) -> Any:
         """Send one request, or fetch where `body` is None, and return the JSON of the answer.
@@ -572,7 +561,7 @@ class RemoteEngine:
                 different = (await self._probe(replica)).difference(self._facts)
             if different is None:
                 LOG.warning("%s answers again", replica.url)
-                replica.recovered()
+                replica.why_down, replica.rested_until, replica.rests = None, 0.0, 0
                 return None
             failure = f"came back as another: {different}"
         except _ServerFailedError as error:
@@ -626,14 +615,12 @@ class RemoteEngine:
                     f"{replica.url} gives the logp of the distribution {card.get('logp_of')!r}, and "
                     f"logp_of={self._logp_of!r} is asked for: make its engine with that, or ask for the other"
                 )
-            body = _completion_body(probes[0], model=name, ours=True)
-            answer = await self._post(replica, "/v1/completions", body)
-            (rollout,) = _read_completions(answer, probes[0], kind=kind, logp_of=self._logp_of, version=0)
+            _, (rollout,), _ = await self._ask(replica, probes[0], facts)
             replica.version = rollout.version
         elif kind == "vllm":
             await self._probe_logp_of_vllm(replica, facts, probes)
         else:
-            await self._probe_logp_of_sglang(replica, probes)
+            await self._probe_logp_of_sglang(replica, facts, probes)
         return facts
 
     async def _cards(self, replica: "_Replica") -> list[dict[str, Any]]:
@@ -682,34 +669,10 @@ class RemoteEngine:
         logps: list[float] = []
         for probe in probes:
             one_token = replace(probe, sampling=replace(probe.sampling, temperature=1.0, top_k=1))
-            answer = await self._post(
-                replica, "/v1/completions", _completion_body(one_token, model=facts.model, ours=False)
-            )
-            choice = answer["choices"][0]
-            if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
-                raise EngineOptionError(
-                    f"{replica.url} ignores return_token_ids, and so cannot give the tokens that it sampled: vLLM has "
-                    f"it since 0.10.2"
-                )
-            if not choice.get("logprobs"):
-                raise EngineOptionError(
-                    f"{replica.url} ignores logprobs=0, which asks for the logp of the sampled token"
-                )
-            (logp,) = choice["logprobs"]["token_logprobs"]
-            if logp is not None and logp > 1e-4:
-                raise EngineOptionError(
-                    f"{replica.url} gives {logp} as a log-probability, which is a logit: start it with "
-                    f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
-                )
-            (rollout,) = _read_completions(answer, one_token, kind="vllm", logp_of=self._logp_of, version=0)
+            _, (rollout,), _ = await self._ask(replica, one_token, facts)
             logps.append(rollout.logp[0])
-        found: LogpOf = "raw" if min(logps) < -1e-4 else "sampled"
-        if found != self._logp_of:
-            flag = {"sampled": "processed_logprobs", "raw": "raw_logprobs"}
-            raise EngineOptionError(
-                f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is asked "
-                f"for: start it with --logprobs-mode {flag[self._logp_of]}, or ask for logp_of={found!r}"
-            )
+        flag = f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
+        self._check_logp_of("raw" if min(logps) < -1e-4 else "sampled", replica, flag=flag)
 
     async def _probe_sglang(self, replica: "_Replica", facts: "_Facts") -> "_Facts":
         """What SGLang's own pages say: what it prefers to what it is asked, and whether it keeps seeds."""
@@ -729,27 +692,26 @@ class RemoteEngine:
         length = facts.max_length or server.get("context_length")
         return replace(facts, max_length=length, seeded=bool(server.get("enable_deterministic_inference")))
 
-    async def _probe_logp_of_sglang(self, replica: "_Replica", probes: Sequence[Request]) -> None:
+    async def _probe_logp_of_sglang(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:
         """Find `SGLANG_RETURN_ORIGINAL_LOGPROB` out: with it, a token's logp does not move with the temperature."""
         for probe in probes:
-            answer = await self._post(replica, "/generate", _sglang_body(probe, seeded=False))
-            if not answer["meta_info"].get("output_token_logprobs"):
-                raise EngineOptionError(f"{replica.url} ignores return_logprob, and gives no output_token_logprobs")
-            (rollout,) = _read_sglang(answer, probe, kind="sglang", logp_of=self._logp_of, version=0)
+            _, (rollout,), _ = await self._ask(replica, probe, facts)
             hot = replace(probe, sampling=replace(probe.sampling, temperature=2.0))
-            body = _sglang_body(hot, seeded=False) | {"token_ids_logprob": list(rollout.tokens)}
+            body = _sglang_body(hot, facts) | {"token_ids_logprob": list(rollout.tokens)}
             answer = await self._post(replica, "/generate", body)
             ((logp, *_),) = answer["meta_info"]["output_token_ids_logprobs"][0]
-            if rollout.logp[0] > -1e-3:
-                continue  # the model is too sure of this token for a temperature to show
-            found: LogpOf = "raw" if abs(logp - rollout.logp[0]) < 1e-4 else "sampled"
-            if found != self._logp_of:
-                value = 1 if self._logp_of == "raw" else 0
-                raise EngineOptionError(
-                    f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is "
-                    f"asked for: start it with SGLANG_RETURN_ORIGINAL_LOGPROB={value}, or ask for logp_of={found!r}"
-                )
-            return
+            if rollout.logp[0] <= -1e-3:  # else the model is too sure of this token for a temperature to show
+                flag = f"SGLANG_RETURN_ORIGINAL_LOGPROB={int(self._logp_of == 'raw')}"
+                found: LogpOf = "raw" if abs(logp - rollout.logp[0]) < 1e-4 else "sampled"
+                self._check_logp_of(found, replica, flag=flag)
+                return
+
+    def _check_logp_of(self, found: LogpOf, replica: "_Replica", *, flag: str) -> None:
+        if found != self._logp_of:
+            raise EngineOptionError(
+                f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is asked "
+                f"for: start it with {flag}, or ask for logp_of={found!r}"
+            )
 
 
 # -- What is known of servers and of attempts --------------------------------------------------------------------------
@@ -769,10 +731,8 @@ class _Facts:
 
     def difference(self, other: "_Facts") -> str | None:
         """The first thing in which two servers differ, in words."""
-        for name in ("kind", "model", "max_length", "vocab_size", "seeded"):
-            if getattr(self, name) != getattr(other, name):
-                return f"{name} is {getattr(other, name)!r} and {getattr(self, name)!r}"
-        return None
+        pairs = ((each.name, getattr(other, each.name), getattr(self, each.name)) for each in fields(self))
+        return next((f"{name} is {theirs!r} and {ours!r}" for name, theirs, ours in pairs if theirs != ours), None)
 
 
 @final
@@ -806,29 +766,12 @@ class _Replica:
         self.rests += 1
         LOG.warning("%s %s; it is left alone for %g s", self.url, why, pause_s)
 
-    def recovered(self) -> None:
-        """Use it again."""
-        self.why_down, self.rested_until, self.rests = None, 0.0, 0
-
-
-@final
-class _Trying:
-    """How a request has fared so far."""
-
-    def __init__(self) -> None:
-        self.replicas: list[_Replica] = []
-        self.failures: list[str] = []
-        self.url = ""
-
 
 @final
 class _ServerFailedError(Exception):
     """A failure after which the same request may be sent again, to another replica first.
 
-    Args:
-        message: What happened, after the URL.
-        rest: Whether the replica is left alone for a while.
-        pause_s: Seconds that the server asks to wait; 0 where it does not.
+    `rest` says whether the replica is left alone for a while, and `pause_s` how long the server asks to wait, or 0.
     """
 
     def __init__(self, message: str, *, rest: bool, pause_s: float = 0.0) -> None:
@@ -907,25 +850,21 @@ def _end(events: EventLoop, http: "httpx.AsyncClient", tasks: set["asyncio.Task[
 # -- The two interfaces: what is sent, and what is read ----------------------------------------------------------------
 
 
-def _completion_body(request: Request, *, model: str, ours: bool) -> dict[str, Any]:
+SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "bad_words", "ignore_eos"),
+)
+"""Of Sampling, which `/v1/completions` calls by the same names."""
+
+
+def _completion_body(request: Request, facts: _Facts) -> dict[str, Any]:
     """A request to `/v1/completions`. All that a generation config of the server could fill in is said."""
     sampling = request.sampling
     body: dict[str, Any] = {
-        "model": model,
-        "prompt": list(request.prompt),
+        "model": facts.model,
+        "prompt": request.prompt,
         "max_tokens": sampling.max_new_tokens,
-        "n": sampling.n,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "bad_words": list(sampling.bad_words),
-        "ignore_eos": sampling.ignore_eos,
+        **{name: getattr(sampling, name) for name in SAMPLING_FIELDS},
         "logprobs": sampling.top_logp,  # with 0, of the sampled token alone
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -933,35 +872,37 @@ def _completion_body(request: Request, *, model: str, ours: bool) -> dict[str, A
     }
     if sampling.seed is not None:
         body["seed"] = sampling.seed
-    if ours:  # the others were refused before
+    if facts.kind == "rl-generation":  # for the others they were refused before
         if sampling.logit_bias:
             body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
         if sampling.min_new_tokens:
             body["min_tokens"] = sampling.min_new_tokens
-        if sampling.json_schema is not None:
-            body["structured_outputs"] = {"json": sampling.json_schema}
-        if sampling.regex is not None:
-            body["structured_outputs"] = {"regex": sampling.regex}
+        for name, kind in (("json_schema", "json"), ("regex", "regex")):
+            if getattr(sampling, name) is not None:
+                body["structured_outputs"] = {kind: getattr(sampling, name)}
     return body
 
 
-def _read_completions(
-    answer: Any, request: Request, *, kind: ServerKind, logp_of: LogpOf, version: int
-) -> list[Rollout]:
-    """The rollouts of an answer of `/v1/completions`; LogpError where they are not exact."""
+def _read_completions(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
+    """The rollouts of an answer of `/v1/completions`, and whether it says their versions; LogpError if not exact."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     if len(choices) != request.sampling.n:
         raise LogpError(f"holds {len(choices)} answers of n={request.sampling.n}")
-    if kind == "rl-generation" and answer["logp_of"] != logp_of:
+    reported = "logp_of" in answer  # by our server
+    if reported and answer["logp_of"] != logp_of:
         raise LogpError(f"has logp of the distribution {answer['logp_of']!r}, and not {logp_of!r}: its engine changed")
     rollouts = []
     for index, choice in enumerate(choices):
+        if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
+            raise LogpError(
+                "ignores return_token_ids, and so has not the tokens that were sampled: vLLM has it since 0.10.2"
+            )
+        if not choice.get("logprobs"):
+            raise LogpError("ignores logprobs=0, which asks for the logp of the sampled token")
         if tuple(choice["prompt_token_ids"]) != request.prompt:
             raise LogpError(f"is to another prompt, of {len(choice['prompt_token_ids'])} tokens")
         given = choice["logprobs"]
-        spans = None
-        if kind == "rl-generation":
-            spans = tuple(VersionSpan(**span) for span in choice["weight_versions"])
+        spans = tuple(VersionSpan(**span) for span in choice["weight_versions"]) if reported else version
         rollouts.append(
             _rollout(
                 request,
@@ -970,12 +911,12 @@ def _read_completions(
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
                 logp_of=logp_of,
-                versions=spans or version,
+                versions=spans,
                 top_logp=_top_logp(given, request.sampling.top_logp),
                 sample_index=index,
             )
         )
-    return rollouts
+    return rollouts, reported
 
 
 def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
@@ -990,53 +931,46 @@ def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
     return tuple(places)
 
 
-def _sglang_body(request: Request, *, seeded: bool) -> dict[str, Any]:
+def _sglang_body(request: Request, facts: _Facts) -> dict[str, Any]:
     """A request to SGLang's `/generate`. All that `--preferred-sampling-params` could fill in is said."""
     sampling = request.sampling
+    same = ("max_new_tokens", "n", "temperature", "top_p", "min_p", "ignore_eos", "min_new_tokens")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")  # others were refused before
     parameters: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "n": 1,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        **{name: getattr(sampling, name) for name in (*same, *penalties)},
         "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "ignore_eos": sampling.ignore_eos,
+        "stop": sampling.stop or None,
+        "stop_token_ids": sampling.stop_token_ids or None,
     }
-    if seeded and sampling.seed is not None:
+    if facts.seeded and sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
-    return {"input_ids": list(request.prompt), "sampling_params": parameters, "return_logprob": True, "stream": False}
+    return {"input_ids": request.prompt, "sampling_params": parameters, "return_logprob": True, "stream": False}
 
 
-def _read_sglang(answer: Any, request: Request, *, kind: ServerKind, logp_of: LogpOf, version: int) -> list[Rollout]:
-    """The one rollout of an answer of SGLang's `/generate`; LogpError where it is not exact."""
-    assert kind == "sglang"
+def _read_sglang(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
+    """The one rollout of an answer of SGLang's `/generate`, as `_read_completions` does; LogpError if not exact."""
     said = answer["meta_info"]
     if said["prompt_tokens"] != len(request.prompt):
         raise LogpError(f"is to another prompt, of {said['prompt_tokens']} tokens: is --allow-auto-truncate set?")
-    pairs = said["output_token_logprobs"]
+    if (pairs := said.get("output_token_logprobs")) is None:
+        raise LogpError("ignores return_logprob, and has no output_token_logprobs")
     # The ids beside the logp are what was sampled, with the stop token; output_ids may lack it.
     if len(pairs) != said["completion_tokens"]:
         raise LogpError(f"has {said['completion_tokens']} tokens and {len(pairs)} logp")
     reason = said["finish_reason"]
     if reason.get("matched") == "NaN happened":  # what SGLang calls an id outside of the vocabulary
         raise LogpError("was ended by NaN in the logits: look for it in the weights")
-    return [
-        _rollout(
-            request,
-            tokens=[pair[1] for pair in pairs],
-            logp=[pair[0] for pair in pairs],
-            finish_reason=reason["type"],
-            stop_reason=reason.get("matched"),
-            logp_of=logp_of,
-            versions=_sglang_versions(said) or version,
-        )
-    ]
+    versions = _sglang_versions(said)
+    rollout = _rollout(
+        request,
+        tokens=[pair[1] for pair in pairs],
+        logp=[pair[0] for pair in pairs],
+        finish_reason=reason["type"],
+        stop_reason=reason.get("matched"),
+        logp_of=logp_of,
+        versions=versions or version,
+    )
+    return [rollout], bool(versions)
 
 
 def _started_anew(replica: "_Replica", said: Mapping[str, Any]) -> str:
@@ -1081,6 +1015,11 @@ def _rollout(
     for place, (token, value) in enumerate(zip(tokens, logp, strict=True)):
         if value is None or not LOWEST_LOGP < value < math.inf:
             raise LogpError(f"has logp={value} at token {place}, id {token}")
+        if value > 1e-3:
+            raise LogpError(
+                f"has {value} as a log-probability, which is a logit: start vLLM with --logprobs-mode "
+                f"{'processed_logprobs' if logp_of == 'sampled' else 'raw_logprobs'}"
+            )
     if finish_reason not in get_args(FinishReason):
         raise ModelError(f"ended for the reason {finish_reason!r}, which is none of {get_args(FinishReason)}")
     most = request.sampling.max_new_tokens
@@ -1103,3 +1042,29 @@ def _rollout(
         prompt_index=request.prompt_index,
         sample_index=sample_index,
     )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Interface:
+    """What differs between the kinds of servers in one request."""
+
+    path: str
+    body: Callable[[Request, _Facts], dict[str, Any]]
+    read: Callable[..., tuple[list[Rollout], bool]]
+    versions: str
+    """Who says which weights made a rollout."""
+
+
+INTERFACES: Mapping[ServerKind, _Interface] = {
+    "rl-generation": _Interface("/v1/completions", _completion_body, _read_completions, "reported with each token"),
+    "vllm": _Interface(
+        "/v1/completions", _completion_body, _read_completions, "committed here: plain vLLM reports none"
+    ),
+    "sglang": _Interface(
+        "/generate",
+        _sglang_body,
+        _read_sglang,
+        "reported by SGLang where its label is a number, and else committed here",
+    ),
+}

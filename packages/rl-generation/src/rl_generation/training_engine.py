@@ -270,7 +270,7 @@ def make_training_engine(
         )
     from rl_generation.memory import default_cpu_cache_bytes, default_gpu_memory_utilization, estimate_memory
     from rl_generation.vllm import VllmEngine
-    from rl_generation.vllm.timeouts import sample_timeout_s
+    from rl_generation.vllm.samples import sample_timeout_s
 
     options = spec.vllm
     if spec.device == "cpu":
@@ -282,7 +282,7 @@ def make_training_engine(
             for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs")
         }
         if spec.device == "cuda":
-            from rl_generation.vllm.runtime import device_memory_bytes
+            from rl_generation.vllm.preparing import device_memory_bytes
 
             dtype = "bfloat16" if options.dtype == "auto" else options.dtype
             weights = estimate_memory(config, dtype=dtype, **shape).weight_bytes

@@ -19,9 +19,8 @@ from watching import taken
 
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.requests import Sampling
-from rl_generation.vllm import VllmEngine, VllmOptions
-from rl_generation.vllm.lora import LoraAdapter
-from rl_generation.vllm.runtime import environment
+from rl_generation.vllm import LoraAdapter, VllmEngine, VllmOptions
+from rl_generation.vllm.preparing import environment
 
 GREEDY = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
 LONG = list(range(10, 110))
@@ -233,13 +232,13 @@ def test_a_generate_has_no_limit_of_time_unless_somebody_sets_one(path, monkeypa
 
     seen = []
     with VllmEngine(tiny.options(path)) as engine:
-        answer = samples.Samples._answer
+        run = samples.Samples._run
 
-        def noted(self, sample, *request):
+        def noted(self, sample, *how):
             seen.append(sample.manner.timeout_s)
-            return answer(self, sample, *request)
+            return run(self, sample, *how)
 
-        monkeypatch.setattr(samples.Samples, "_answer", noted)
+        monkeypatch.setattr(samples.Samples, "_run", noted)
         engine.generate([[5]], GREEDY)
         engine.generate([[5]], GREEDY, timeout_s=50.0)
         engine.submit([5], GREEDY, seed=0).result(60)

@@ -17,8 +17,7 @@ from watching import left_of, living, shared_memory, taken
 
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import Sampling
-from rl_generation.vllm import VllmEngine
-from rl_generation.vllm.lora import LoraAdapter
+from rl_generation.vllm import LoraAdapter, VllmEngine
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 

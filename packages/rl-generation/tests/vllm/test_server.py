@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -134,7 +133,7 @@ def test_a_client_that_leaves_frees_the_engine(client, engine):
 
 
 def test_a_sample_that_takes_too_long_is_a_gateway_timeout(client, engine, monkeypatch):
-    monkeypatch.setattr(engine, "_admission", replace(engine._admission, timeout_s=0.2))
+    monkeypatch.setattr(engine, "_timeout_s", 0.2)
     engine.pause(mode="keep")
     try:
         with pytest.raises(openai.InternalServerError, match="having reached 0 tokens") as failure:

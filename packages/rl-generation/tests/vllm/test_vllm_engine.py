@@ -34,7 +34,7 @@ from rl_generation.errors import (
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.vllm import VllmEngine
-from rl_generation.vllm.runtime import installed_version
+from rl_generation.vllm.preparing import installed_version
 
 TOLERANCE = 1e-4
 PATIENCE_S = 300

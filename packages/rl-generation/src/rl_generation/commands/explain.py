@@ -115,7 +115,7 @@ MEMORY = (
 
 def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Sequence[str]]:
     """Return the quirks of the model under what is installed, and what that leaves open."""
-    from rl_generation.vllm.runtime import TESTED
+    from rl_generation.vllm.preparing import TESTED
 
     versions = quirk_versions()
     if spec.engine == "transformers":

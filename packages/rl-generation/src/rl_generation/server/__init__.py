@@ -11,8 +11,7 @@ if _missing:
     raise ImportError(f"rl_generation.server needs {' and '.join(_missing)}: pip install 'rl-generation[server]'")
 
 from rl_generation.server.app import create_app  # noqa: E402
-from rl_generation.server.control import ControlServer, read_token  # noqa: E402
-from rl_generation.server.limits import ServerLimits  # noqa: E402
-from rl_generation.server.running import API_KEY_VARIABLE, Server, serve  # noqa: E402
+from rl_generation.server.guard import ServerLimits  # noqa: E402
+from rl_generation.server.running import API_KEY_VARIABLE, ControlServer, Server, read_token  # noqa: E402
 
-__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "ServerLimits", "create_app", "read_token", "serve"]
+__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "ServerLimits", "create_app", "read_token"]

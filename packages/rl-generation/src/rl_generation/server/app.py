@@ -11,51 +11,46 @@ error has OpenAI's shape.
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rl_generation.engine import StreamingEngine
-from rl_generation.errors import EngineDeadError, EngineOptionError, PromptError
+from rl_generation.errors import EngineOptionError, PromptError
 from rl_generation.metrics_timeline import to_prometheus
 from rl_generation.requests import check_token_ids
-from rl_generation.server.errors import HttpError, from_engine, internal
-from rl_generation.server.events import EventStream, chunks
+from rl_generation.server.answers import EventStream, Shapes, generate, stream, unless_disconnected
 from rl_generation.server.fields import Fields
-from rl_generation.server.generation import generate, stream, unless_disconnected
-from rl_generation.server.generation_request import (
-    GenerationRequest,
-    read_chat,
-    read_chat_tokens,
-    read_completion,
-    read_text_tokens,
+from rl_generation.server.generation_request import GenerationRequest, RequestReader
+from rl_generation.server.guard import (
+    Guard,
+    HttpError,
+    ServerLimits,
+    check_api_key,
+    error_handlers,
+    from_engine,
+    read_body,
 )
-from rl_generation.server.guard import Guard, check_api_key, read_body
-from rl_generation.server.limits import ServerLimits
-from rl_generation.server.responses import Kind, Shapes
 from rl_generation.server.responses_api import ResponsesRequest
-from rl_generation.server.tools import ToolFormat, detect_tool_format, tool_format_of
+from rl_generation.server.tools import detect_tool_format, tool_format_of
 from rl_generation.vllm.engine import VllmEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["create_app", "error_handlers"]
+__all__ = ["create_app"]
 
 T = TypeVar("T")
 
 STREAMING = ("engine", "stream", "abort", "check_health")
 STEPPING = ("add_request", "step", "abort_request", "has_unfinished_requests")
 """What the protocols of these names have."""
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_app(
@@ -84,7 +79,12 @@ def create_app(
         ValueError: The API key is empty, or no text that a header can hold.
     """
     check_api_key(api_key)
-    _check_streams(streaming_engine)
+    # By its attributes, since an engine that wraps another may pass them on.
+    if missing := [name for name in STREAMING if not hasattr(streaming_engine, name)]:
+        name = type(streaming_engine).__name__
+        if all(hasattr(streaming_engine, each) for each in STEPPING):
+            raise EngineOptionError(f"{name} steps but does not stream: pass Streamer(engine)")
+        raise EngineOptionError(f"{name} is no StreamingEngine: it has no {', '.join(missing)}")
     if tokenizer is None:
         raise EngineOptionError("tokenizer=None: a server of texts needs the model's tokenizer")
     bounds = ServerLimits() if limits is None else limits
@@ -103,7 +103,13 @@ def create_app(
         routes += own.routes()
     else:
         written = detect_tool_format(tokenizer) if tool_format is None else tool_format_of(tool_format)
-        ours = _Routes(about, copy.deepcopy(tokenizer), bounds, written)
+        reader = RequestReader(
+            tokenizer=copy.deepcopy(tokenizer),
+            limits=streaming_engine.engine.limits,
+            bounds=bounds,
+            tool_format=written,
+        )
+        ours = _Routes(about, reader)
         routes += [
             Route("/v1/chat/completions", ours.chat, methods=["POST"]),
             Route("/v1/completions", ours.completion, methods=["POST"]),
@@ -117,27 +123,6 @@ def create_app(
         middleware=[Middleware(Guard, api_key=api_key, bounds=bounds)],
         exception_handlers=error_handlers(),
     )
-
-
-def error_handlers() -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
-    """What makes each exception an error in OpenAI's shape."""
-    return {
-        HttpError: _answer_ours,
-        EngineDeadError: _answer_dead,
-        HTTPException: _answer_starlettes,
-        Exception: _answer_unforeseen,
-    }
-
-
-def _check_streams(given: object) -> None:
-    """Refuse what is no StreamingEngine; by its attributes, since one that wraps another may pass them on."""
-    missing = [name for name in STREAMING if not hasattr(given, name)]
-    if not missing:
-        return
-    name = type(given).__name__
-    if all(hasattr(given, each) for each in STEPPING):
-        raise EngineOptionError(f"{name} steps but does not stream: pass Streamer(engine)")
-    raise EngineOptionError(f"{name} is no StreamingEngine: it has no {', '.join(missing)}")
 
 
 @final
@@ -161,7 +146,7 @@ class _About:
 
     async def metrics(self, request: Request) -> Response:
         text = to_prometheus(await self.streaming.read_metrics(), model_name=self.model_name)
-        return PlainTextResponse(text, headers={"Content-Type": METRICS_TYPE})
+        return PlainTextResponse(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -191,35 +176,26 @@ class _Routes:
     """Answers for an engine that is not vLLM's."""
 
     about: _About
-    tokenizer: "PreTrainedTokenizerBase"
-    bounds: ServerLimits
-    tool_format: ToolFormat | None
+    reader: RequestReader
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    @property
-    def streaming(self) -> StreamingEngine:
-        return self.about.streaming
-
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, "chat", read=self._read_chat, fields=await self._fields(request))
+        return await self._answer(request, self.reader.chat, await self._fields(request))
 
     async def completion(self, request: Request) -> Response:
-        return await self._answer(request, "completion", read=read_completion, fields=await self._fields(request))
+        return await self._answer(request, self.reader.completion, await self._fields(request))
 
     async def respond(self, request: Request) -> Response:
         asked = ResponsesRequest.of(await self._fields(request))
-        return await self._answer(request, "chat", read=self._read_chat, fields=asked.chat, responses=asked)
+        return await self._answer(request, self.reader.chat, asked.chat, responses=asked)
 
     async def tokenize(self, request: Request) -> Response:
-        fields = await self._fields(request)
-        if fields.has("messages"):
-            tokens = await self._encode(read_chat_tokens, fields, limits=self.streaming.engine.limits)
-        else:
-            tokens = await self._encode(read_text_tokens, fields)
+        fields, reader = await self._fields(request), self.reader
+        tokens = await self._encode(reader.chat_tokens if fields.has("messages") else reader.text_tokens, fields)
         named = fields.flag("return_token_strs", default=False)
         fields.refuse_others()
-        names = self.tokenizer.convert_ids_to_tokens(tokens) if named else None
-        max_length = self.streaming.engine.limits.max_length
+        names = reader.tokenizer.convert_ids_to_tokens(tokens) if named else None
+        max_length = reader.limits.max_length
         body = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens, "token_strs": names}
         return JSONResponse(body)
 
@@ -230,77 +206,51 @@ class _Routes:
             raise HttpError(400, "send tokens, a list of token ids", param="tokens", code="missing_field")
         fields.refuse_others()
         try:
-            check_token_ids(tokens, vocab_size=self.streaming.engine.limits.vocab_size, name="tokens")
+            check_token_ids(tokens, vocab_size=self.reader.limits.vocab_size, name="tokens")
         except PromptError as error:
             raise from_engine(error) from None
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return JSONResponse({"prompt": text})
-
-    def _read_chat(self, fields: Fields, **options: Any) -> GenerationRequest:
-        return read_chat(fields, tool_format=self.tool_format, **options)
+        whole = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return JSONResponse({"prompt": self.reader.tokenizer.decode(list(tokens), **whole)})
 
     async def _answer(
         self,
         request: Request,
-        kind: Kind,
-        *,
-        read: Callable[..., GenerationRequest],
+        read: Callable[[Fields], GenerationRequest],
         fields: Fields,
+        *,
         responses: ResponsesRequest | None = None,
     ) -> Response:
-        engine = self.streaming.engine
-        asked = await self._encode(read, fields, limits=engine.limits, bounds=self.bounds)
+        streaming = self.about.streaming
+        asked = await self._encode(read, fields)
         shapes = Shapes(
-            kind=kind, model_name=self.about.model_name, tokenizer=self.tokenizer, logp_of=engine.logp_of, asked=asked
+            kind="completion" if read == self.reader.completion else "chat",
+            model_name=self.about.model_name,
+            tokenizer=self.reader.tokenizer,
+            logp_of=streaming.engine.logp_of,
+            asked=asked,
         )
         headers = {"X-Request-Id": shapes.id}
         if asked.stream:
             # Of the weights that it begins with; the last event says which tokens are whose.
             headers["X-Weight-Version"] = str(await self.about.version())
-            events = chunks(shapes, stream(self.streaming, asked.requests), count=responses is not None)
+            events = shapes.chunks(stream(streaming, asked.requests), count=responses is not None)
             if responses is not None:
                 events = responses.events(events)
             # Errors that the first token brings to light still have a status of their own.
-            first = await unless_disconnected(request.receive, _next(events))
+            first = await unless_disconnected(request.receive, anext(events))
             return EventStream(first, events, headers=headers)
-        rollouts = await unless_disconnected(request.receive, generate(self.streaming, asked.requests))
+        rollouts = await unless_disconnected(request.receive, generate(streaming, asked.requests))
         versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
         headers["X-Weight-Version"] = ",".join(map(str, versions))
         body = shapes.whole(rollouts)
         return JSONResponse(body if responses is None else responses.body(body), headers=headers)
 
-    async def _encode(self, read: Callable[..., T], fields: Fields, **options: Any) -> T:
+    async def _encode(self, read: Callable[[Fields], T], fields: Fields) -> T:
         """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""
         async with self.encoding:
-            return await asyncio.to_thread(read, fields, tokenizer=self.tokenizer, **options)
+            return await asyncio.to_thread(read, fields)
 
     async def _fields(self, request: Request) -> Fields:
-        fields = Fields(await read_body(request, self.bounds))
+        fields = Fields(await read_body(request, self.reader.bounds))
         self.about.check_model(fields.text("model"))
         return fields
-
-
-async def _next(events: Any) -> dict[str, Any]:
-    first: dict[str, Any] = await anext(events)
-    return first
-
-
-async def _answer_ours(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpError)
-    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
-
-
-async def _answer_dead(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EngineDeadError)
-    return await _answer_ours(request, from_engine(error))
-
-
-async def _answer_starlettes(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    ours = HttpError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
-    return JSONResponse(ours.body, status_code=error.status_code, headers=error.headers)
-
-
-async def _answer_unforeseen(_request: Request, _error: Exception) -> Response:
-    return JSONResponse(internal().body, status_code=500)  # starlette then raises it into the server's log

@@ -9,10 +9,10 @@ import difflib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping
+from typing import Any, cast, final
 
-from rl_generation.server.errors import HttpError
+from rl_generation.server.guard import HttpError
 
 __all__ = ["Fields", "is_token_ids", "shortened"]
 
@@ -91,67 +91,53 @@ class Fields:
         self._read.add(name)
         return self._given.get(name)
 
+    def _of_kind(self, name: str, wanted: str, fits: Callable[[Any], bool]) -> Any:
+        value = self.anything(name)
+        if value is not None and not fits(value):
+            raise HttpError(400, f"{name} must be {wanted}; got {shortened(value)}", param=name, code="invalid_type")
+        return value
+
     def integer(self, name: str) -> int | None:
         """A whole number."""
-        value = self.anything(name)
-        if value is not None and not _is_integer(value):
-            raise _wrong(name, "an integer", value)
-        if value is not None and not -MOST <= value <= MOST:
-            raise _wrong(name, "an integer of 64 bits", value)
-        return None if value is None else int(value)
+        value = self._of_kind(name, "an integer", _is_integer)
+        return cast("int | None", self._of_kind(name, "an integer of 64 bits", lambda _: -MOST <= value <= MOST))
 
     def number(self, name: str) -> float | None:
         """A finite number."""
-        value = self.anything(name)
-        if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool)):
-            raise _wrong(name, "a number", value)
-        if value is not None and not abs(value) <= 1e300:  # JSON has no infinity, but 1e999 reads as one
-            raise _wrong(name, "a finite number", value)
+        value = self._of_kind(name, "a number", lambda value: isinstance(value, float) or _is_integer(value))
+        self._of_kind(name, "a finite number", lambda _: abs(value) <= 1e300)  # JSON has none, but 1e999 reads as one
         return None if value is None else float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
         """True or false."""
-        value = self.anything(name)
-        if value is not None and not isinstance(value, bool):
-            raise _wrong(name, "true or false", value)
-        return default if value is None else value
+        value = self._of_kind(name, "true or false", lambda value: isinstance(value, bool))
+        return default if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
         """A string."""
-        value = self.anything(name)
-        if value is not None and not isinstance(value, str):
-            raise _wrong(name, "a string", value)
-        return value
+        return cast("str | None", self._of_kind(name, "a string", lambda value: isinstance(value, str)))
 
     def texts(self, name: str) -> tuple[str, ...] | None:
         """A list of strings, or one string."""
         value = self.anything(name)
         if isinstance(value, str):
             return (value,)
-        if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-            raise _wrong(name, "a string or a list of strings", value)
+        value = self._of_kind(name, "a string or a list of strings", lambda value: _is_list(value, str))
         return None if value is None else tuple(value)
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
         """A list of whole numbers, 0 or more."""
-        value = self.anything(name)
-        if value is not None and not is_token_ids(value):
-            raise _wrong(name, "a list of token ids (integers of at least 0)", value)
+        value = self._of_kind(name, "a list of token ids (integers of at least 0)", is_token_ids)
         return None if value is None else tuple(value)
 
     def mapping(self, name: str) -> dict[str, Any] | None:
         """A JSON object."""
-        value = self.anything(name)
-        if value is not None and not isinstance(value, dict):
-            raise _wrong(name, "an object", value)
-        return value
+        return cast("dict[str, Any] | None", self._of_kind(name, "an object", lambda value: isinstance(value, dict)))
 
     def mappings(self, name: str) -> list[dict[str, Any]] | None:
         """A list of JSON objects."""
-        value = self.anything(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
-            raise _wrong(name, "a list of objects", value)
-        return value
+        value = self._of_kind(name, "a list of objects", lambda value: _is_list(value, dict))
+        return cast("list[dict[str, Any]] | None", value)
 
     def refuse_others(self) -> None:
         """Raise for the first field that nobody read, unless its value is neutral. Call it after the last read."""
@@ -162,7 +148,8 @@ class Fields:
                 near = difflib.get_close_matches(name[:80], sorted(self._read), n=1, cutoff=0.5)
                 meant = f": did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(self._read))}"
                 raise HttpError(400, f"unknown field {name[:80]!r}{meant}", param=name[:80], code="unknown_field")
-            if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
+            # Equality in which true is not 1.
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in NEUTRAL[name]):
                 neutral = " or ".join(json.dumps(each) for each in NEUTRAL[name]) or "null"
                 message = f"{name}={shortened(value)} is not supported; leave it out, or send {neutral}"
                 raise HttpError(400, message, param=name, code="unsupported_field")
@@ -177,13 +164,8 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _same(value: object, neutral: object) -> bool:
-    """Equality in which true is not 1."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _wrong(name: str, wanted: str, value: object) -> HttpError:
-    return HttpError(400, f"{name} must be {wanted}; got {shortened(value)}", param=name, code="invalid_type")
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def shortened(value: object) -> str:

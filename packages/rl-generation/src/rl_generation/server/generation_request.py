@@ -15,24 +15,26 @@ from typing import TYPE_CHECKING, Any, final
 from rl_generation.chat import encode_chat, encode_text
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling, check_token_ids, make_requests
-from rl_generation.server.errors import HttpError, from_engine
 from rl_generation.server.fields import Fields, is_token_ids, shortened
-from rl_generation.server.limits import ServerLimits
+from rl_generation.server.guard import HttpError, ServerLimits, from_engine
 from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GenerationRequest", "read_chat", "read_chat_tokens", "read_completion", "read_text_tokens"]
+__all__ = ["GenerationRequest", "RequestReader"]
 
 MOST_TOP_LOGP = 20
 """As at OpenAI: of each token of the response."""
 
+COMPLETION_TOKENS = 16
+"""Of a completion that does not say, at OpenAI and vLLM."""
+
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Parts of a content that are text, in chats and in Responses."""
 
-LOOKED_FOR = ("stop", "stop_token_ids", "bad_words")
-"""Fields whose entries cost time at every token."""
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Fields that are called the same in Sampling."""
 
 
 @final
@@ -51,6 +53,9 @@ class GenerationRequest:
     logp: bool
     """Whether the response holds the logp of each token."""
 
+    top_logp: int
+    """Likeliest tokens that it reports at each place, beside the one that was sampled."""
+
     tokens_as_token_ids: bool
     """Whether tokens there are written as `token_id:…`."""
 
@@ -60,9 +65,6 @@ class GenerationRequest:
     include_stop_string: bool
     """Whether the text holds the stop string that ended it."""
 
-    top_logp: int = 0
-    """Likeliest tokens that the response reports at each place, beside the one that was sampled."""
-
     tools: ToolUse | None = None
     """How calls are found in the text; None where it is only text."""
 
@@ -70,186 +72,167 @@ class GenerationRequest:
     """Special tokens that the text holds."""
 
 
-def read_completion(
-    fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", limits: Limits, bounds: ServerLimits
-) -> GenerationRequest:
-    """Read the body of `/v1/completions`, all but `model`.
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestReader:
+    """Reads bodies, all but `model`, for one engine; raises HttpError 400 for what it cannot serve.
 
-    Raises:
-        HttpError: 400; a field is wrong, unknown or unsupported, or the engine cannot serve what it asks for.
+    That is a field that is wrong, unknown or unsupported, a message that is no text, or what the template refuses.
     """
-    add_special_tokens = fields.flag("add_special_tokens", default=True)
-    logp = fields.integer("logprobs")
-    prompts = [
-        encode_text(tokenizer, prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
-        for prompt in _prompts(fields.anything("prompt"), bounds)
-    ]
-    max_tokens = fields.integer("max_tokens")
-    return _read(
-        fields,
-        prompts,
-        tokenizer=tokenizer,
-        max_tokens=max_tokens,
-        default_tokens=16,  # OpenAI's, and vLLM's
-        logp=logp is not None,
-        top_logp=_top_logp("logprobs", logp),
-        limits=limits,
-        bounds=bounds,
-    )
 
+    tokenizer: "PreTrainedTokenizerBase"
+    limits: Limits
+    bounds: ServerLimits
+    tool_format: ToolFormat | None = None
+    """That the model writes."""
 
-def read_chat(
-    fields: Fields,
-    *,
-    tokenizer: "PreTrainedTokenizerBase",
-    limits: Limits,
-    bounds: ServerLimits,
-    tool_format: ToolFormat | None = None,
-) -> GenerationRequest:
-    """Read the body of `/v1/chat/completions`, all but `model`; `tool_format` is the one that the model writes.
-
-    Raises:
-        HttpError: 400, as for `read_completion`.
-    """
-    logp = fields.flag("logprobs", default=False)
-    top_logp = fields.integer("top_logprobs")
-    if top_logp and not logp:
-        raise HttpError(400, "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
-    prompt = read_chat_tokens(fields, tokenizer=tokenizer, limits=limits)
-    tools, schema = read_tools(
-        fields.mappings("tools") or (),
-        fields.anything("tool_choice"),
-        parallel=fields.flag("parallel_tool_calls", default=True),
-        found=tool_format,
-    )
-    old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
-    if old is not None and new is not None and old != new:
-        message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
-        raise HttpError(400, message, param="max_completion_tokens", code="invalid_value")
-    return _read(
-        fields,
-        [prompt],
-        tokenizer=tokenizer,
-        max_tokens=old if new is None else new,
-        logp=logp,
-        top_logp=_top_logp("top_logprobs", top_logp),
-        tools=tools,
-        tool_schema=schema,
-        limits=limits,
-        bounds=bounds,
-    )
-
-
-def read_chat_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase", limits: Limits) -> list[int]:
-    """Read the fields that a chat's prompt is made of, and return its token ids.
-
-    Raises:
-        HttpError: 400; a message is no text, or the template refuses the messages.
-    """
-    messages = fields.mappings("messages")
-    if not messages:
-        raise HttpError(400, "messages must be a list of at least one message", param="messages", code="missing_field")
-    continued = fields.flag("continue_final_message", default=False)
-    tools = fields.mappings("tools")
-    variables = dict(fields.mapping("chat_template_kwargs") or {})
-    effort = fields.text("reasoning_effort")
-    if effort is not None:
-        variables.setdefault("reasoning_effort", effort)
-    prefix = fields.token_ids("required_prefix_token_ids") or ()
-    try:
-        check_token_ids(prefix, vocab_size=limits.vocab_size, name="required_prefix_token_ids")
-        return encode_chat(
-            tokenizer,
-            [_message(index, message) for index, message in enumerate(messages)],
-            add_generation_prompt=fields.flag("add_generation_prompt", default=not continued),
-            continue_final_message=continued,
-            tools=tools,
-            template_kwargs=variables,
-            required_prefix_token_ids=prefix,
-        )
-    except PromptError as error:
-        param = "required_prefix_token_ids" if str(error).startswith("required_prefix_token_ids") else "messages"
-        raise HttpError(400, str(error), param=param, code="invalid_value") from None
-
-
-def read_text_tokens(fields: Fields, *, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Read `prompt`, one text, and return its token ids.
-
-    Raises:
-        HttpError: 400; there is none.
-    """
-    prompt = fields.text("prompt")
-    if prompt is None:
-        raise HttpError(400, "send prompt, a string, or messages", param="prompt", code="missing_field")
-    return encode_text(tokenizer, prompt, add_special_tokens=fields.flag("add_special_tokens", default=True))
-
-
-def _read(
-    fields: Fields,
-    prompts: list[list[int]],
-    *,
-    tokenizer: "PreTrainedTokenizerBase",
-    max_tokens: int | None,
-    logp: bool,
-    top_logp: int,
-    limits: Limits,
-    bounds: ServerLimits,
-    default_tokens: int | None = None,
-    tools: ToolUse | None = None,
-    tool_schema: str | None = None,
-) -> GenerationRequest:
-    n = fields.integer("n")
-    stream = fields.flag("stream", default=False)
-    include_usage = _include_usage(fields, stream=stream)
-    settings = _settings(fields) | _grammar(fields, tools=tools, tool_schema=tool_schema) | {"top_logp": top_logp}
-    minimum = settings.pop("min_new_tokens", 0)
-    words = sum(len(settings.get(name, ())) for name in LOOKED_FOR)
-    bounds.check_words(words)
-    token_ids = fields.flag("return_token_ids", default=False)
-    tokens_as_token_ids = fields.flag("return_tokens_as_token_ids", default=False)
-    include_stop_string = fields.flag("include_stop_str_in_output", default=False)
-    kept = {}
-    if not fields.flag("skip_special_tokens", default=True):
-        kept = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in tokenizer.all_special_ids}
-    elif tools is not None and tools.format is not None:  # what opens a call is a special token of some models
-        opening = tokenizer.convert_tokens_to_ids(TOOL_FORMATS[tools.format])
-        kept = {opening: TOOL_FORMATS[tools.format]} if opening in tokenizer.all_special_ids else {}
-    fields.refuse_others()
-    bounds.check_counts(prompts=len(prompts), n=1 if n is None else n)
-    try:
-        # The number of tokens is each prompt's own, and is checked below.
-        sampling = Sampling(max_new_tokens=1, n=1 if n is None else n, **settings)
-        samplings = [
-            replace(
-                each,
-                max_new_tokens=_room(prompt, limits, default_tokens) if max_tokens is None else max_tokens,
-                min_new_tokens=minimum,
+    def completion(self, fields: Fields) -> GenerationRequest:
+        """Read the body of `/v1/completions`."""
+        special, prompt = fields.flag("add_special_tokens", default=True), fields.anything("prompt")
+        several = [prompt] if isinstance(prompt, str) or (prompt and is_token_ids(prompt)) else prompt
+        if isinstance(several, list):
+            self.bounds.check_counts(prompts=len(several))
+        else:
+            several = []
+        if not several or not all(isinstance(each, str) or is_token_ids(each) for each in several):
+            message = (
+                "prompt must be a string, a list of token ids, or a list of such, not empty; token ids are integers of "
+                "at least 0"
             )
-            for prompt, each in zip(prompts, sampling.spread(len(prompts)), strict=True)
+            raise HttpError(400, message, param="prompt", code="missing_field" if prompt is None else "invalid_type")
+        prompts = [
+            encode_text(self.tokenizer, each, add_special_tokens=special) if isinstance(each, str) else each
+            for each in several
         ]
-        requests = make_requests(prompts, samplings, limits)
-    except ValueError as error:
-        raise from_engine(error) from None
-    return GenerationRequest(
-        requests=requests,
-        n=sampling.n,
-        stream=stream,
-        include_usage=include_usage,
-        logp=logp,
-        tokens_as_token_ids=tokens_as_token_ids,
-        token_ids=token_ids,
-        include_stop_string=include_stop_string,
-        top_logp=top_logp,
-        tools=tools,
-        kept=kept,
-    )
+        logp = fields.integer("logprobs") is not None
+        names = ("max_tokens", "logprobs")
+        return self._read(fields, prompts, names=names, default_tokens=COMPLETION_TOKENS, logp=logp)
 
+    def chat(self, fields: Fields) -> GenerationRequest:
+        """Read the body of `/v1/chat/completions`."""
+        logp = fields.flag("logprobs", default=False)
+        if fields.integer("top_logprobs") and not logp:
+            raise HttpError(400, "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
+        prompt = self.chat_tokens(fields)
+        tools, schema = read_tools(
+            fields.mappings("tools") or (),
+            fields.anything("tool_choice"),
+            parallel=fields.flag("parallel_tool_calls", default=True),
+            found=self.tool_format,
+        )
+        old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
+        if old is not None and new is not None and old != new:
+            message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
+            raise HttpError(400, message, param="max_completion_tokens", code="invalid_value")
+        names = ("max_tokens" if new is None else "max_completion_tokens", "top_logprobs")
+        return self._read(fields, [prompt], names=names, logp=logp, tools=tools, tool_schema=schema)
 
-def _top_logp(name: str, count: int | None) -> int:
-    """The likeliest tokens that a client asks for beside the sampled one."""
-    if count is not None and not 0 <= count <= MOST_TOP_LOGP:
-        raise HttpError(400, f"{name} must be in [0, {MOST_TOP_LOGP}]; got {count}", param=name, code="invalid_value")
-    return count or 0
+    def chat_tokens(self, fields: Fields) -> list[int]:
+        """Read the fields that a chat's prompt is made of, and return its token ids."""
+        messages = fields.mappings("messages")
+        if not messages:
+            message = "messages must be a list of at least one message"
+            raise HttpError(400, message, param="messages", code="missing_field")
+        continued = fields.flag("continue_final_message", default=False)
+        variables = dict(fields.mapping("chat_template_kwargs") or {})
+        effort = fields.text("reasoning_effort")
+        if effort is not None:
+            variables.setdefault("reasoning_effort", effort)
+        param = "required_prefix_token_ids"
+        prefix = fields.token_ids(param) or ()
+        try:
+            check_token_ids(prefix, vocab_size=self.limits.vocab_size, name=param)
+            return encode_chat(
+                self.tokenizer,
+                [_message(index, message) for index, message in enumerate(messages)],
+                add_generation_prompt=fields.flag("add_generation_prompt", default=not continued),
+                continue_final_message=continued,
+                tools=fields.mappings("tools"),
+                template_kwargs=variables,
+                required_prefix_token_ids=prefix,
+            )
+        except PromptError as error:
+            param = param if str(error).startswith(param) else "messages"
+            raise HttpError(400, str(error), param=param, code="invalid_value") from None
+
+    def text_tokens(self, fields: Fields) -> list[int]:
+        """Read `prompt`, one text, and return its token ids."""
+        prompt = fields.text("prompt")
+        if prompt is None:
+            raise HttpError(400, "send prompt, a string, or messages", param="prompt", code="missing_field")
+        special = fields.flag("add_special_tokens", default=True)
+        return encode_text(self.tokenizer, prompt, add_special_tokens=special)
+
+    def _read(
+        self,
+        fields: Fields,
+        prompts: Sequence[list[int]],
+        *,
+        names: tuple[str, str],
+        logp: bool,
+        default_tokens: int | None = None,
+        tools: ToolUse | None = None,
+        tool_schema: str | None = None,
+    ) -> GenerationRequest:
+        """Read what all have in common; `names` are of the fields for the most tokens, and for the likeliest ones."""
+        tokens, top_logp = names
+        top = fields.integer(top_logp) or 0
+        if not 0 <= top <= MOST_TOP_LOGP:
+            message = f"{top_logp} must be in [0, {MOST_TOP_LOGP}]; got {top}"
+            raise HttpError(400, message, param=top_logp, code="invalid_value")
+        n, top_k, max_tokens = fields.integer("n"), fields.integer("top_k"), fields.integer(tokens)
+        n = 1 if n is None else n
+        given: dict[str, Any] = {
+            **{name: fields.number(name) for name in NUMBERS},
+            "top_k": 0 if top_k == -1 else top_k,  # vLLM's other way to say: all of them
+            "stop_token_ids": fields.token_ids("stop_token_ids"),
+            "stop": fields.texts("stop"),
+            "bad_words": fields.texts("bad_words"),
+            "ignore_eos": fields.flag("ignore_eos", default=False),
+            "seed": fields.integer("seed"),
+            "logit_bias": _logit_bias(fields),
+            "top_logp": top,
+            **_grammar(fields, tools=tools, tool_schema=tool_schema),
+        }
+        minimum = fields.integer("min_tokens") or 0
+        stream = fields.flag("stream", default=False)
+        response = {
+            "stream": stream,
+            "include_usage": _include_usage(fields, stream=stream),
+            "tokens_as_token_ids": fields.flag("return_tokens_as_token_ids", default=False),
+            "token_ids": fields.flag("return_token_ids", default=False),
+            "include_stop_string": fields.flag("include_stop_str_in_output", default=False),
+        }
+        tokenizer, kept = self.tokenizer, {}
+        if not fields.flag("skip_special_tokens", default=True):
+            kept = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in tokenizer.all_special_ids}
+        elif tools is not None and tools.format is not None:  # what opens a call is a special token of some models
+            opening = tokenizer.convert_tokens_to_ids(TOOL_FORMATS[tools.format])
+            kept = {opening: TOOL_FORMATS[tools.format]} if opening in tokenizer.all_special_ids else {}
+        fields.refuse_others()
+        self.bounds.check_words(given)
+        self.bounds.check_counts(prompts=len(prompts), n=n)
+        try:
+            # The number of tokens is each prompt's own, and is checked below.
+            settings = {name: value for name, value in given.items() if value is not None}
+            spread = Sampling(max_new_tokens=1, n=n, **settings).spread(len(prompts))
+            samplings = []
+            for prompt, each in zip(prompts, spread, strict=True):
+                most = self._room(prompt, default_tokens) if max_tokens is None else max_tokens
+                samplings.append(replace(each, max_new_tokens=most, min_new_tokens=minimum))
+            requests = make_requests(prompts, samplings, self.limits)
+        except ValueError as error:
+            raise from_engine(error) from None
+        return GenerationRequest(requests=requests, n=n, logp=logp, top_logp=top, tools=tools, kept=kept, **response)
+
+    def _room(self, prompt: Sequence[int], most: int | None) -> int:
+        """Tokens until the context is full, at `most`; 1 where it is already, so that the check of it speaks."""
+        length = self.limits.max_length
+        if length is None and most is None:
+            message = "max_tokens is needed: this engine knows no end of the context, to which it would default"
+            raise HttpError(400, message, param="max_tokens", code="missing_field")
+        rooms = [most, None if length is None else max(1, length - len(prompt))]
+        return min(room for room in rooms if room is not None)
 
 
 def _grammar(fields: Fields, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
@@ -302,28 +285,6 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
     return tuple((int(token), float(bias)) for token, bias in biases.items())
 
 
-def _settings(fields: Fields) -> dict[str, Any]:
-    """The arguments of Sampling that were given."""
-    top_k = fields.integer("top_k")
-    settings = {
-        "temperature": fields.number("temperature"),
-        "top_p": fields.number("top_p"),
-        "top_k": 0 if top_k == -1 else top_k,  # vLLM's other way to say: all of them
-        "min_p": fields.number("min_p"),
-        "stop_token_ids": fields.token_ids("stop_token_ids"),
-        "stop": fields.texts("stop"),
-        "bad_words": fields.texts("bad_words"),
-        "ignore_eos": fields.flag("ignore_eos", default=False),
-        "seed": fields.integer("seed"),
-        "presence_penalty": fields.number("presence_penalty"),
-        "frequency_penalty": fields.number("frequency_penalty"),
-        "repetition_penalty": fields.number("repetition_penalty"),
-        "logit_bias": _logit_bias(fields),
-        "min_new_tokens": fields.integer("min_tokens"),
-    }
-    return {name: value for name, value in settings.items() if value is not None}
-
-
 def _include_usage(fields: Fields, *, stream: bool) -> bool:
     options = fields.mapping("stream_options") or {}
     if options and not stream:
@@ -334,32 +295,6 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
             message = f"stream_options holds include_usage, true or false; got {name[:80]}={shortened(value)}"
             raise HttpError(400, message, param=f"stream_options.{name[:80]}", code="unknown_field")
     return bool(options.get("include_usage", False))
-
-
-def _room(prompt: Sequence[int], limits: Limits, most: int | None) -> int:
-    """Tokens until the context is full, at `most`; 1 where it is already, so that the check of the context speaks."""
-    if limits.max_length is None and most is not None:
-        return most
-    if limits.max_length is None:
-        message = "max_tokens is needed: this engine knows no end of the context, to which it would default"
-        raise HttpError(400, message, param="max_tokens", code="missing_field")
-    room = max(1, limits.max_length - len(prompt))
-    return room if most is None else min(most, room)
-
-
-def _prompts(prompt: Any, bounds: ServerLimits) -> list[Any]:
-    """Of the four shapes of a prompt, the list of prompts: each text or token ids."""
-    if isinstance(prompt, str) or (prompt and is_token_ids(prompt)):
-        return [prompt]
-    if isinstance(prompt, list):
-        bounds.check_counts(prompts=len(prompt))
-    if isinstance(prompt, list) and prompt and all(isinstance(each, str) or is_token_ids(each) for each in prompt):
-        return prompt
-    message = (
-        "prompt must be a string, a list of token ids, or a list of such, not empty; token ids are integers of at "
-        "least 0"
-    )
-    raise HttpError(400, message, param="prompt", code="missing_field" if prompt is None else "invalid_type")
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Nothing is stored, so that a conversation is always sent whole: `previous_respon
 Reference: platform.openai.com/docs/api-reference/responses.
 """
 
+import itertools
 import json
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -11,13 +12,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rl_generation.server.errors import HttpError
 from rl_generation.server.fields import IRRELEVANT, Fields, shortened
+from rl_generation.server.guard import HttpError
 
 __all__ = ["ResponsesRequest"]
 
 INCLUDED_LOGP = "message.output_text.logprobs"
 """What `include` may ask for."""
+
+TOKEN_IDS = ("prompt_token_ids", "token_ids")
 
 OF_CHATS: Mapping[str, str] = {
     "function_call": "tool_choice",
@@ -62,24 +65,21 @@ class ResponsesRequest:
                 raise HttpError(400, message, param=name, code="unknown_field")
         for name in ("previous_response_id", "conversation", "prompt"):
             if take(name, None) is not None:
-                message = f"{name} needs a server that stores responses: send the conversation whole, as input"
-                raise HttpError(400, message, param=name, code="unsupported_field")
+                rule = "needs a server that stores responses: send the conversation whole, as input"
+                raise _unsupported(name, f"{name} {rule}")
         for name, neutral in (("background", False), ("truncation", "disabled"), ("max_tool_calls", None)):
-            value = take(name, None)
-            if value not in (None, neutral):
-                message = f"{name}={shortened(value)} is not supported; leave it out, or send {json.dumps(neutral)}"
-                raise HttpError(400, message, param=name, code="unsupported_field")
+            if (value := take(name, None)) not in (None, neutral):
+                rule = f"is not supported; leave it out, or send {json.dumps(neutral)}"
+                raise _unsupported(name, f"{name}={shortened(value)} {rule}")
         instructions, tools, choice = take("instructions", None), take("tools", None), take("tool_choice", None)
         messages = [{"role": "system", "content": instructions}] if instructions is not None else []
         chat: dict[str, Any] = {"messages": messages + _messages(take("input", None))}
         include = take("include", None) or []
         if not isinstance(include, list) or any(each != INCLUDED_LOGP for each in include):
-            message = f"include takes {INCLUDED_LOGP!r} alone; got {shortened(include)}"
-            raise HttpError(400, message, param="include", code="unsupported_field")
+            raise _unsupported("include", f"include takes {INCLUDED_LOGP!r} alone; got {shortened(include)}")
         chat["logprobs"] = bool(include)
         if "max_output_tokens" in body:
-            chat["max_completion_tokens"] = body["max_output_tokens"]
-            del body["max_output_tokens"]
+            chat["max_completion_tokens"] = take("max_output_tokens")
         text = take("text", None)
         if text is not None:
             chat["response_format"] = _response_format(text)
@@ -87,8 +87,8 @@ class ResponsesRequest:
         if isinstance(reasoning, dict) and any(value is not None for value in reasoning.values()):
             others = [name for name, value in reasoning.items() if name != "effort" and value is not None]
             if others:
-                message = f"reasoning.{others[0][:80]} is not supported: the reasoning is part of the text"
-                raise HttpError(400, message, param="reasoning", code="unsupported_field")
+                rule = "is not supported: the reasoning is part of the text"
+                raise _unsupported("reasoning", f"reasoning.{others[0][:80]} {rule}")
             chat["reasoning_effort"] = reasoning["effort"]
         if tools:
             chat["tools"] = [
@@ -120,73 +120,61 @@ class ResponsesRequest:
         (choice,) = answered["choices"]
         content = (choice["logprobs"] or {}).get("content") or []
         output = _output(choice["message"]["content"], choice["message"].get("tool_calls", ()), content)
-        ours = {name: choice[name] for name in ("token_ids", "weight_versions", "stop_reason") if name in choice}
-        ours |= {name: answered[name] for name in ("prompt_token_ids", "weight_version", "logp_of") if name in answered}
-        return self._response(answered, output=output, finish=choice["finish_reason"], usage=answered["usage"]) | ours
+        finish, usage = choice["finish_reason"], answered["usage"]
+        ids = {name: said[name] for said in (answered, choice) for name in TOKEN_IDS if name in said}
+        return self._response(answered, output=output, finish=finish, usage=usage) | _ours(answered, choice) | ids
 
     async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream, from the chunks of the chat's; closing it closes `chunks`."""
-        number = 0
-        text = ""
+        numbers, message_id = itertools.count(), f"msg_{uuid.uuid4().hex}"
+        text, opened = "", False
         calls: list[dict[str, Any]] = []
-        content: list[dict[str, Any]] = []
+        logp: list[dict[str, Any]] = []
         last: dict[str, Any] = {}
-        usage: dict[str, int] | None = None
-        message_id = f"msg_{uuid.uuid4().hex}"
+        ended: dict[str, Any] = {}
         place = {"item_id": message_id, "output_index": 0, "content_index": 0}
 
         def event(kind: str, **fields: Any) -> dict[str, Any]:
-            nonlocal number
-            number += 1
-            return {"type": kind, "sequence_number": number - 1, **fields}
+            return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
 
-        opened = False
         async with aclosing(chunks):
             async for chunk in chunks:
                 if not last:
                     begun = self._response(chunk, output=[], finish=None, usage=None)
-                    yield event("response.created", response=begun)
-                    yield event("response.in_progress", response=begun)
-                last = {**last, **chunk}
-                usage = chunk.get("usage") or usage
+                    yield event("created", response=begun)
+                    yield event("in_progress", response=begun)
+                last |= {name: value for name, value in chunk.items() if value is not None}
                 for choice in chunk["choices"]:
-                    delta = choice["delta"]
-                    calls += delta.get("tool_calls", ())
-                    news = (choice["logprobs"] or {}).get("content") or []
-                    content += news
+                    said, news = choice["delta"]["content"], (choice["logprobs"] or {}).get("content") or []
+                    calls += choice["delta"].get("tool_calls", ())
+                    logp += news
                     if choice["finish_reason"] is not None:
-                        last["finish"] = choice
-                    if delta["content"] or news:
+                        ended = choice
+                    if said or news:
                         if not opened:
                             opened = True
-                            item = _message_item(message_id, None, status="in_progress")
-                            yield event("response.output_item.added", output_index=0, item=item)
-                            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                            yield event("response.content_part.added", **place, part=part)
-                        text += delta["content"]
-                        kind = "response.output_text.delta"
-                        yield event(kind, **place, delta=delta["content"], logprobs=news)
-        ended = last.pop("finish")
-        output = _output(text, calls, content, message_id=message_id)
+                            item = _message_item(message_id, [], status="in_progress")
+                            yield event("output_item.added", output_index=0, item=item)
+                            yield event("content_part.added", **place, part=_part("", []))
+                        text += said
+                        yield event("output_text.delta", **place, delta=said, logprobs=news)
+        output = _output(text, calls, logp, message_id=message_id)
         for index, item in enumerate(output):
             if item["type"] == "message" and opened:
-                (part,) = item["content"]
-                yield event("response.output_text.done", **place, text=text, logprobs=content)
-                yield event("response.content_part.done", **place, part=part)
+                yield event("output_text.done", **place, text=text, logprobs=logp)
+                yield event("content_part.done", **place, part=item["content"][0])
             else:
                 begun = {**item, "status": "in_progress"} | ({"arguments": ""} if "arguments" in item else {})
-                yield event("response.output_item.added", output_index=index, item=begun)
+                yield event("output_item.added", output_index=index, item=begun)
             if item["type"] == "function_call":
                 named = {"item_id": item["id"], "output_index": index}
-                yield event("response.function_call_arguments.delta", **named, delta=item["arguments"])
                 done = {"name": item["name"], "arguments": item["arguments"]}
-                yield event("response.function_call_arguments.done", **named, **done)
-            yield event("response.output_item.done", output_index=index, item=item)
+                yield event("function_call_arguments.delta", **named, delta=item["arguments"])
+                yield event("function_call_arguments.done", **named, **done)
+            yield event("output_item.done", output_index=index, item=item)
         finish = ended["finish_reason"]
-        whole = self._response(last, output=output, finish=finish, usage=usage)
-        whole |= {name: ended[name] for name in ("weight_versions", "stop_reason") if name in ended}
-        whole |= {name: last[name] for name in ("weight_version", "logp_of") if name in last}
-        yield event("response.incomplete" if finish == "length" else "response.completed", response=whole)
+        whole = self._response(last, output=output, finish=finish, usage=last["usage"]) | _ours(last, ended)
+        yield event("incomplete" if finish == "length" else "completed", response=whole)
 
     def _response(
         self, answered: Mapping[str, Any], *, output: list[dict[str, Any]], finish: str | None, usage: Any
@@ -218,6 +206,10 @@ class ResponsesRequest:
         }
 
 
+def _unsupported(param: str, message: str) -> HttpError:
+    return HttpError(400, message, param=param, code="unsupported_field")
+
+
 def _messages(given: Any) -> list[dict[str, Any]]:
     """The messages of a chat that the items of `input` are."""
     if isinstance(given, str):
@@ -239,15 +231,14 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         else:
-            message = f"input[{index}] is of type {shortened(kind)}; it must be a message, a call or its output"
-            raise HttpError(400, message, param=f"input[{index}].type", code="unsupported_field")
+            rule = "it must be a message, a call or its output"
+            raise _unsupported(f"input[{index}].type", f"input[{index}] is of type {shortened(kind)}; {rule}")
     return messages
 
 
 def _response_format(text: Any) -> dict[str, Any]:
     if not isinstance(text, dict) or text.get("verbosity") not in (None, "medium"):
-        message = f"text takes a format, and no verbosity; got {shortened(text)}"
-        raise HttpError(400, message, param="text", code="unsupported_field")
+        raise _unsupported("text", f"text takes a format, and no verbosity; got {shortened(text)}")
     how = text.get("format") or {"type": "text"}
     if not isinstance(how, dict):
         raise HttpError(400, f"text.format must be an object; got {shortened(how)}", param="text", code="invalid_type")
@@ -256,24 +247,26 @@ def _response_format(text: Any) -> dict[str, Any]:
     return how
 
 
+def _ours(answered: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """What this package adds to OpenAI's fields."""
+    ours = {name: choice[name] for name in ("weight_versions", "stop_reason")}
+    return ours | {name: answered[name] for name in ("weight_version", "logp_of")}
+
+
 def _output(text: str | None, calls: Any, logp: list[Any], *, message_id: str | None = None) -> list[dict[str, Any]]:
     """The items of a response: what is said, where anything is or nothing is called, then the calls."""
     items = []
     if text or not calls:
-        part = {"type": "output_text", "text": text or "", "annotations": [], "logprobs": logp}
-        items.append(_message_item(message_id or f"msg_{uuid.uuid4().hex}", part, status="completed"))
-    return items + [
-        {
-            "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": call["id"],
-            **call["function"],
-            "status": "completed",
-        }
-        for call in calls
-    ]
+        items.append(_message_item(message_id or f"msg_{uuid.uuid4().hex}", [_part(text or "", logp)]))
+    for call in calls:
+        ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
+        items.append({"type": "function_call", **ids, **call["function"], "status": "completed"})
+    return items
 
 
-def _message_item(item_id: str, part: dict[str, Any] | None, *, status: str) -> dict[str, Any]:
-    content = [] if part is None else [part]
+def _message_item(item_id: str, content: list[dict[str, Any]], *, status: str = "completed") -> dict[str, Any]:
     return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
+
+
+def _part(text: str, logp: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logp}

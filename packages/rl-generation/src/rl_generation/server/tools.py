@@ -14,10 +14,10 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 from rl_generation.errors import EngineOptionError
-from rl_generation.server.errors import HttpError
+from rl_generation.server.guard import HttpError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,7 @@ __all__ = [
     "ToolFormat",
     "ToolUse",
     "detect_tool_format",
+    "overlap",
     "read_tools",
     "tool_format_of",
 ]
@@ -60,18 +61,13 @@ def detect_tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | Non
 
 
 def tool_format_of(name: str) -> ToolFormat:
-    """Return the format of this name.
-
-    Raises:
-        EngineOptionError: The embedded engine's server does not know it.
-    """
-    for known in TOOL_FORMATS:
-        if name == known:
-            return known
-    raise EngineOptionError(
-        f"tool_format={name!r} is not known: calls are parsed in the formats {', '.join(TOOL_FORMATS)}; over vLLM's "
-        f"engine, any parser of vLLM's does"
-    )
+    """Return the format of this name; EngineOptionError where the embedded engine's server does not know it."""
+    if name not in TOOL_FORMATS:
+        raise EngineOptionError(
+            f"tool_format={name!r} is not known: calls are parsed in the formats {', '.join(TOOL_FORMATS)}; over "
+            f"vLLM's engine, any parser of vLLM's does"
+        )
+    return cast("ToolFormat", name)
 
 
 @final
@@ -111,27 +107,19 @@ def read_tools(
 ) -> tuple[ToolUse | None, str | None]:
     """Return how calls are found, and the JSON schema that a forced call follows; None twice where there are none.
 
-    Args:
-        tools: OpenAI's `tools`.
-        choice: OpenAI's `tool_choice`.
-        parallel: OpenAI's `parallel_tool_calls`.
-        found: The format of the model; None where it is not known.
+    Takes OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`, and the model's format, None where it is not known.
 
     Raises:
         HttpError: 400; a tool is no function, the choice names none of them, or the model's format is not known.
     """
     functions: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
-        function = tool.get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
+        function = tool.get("function") if tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             message = f"tools[{index}] must be of type 'function', with a function that has a name"
             raise HttpError(400, message, param=f"tools[{index}]", code="invalid_type")
-        functions[str(tool["function"]["name"])] = tool["function"]
-    named: str | None = None
+        functions[function["name"]] = function
+    named = None
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
         named = next((name for name in functions if name == choice["function"].get("name")), None)
     if choice not in (None, "none", "auto", "required") and named is None:
@@ -140,30 +128,26 @@ def read_tools(
             f"{sorted(functions)}; got {json.dumps(choice)[:100]}"
         )
         raise HttpError(400, message, param="tool_choice", code="invalid_value")
+    if choice == "required" and not functions:
+        raise HttpError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
     if choice == "none" or not functions:
-        if not functions and choice == "required":
-            raise HttpError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
         return None, None
+    schemas = {name: function.get("parameters") or {"type": "object"} for name, function in functions.items()}
     if named is not None:
-        schema = functions[named].get("parameters") or {"type": "object"}
-        return ToolUse(format=None, forced_name=named, parallel=parallel), json.dumps(schema)
+        return ToolUse(format=None, forced_name=named, parallel=parallel), json.dumps(schemas[named])
     if choice == "required":
         calls = [
             {
                 "type": "object",
-                "properties": {
-                    "name": {"const": name},
-                    "arguments": function.get("parameters") or {"type": "object"},
-                },
+                "properties": {"name": {"const": name}, "arguments": schema},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name, function in functions.items()
+            for name, schema in schemas.items()
         ]
-        schema = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-        if not parallel:
-            schema["maxItems"] = 1
-        return ToolUse(format=None, parallel=parallel), json.dumps(schema)
+        several = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
+        most = {} if parallel else {"maxItems": 1}
+        return ToolUse(format=None, parallel=parallel), json.dumps(several | most)
     if found is None:
         message = (
             "the model's chat template names no known format of tool calls, so that they could not be parsed: start "
@@ -199,16 +183,12 @@ class ReplyStream:
         if self._in_calls or self._use.format is None:
             return ""
         opening = TOOL_FORMATS[self._use.format]
-        start = self._held.find(opening)
         if self._use.format == "llama" and self._held.lstrip()[:1] in ("{", ""):
-            start = 0  # a call without its tag is JSON from the first character on
-            self._in_calls = bool(self._held.strip())
-        elif start >= 0:
-            self._in_calls = True
-        else:  # its end may be the beginning of what opens a call
-            sizes = range(min(len(opening) - 1, len(self._held)), 0, -1)
-            kept = next((size for size in sizes if self._held.endswith(opening[:size])), 0)
-            start = len(self._held) - kept
+            # A call without its tag is JSON from the first character on.
+            start, self._in_calls = 0, bool(self._held.strip())
+        else:
+            start = len(self._held) - overlap(self._held, opening)
+            self._in_calls = self._held.startswith(opening, start)
         said, self._held = self._held[:start], self._held[start:]
         return said
 
@@ -246,12 +226,11 @@ def _parse_hermes(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _parse_llama(text: str) -> tuple[str, list[ToolCall]]:
-    calls, place, decoder = [], 0, json.JSONDecoder()
-    while place < len(text):
-        value, place = decoder.raw_decode(text, place + len(text[place:]) - len(text[place:].lstrip()))
+    calls, rest, decoder = [], text.strip(), json.JSONDecoder()
+    while rest:
+        value, end = decoder.raw_decode(rest)
         calls.append(_call(value))
-        rest = text[place:].lstrip().removeprefix(";").lstrip()
-        place = len(text) - len(rest)
+        rest = rest[end:].strip().removeprefix(";").strip()
     return "", calls
 
 
@@ -277,3 +256,12 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(value["name"], str) or not isinstance(arguments, dict):
         raise TypeError("a call has a name and an object of arguments")
     return ToolCall(name=value["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def overlap(text: str, marker: str) -> int:
+    """Characters from the first place in `text` at which `marker` begins, or may begin once more text follows."""
+    found = text.find(marker)
+    if found >= 0:
+        return len(text) - found
+    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(marker[:size])), 0)

@@ -5,7 +5,6 @@ refits hands in a worker extension by name, and talks to the engine that `vllm` 
 """
 
 from rl_generation.vllm.engine import VllmEngine
-from rl_generation.vllm.lora import LoraAdapter
-from rl_generation.vllm.options import VllmOptions
+from rl_generation.vllm.options import LoraAdapter, VllmOptions
 
 __all__ = ["LoraAdapter", "VllmEngine", "VllmOptions"]

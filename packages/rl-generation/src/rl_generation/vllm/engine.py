@@ -15,19 +15,24 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta
-from rl_generation.errors import EngineOptionError, ModelError, PromptError, TimedOutSample
+from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError, TimedOutSample
 from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.admission import Admission, CallOptions, Manner, Prompts, Samplings, check_version
-from rl_generation.vllm.explanation import explain
-from rl_generation.vllm.lora import LoraAdapter, check_lora, check_removed
-from rl_generation.vllm.options import VllmOptions, check_options
-from rl_generation.vllm.preparing import limits_of, prepare, stop_tokens, warn_of_dtype
-from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, unanswered
-from rl_generation.vllm.samples import Samples
-from rl_generation.vllm.timeouts import DEFAULT_TIMEOUT_S, check_timeout, sample_timeout_s
+from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
+from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
+from rl_generation.vllm.running import ask_replicas, check_not_importing_main, start, unanswered
+from rl_generation.vllm.samples import (
+    DEFAULT_TIMEOUT_S,
+    CallOptions,
+    Manner,
+    Prompts,
+    Samples,
+    Samplings,
+    check_timeout,
+    sample_timeout_s,
+)
 
 __all__ = ["Pause", "VllmEngine"]
 
@@ -87,7 +92,14 @@ class VllmEngine:
         timeout_s: float | None = None,
     ) -> None:
         check_version(version)
-        check_options(options, own_process=own_process)
+        given: object = options
+        if not isinstance(given, VllmOptions):
+            raise EngineOptionError(f"options must be VllmOptions(model={given!r}); got {type(given).__name__}")
+        if options.data_parallel_size > 1 and not own_process:
+            raise EngineOptionError(
+                f"in process, vLLM has one replica; for data_parallel_size={options.data_parallel_size} give "
+                f"own_process=True, or make one engine in each of several processes"
+            )
         if timeout_s is None:
             self._timeout_s = sample_timeout_s()
         else:
@@ -126,7 +138,7 @@ class VllmEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        return self._admission.limits
+        return self._samples.limits
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -160,8 +172,7 @@ class VllmEngine:
 
     def explain(self) -> str:
         """Return which engine this is, with which limits, sizes and quirks. For people."""
-        return explain(
-            self._prepared,
+        return self._prepared.explain(
             kind=f"vLLM, {'in its own processes' if self._own_process else 'in this process'}",
             limits=self.limits,
             dtype=self.vllm.vllm_config.model_config.dtype,
@@ -172,7 +183,9 @@ class VllmEngine:
 
     def metrics(self) -> EngineMetrics:
         """Return what it is doing now, as of the last step, and has done since it was started."""
-        return self._running.metrics()
+        running = self._running
+        busy = running.llm.output_processor.has_unfinished_requests()  # what vLLM said last is that of a step before
+        return running.statistics.metrics(version=running.version, busy=busy)
 
     async def read_metrics(self) -> EngineMetrics:
         """`metrics`, for who has any `StreamingEngine`."""
@@ -223,7 +236,7 @@ class VllmEngine:
         try:
             check_single(sampling)
             requests, manner = self._begin([prompt], [sampling.for_request(seed)], **how)
-            return self._events.start(self._samples.answer(requests[0], manner))
+            return self._events.start(self._answer(requests, manner))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
             return failed_request(error)
 
@@ -263,17 +276,21 @@ class VllmEngine:
 
         Args:
             prompt: As vLLM's renderer made it.
-            params: vLLM's SamplingParams of each answer; see `Samples.outputs`.
+            params: vLLM's SamplingParams of each answer, whose `n` is 1, and which ask for the sampled token's logp.
             lora_request: vLLM's.
             how: Further arguments of `AsyncLLM.generate`.
+
+        Yields:
+            The index of an answer, a `vllm.RequestOutput`, and, with the last of an answer, which weights made which of
+            its tokens.
 
         Raises:
             What `stream` raises, a PromptError excepted: what vLLM refuses, it says itself.
         """
         self.check_ready()
         samples = self._samples
-        manner = Manner(timeout_s=self._admission.timeout_s or DEFAULT_TIMEOUT_S, lora=lora_request)
-        return self._events.iterate(lambda: samples.outputs(prompt, params, manner, **how))
+        manner = Manner(timeout_s=self._timeout_s or DEFAULT_TIMEOUT_S, lora=lora_request)
+        return self._events.iterate(lambda: samples.outputs(prompt, params, manner=manner, how=how))
 
     async def abort(self, *, request_id: str | None = None) -> int:
         """Abort every sample that is under way, or those of one stream, and return how many.
@@ -291,7 +308,13 @@ class VllmEngine:
         """
         if self.ready is not None:
             self.ready()
-        self._running.check_weights()
+        running = self._running
+        if running.health.death is not None:
+            raise EngineDeadError(running.health.death)
+        if not running.fed:
+            raise ModelError(NO_WEIGHTS)
+        if running.asleep:
+            raise ModelError("the engine sleeps; wake_up() before it generates")
 
     # -- What a trainer asks of it -------------------------------------------------------------------------------
 
@@ -331,7 +354,16 @@ class VllmEngine:
             EngineOptionError: The engine was made without `enable_sleep_mode`, or there is no such level.
             ModelError: Requests are under way.
         """
-        self._prepared.check_sleep(level)
+        from vllm.platforms import current_platform
+
+        able = self._prepared.options.enable_sleep_mode
+        if level not in (1, 2) or not (
+            able or not current_platform.is_sleep_mode_available()
+        ):  # on a CPU: does nothing
+            raise EngineOptionError(
+                f"sleep needs an engine made with enable_sleep_mode=True, and level 1 or 2; got level={level!r}, "
+                f"enable_sleep_mode={able}"
+            )
         if self._samples.under_way:
             raise ModelError("requests are under way; finish or abort them before the engine sleeps")
         self._running.asleep = True
@@ -385,8 +417,11 @@ class VllmEngine:
     def remove_lora(self, adapter: LoraAdapter) -> None:
         """Forget an adapter; EngineOptionError where it is not loaded."""
         check_lora(adapter, self._prepared.options)
-        removed = self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora")
-        check_removed(adapter, removed=removed)
+        if not self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora"):
+            raise EngineOptionError(
+                f"adapter {adapter.name!r}, number {adapter.number}, is not loaded: it never was, or vLLM has dropped "
+                f"it for another one (max_loras)"
+            )
 
     # -- Life and death ------------------------------------------------------------------------------------------
 
@@ -396,9 +431,15 @@ class VllmEngine:
         Raises:
             EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
         """
+        health, core = self._running.health, self.vllm.engine_core
+
+        async def ping() -> None:
+            health.check()
+            await health.run(ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}))
+
         with unanswered("check_health", timeout_s):
             async with asyncio.timeout(timeout_s):  # here: a step in this process keeps the loop of the engine
-                await self._events.wait(self._running.ping(timeout_s=timeout_s))
+                await self._events.wait(ping())
 
     def restart(self) -> None:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.
@@ -436,8 +477,8 @@ class VllmEngine:
             self._end_events = weakref.finalize(self, _elsewhere, self._events, self._events.close)
         self._closed = True
         try:
-            self._running = RunningLLM.start(
-                self._events, self._prepared, own_process=self._own_process, version=self._start_version
+            self._running = self._events.run(
+                start(self._events, self._prepared, own_process=self._own_process, version=self._start_version)
             )
             self._end_running = weakref.finalize(self, _elsewhere, self._events, self._running.stop)
             limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
@@ -450,21 +491,23 @@ class VllmEngine:
             self._end_events()
             raise
         self._closed = False
-        self._admission = Admission(options=self._prepared.options, limits=limits, timeout_s=self._timeout_s)
-        self._samples = Samples(self._running, stop_token_ids=self._stop_token_ids, logp_of=self._logp_of)
+        self._samples = Samples(
+            self._running,
+            options=self._prepared.options,
+            limits=limits,
+            stop_token_ids=self._stop_token_ids,
+            logp_of=self._logp_of,
+            timeout_s=self._timeout_s,
+        )
 
-    def _begin(
-        self,
-        prompts: Prompts,
-        sampling: Samplings,
-        *,
-        request_id: str | None = None,
-        otherwise_s: float = DEFAULT_TIMEOUT_S,
-        **how: Unpack[CallOptions],
-    ) -> tuple[list[Request], Manner]:
+    def _begin(self, prompts: Prompts, sampling: Samplings, **how: Any) -> tuple[list[Request], Manner]:
         """Refuse what cannot be answered; nothing is begun before everything is checked."""
         self.check_ready()
-        return self._admission.requests(prompts, sampling, request_id=request_id, otherwise_s=otherwise_s, **how)
+        return self._samples.admit(prompts, sampling, **how)
+
+    async def _answer(self, requests: Sequence[Request], manner: Manner) -> Rollout:
+        (rollout,) = await self._samples.generate(requests, manner)
+        return rollout
 
     def _call(self, what: Callable[[], Coroutine[Any, Any, T]], *, name: str, timeout_s: float | None = None) -> T:
         return self._events.run(self._running.call(what, timeout_s=self._limit(timeout_s), name=name))
@@ -482,3 +525,9 @@ def _elsewhere(events: EventLoop, end: Callable[[], None]) -> None:
         threading.Thread(target=end).start()
     else:
         end()
+
+
+def check_version(version: int) -> None:
+    """Raise ValueError where `version` is no number of optimizer steps."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version!r}")

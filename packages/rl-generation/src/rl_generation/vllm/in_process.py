@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import queue
+import random
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
 
+import numpy as np
 import torch
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
@@ -25,17 +27,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import uniproc_executor
 
 from rl_generation.errors import EngineOptionError
-from rl_generation.vllm.randomness import Randomness
 
 __all__ = ["check_process_group", "core_in_this_process"]
 
 
 def check_process_group() -> None:
-    """Refuse where vLLM would take over, and in the end destroy, the default process group of somebody else.
-
-    Raises:
-        EngineOptionError: There is such a group.
-    """
+    """Refuse where vLLM would take over, and in the end destroy, the default process group of somebody else."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         raise EngineOptionError(
@@ -75,6 +72,55 @@ def core_in_this_process(*, owns_process_group: bool, folder: Path) -> Iterator[
         EngineCoreClient.make_async_mp_client = staticmethod(theirs)
         if store_of is not None:
             uniproc_executor.get_file_store_init_method = store_of
+
+
+@final
+class Randomness:
+    """vLLM's own course of torch's generators, apart from the host's; a trainer's dropout draws from the same ones.
+
+    In process, vLLM seeds them, and draws from them for each request without a seed of its own.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    @contextlib.contextmanager
+    def while_started(self) -> Iterator[None]:
+        """Let vLLM seed what it likes; what it has seeded is its own afterwards."""
+        state, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  (the global one is what vLLM seeds)
+        try:
+            with self.in_place():
+                yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(arrays)  # noqa: NPY002
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let vLLM draw from where it stopped; afterwards, the host goes on where it stopped."""
+        before = _generators()
+        if self._kept is not None:
+            _set_generators(*self._kept)
+        try:
+            yield
+        finally:
+            self._kept = _generators()
+            _set_generators(*before)
+
+
+def _generators() -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The states of the host's generator, and of the current device's once CUDA is initialised."""
+    cuda: Any = torch.cuda
+    return torch.get_rng_state(), cuda.get_rng_state() if cuda.is_initialized() else None
+
+
+def _set_generators(host: torch.Tensor, device: torch.Tensor | None) -> None:
+    cuda: Any = torch.cuda
+    torch.set_rng_state(host)
+    if device is not None:
+        cuda.set_rng_state(device)
+    elif cuda.is_initialized():  # since then, by vLLM: as it would be had the host initialised it
+        cuda.manual_seed(torch.initial_seed())
 
 
 @final

@@ -42,14 +42,13 @@ from rl_generation.errors import (
 )
 from rl_generation.requests import Sampling, check_token_ids
 from rl_generation.rollout import VersionSpan
-from rl_generation.server.errors import HttpError, from_engine, internal
+from rl_generation.server.answers import spans_as_json, to_json
 from rl_generation.server.fields import Fields, is_token_ids
-from rl_generation.server.guard import read_body
-from rl_generation.server.limits import ServerLimits
+from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
 from rl_generation.server.tools import detect_tool_format
 from rl_generation.vllm.engine import VllmEngine
 from rl_generation.vllm.options import nearest
-from rl_generation.vllm.runtime import TESTED, installed_version
+from rl_generation.vllm.preparing import TESTED, installed_version
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -146,8 +145,7 @@ class VllmApp:
         self._template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
         self._tool_parser = PARSERS.get(tool_parser or detect_tool_format(tokenizer) or "", tool_parser)
         self._known = _check_interface(self._tool_parser)
-        self._building = asyncio.Lock()
-        self._llm = engine.vllm
+        self._building, self._llm = asyncio.Lock(), engine.vllm
         self._app = asyncio.run_coroutine_threadsafe(self._build(), engine.loop).result()
 
     def routes(self) -> list[Route]:
@@ -175,17 +173,13 @@ class VllmApp:
             return given.pop() if given else await receive()
 
         _exchange.set(exchange)
-        answer = _Answer(exchange, send, extra=self._extra())
+        answer = _Answer(exchange, send, engine=self._engine)
         app = await self._current()
         try:
             await app(scope, replay, answer.send)
         except Exception as error:
             if not await answer.fail(error):
                 raise
-
-    def _extra(self) -> dict[str, Any]:
-        engine = self._engine
-        return {"logp_of": engine.logp_of, "version": engine.version, "vocab_size": engine.limits.vocab_size}
 
     def _read(self, exchange: _Exchange, fields: Fields) -> dict[str, Any]:
         """Take what is ours out of a body, refuse what nobody knows, and return the rest for vLLM's app."""
@@ -217,9 +211,7 @@ class VllmApp:
         prompts = body.get("prompt")
         count = len(prompts) if isinstance(prompts, list) and not is_token_ids(prompts) else 1
         bounds.check_counts(prompts=count, n=exchange.n)
-        bounds.check_words(
-            sum(len(each) if isinstance(each, list) else 1 for each in (body.get(name, []) for name in LOOKED_FOR))
-        )
+        bounds.check_words(body)
         return body
 
     async def _current(self) -> "FastAPI":
@@ -264,18 +256,15 @@ def _without_decisions() -> Iterator[None]:
     except ImportError:  # before 0.32
         yield
         return
-    made = api_router.init_structured_decisions_state
-    api_router.init_structured_decisions_state = lambda _client, state, *_: setattr(
-        state, "serving_structured_decisions", None
-    )
+
+    def none(_client: Any, state: Any, *_: Any) -> None:
+        state.serving_structured_decisions = None
+
+    made, api_router.init_structured_decisions_state = api_router.init_structured_decisions_state, none
     try:
         yield
     finally:
         api_router.init_structured_decisions_state = made
-
-
-LOOKED_FOR = ("stop", "stop_token_ids", "bad_words")
-"""Fields whose entries cost time at every token."""
 
 
 @final
@@ -374,11 +363,12 @@ class _Answer:
     Args:
         exchange: Of the request.
         send: Of the client.
-        extra: The engine's `logp_of`, `version` and `vocab_size` as the request came.
+        engine: That serves.
     """
 
-    def __init__(self, exchange: _Exchange, send: Send, *, extra: Mapping[str, Any]) -> None:
-        self._exchange, self._send, self._extra = exchange, send, extra
+    def __init__(self, exchange: _Exchange, send: Send, *, engine: VllmEngine) -> None:
+        self._exchange, self._send, self._engine = exchange, send, engine
+        self._version = engine.version
         self._start: Message = {}
         self._streams = self._adds = self._ended = False
         self._held = b""
@@ -393,7 +383,7 @@ class _Answer:
             self._adds = message["status"] == 200 and kind.startswith("application/json")
             if self._streams:
                 # Of the weights that it begins with; the last chunk of a choice says which tokens are whose.
-                headers["X-Weight-Version"] = str(self._extra["version"])
+                headers["X-Weight-Version"] = str(self._version)
                 headers["Cache-Control"], headers["X-Accel-Buffering"] = "no-store", "no"
                 await self._send(message)
             return
@@ -409,7 +399,7 @@ class _Answer:
             body = self._whole(self._held) if self._adds else self._held
             failure = self._exchange.failure
             if failure is not None and self._start["status"] >= 400:  # ours says more than what vLLM makes of it
-                body, self._start["status"] = _json(failure.body), failure.status
+                body, self._start["status"] = to_json(failure.body), failure.status
                 headers.update(failure.headers)
             headers["content-length"] = str(len(body))
             await self._send(self._start)
@@ -422,15 +412,15 @@ class _Answer:
             return self._ended
         LOG.error("a stream ended with an unforeseen error", exc_info=error)
         failure = self._exchange.failure or internal()
-        body = b"data: " + _json(failure.body) + b"\n\n"
+        body = b"data: " + to_json(failure.body) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         return True
 
     def _whole(self, body: bytes) -> bytes:
         said, exchange = json.loads(body), self._exchange
         if exchange.path == "/v1/models":
-            own = {"owned_by": "rl-generation", "weight_version": self._extra["version"]}
-            own |= {name: self._extra[name] for name in ("logp_of", "vocab_size")}
+            own = {"owned_by": "rl-generation", "weight_version": self._version}
+            own |= {"logp_of": self._engine.logp_of, "vocab_size": self._engine.limits.vocab_size}
             said["data"] = [{**card, **own} for card in said["data"]]
         elif exchange.path in GENERATING:
             self._add(said)
@@ -438,7 +428,7 @@ class _Answer:
             MutableHeaders(raw=self._start["headers"])["X-Weight-Version"] = ",".join(map(str, versions))
         else:
             return body
-        return _json(said)
+        return to_json(said)
 
     def _event(self, event: bytes) -> bytes:
         before, data, text = event.rpartition(b"data: ")
@@ -455,7 +445,7 @@ class _Answer:
             self._add(said)
         else:
             return event
-        return before + data + _json(said)
+        return before + data + to_json(said)
 
     def _add(self, said: dict[str, Any]) -> None:
         """Add what is ours to a response, or to a chunk, of whose choices those that have ended get it."""
@@ -463,26 +453,18 @@ class _Answer:
         spans = {index: choice.spans for index, choice in exchange.said.items() if choice.spans}
         if exchange.path == "/v1/responses":
             last = max(spans)
-            said["weight_versions"] = _versions(spans[last])
+            said["weight_versions"] = spans_as_json(spans[last])
             if exchange.token_ids:
                 said |= {"prompt_token_ids": exchange.prompts[last], "token_ids": exchange.said[last].tokens}
         else:
             for choice in said["choices"]:
                 if choice.get("finish_reason"):
-                    choice["weight_versions"] = _versions(spans[choice["index"]])
+                    choice["weight_versions"] = spans_as_json(spans[choice["index"]])
             if chosen := [choice["index"] for choice in said["choices"]]:
                 spans = {index: spans[index] for index in chosen}
         if spans:
             said["weight_version"] = min(span.version for each in spans.values() for span in each)
-        said["logp_of"] = self._extra["logp_of"]
-
-
-def _versions(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
-
-
-def _json(said: Mapping[str, Any]) -> bytes:
-    return json.dumps(said, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        said["logp_of"] = self._engine.logp_of
 
 
 def _require_prefixes(online: Any) -> None:
@@ -525,11 +507,7 @@ def _require_prefixes(online: Any) -> None:
 
 
 def _check_interface(tool_parser: str | None) -> dict[str, set[str]]:
-    """Return the fields that vLLM's app takes on each route.
-
-    Raises:
-        EngineOptionError: It is not where it was in the releases that this is written for, or has no such parser.
-    """
+    """Return the fields of each route of vLLM's app; refuse a vLLM that has it elsewhere, or has no such parser."""
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state  # noqa: F401
         from vllm.entrypoints.launchers.app import build_app  # noqa: F401

@@ -1,4 +1,4 @@
-"""What a vLLM engine is made with, under the names of vLLM's EngineArgs. Does not import vLLM.
+"""What a vLLM engine is made with, under the names of vLLM's EngineArgs, and its adapters. Does not import vLLM.
 
 Reference: vLLM 0.32, `vllm/engine/arg_utils.py`.
 """
@@ -7,12 +7,13 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, final
+from pathlib import Path
+from typing import Any, ClassVar, final
 
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
 
-__all__ = ["DUMMY", "VllmOptions", "check_options", "engine_arguments", "nearest"]
+__all__ = ["DUMMY", "LoraAdapter", "VllmOptions", "check_lora", "engine_arguments", "nearest"]
 
 DUMMY = "dummy"
 """vLLM's load format that draws random weights and reads none."""
@@ -26,6 +27,15 @@ ELSEWHERE: Mapping[str, str] = {
     "stream_interval": "nothing: a stream yields every token as it comes",
 }
 """Keys of EngineArgs that this package sets itself, and where the caller says what he wants."""
+
+COUNTS: Mapping[str, int] = {
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 1),
+    **dict.fromkeys(("max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "max_loras", "max_lora_rank"), 1),
+    "seed": 0,
+}
+"""The least value of each whole number."""
+
+MAPPINGS = ("speculative_config", "vllm_kwargs")
 
 
 @final
@@ -128,43 +138,46 @@ class VllmOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise EngineOptionError("model must name a folder or a model on the hub; got model=''")
-        _check_types(self)
-        _check_sizes(self)
-        _check_memory(self)
-        _check_lora_sizes(self)
-        self._check_kwargs()
-
-    def _check_kwargs(self) -> None:
+        if self.tokenizer == "":
+            raise EngineOptionError(
+                "tokenizer must name a folder or a tokenizer on the hub, or be None; got tokenizer=''"
+            )
+        for each in fields(self):
+            value, least = getattr(self, each.name), COUNTS.get(each.name)
+            missing = value is None and each.default is None
+            if each.type is bool and not isinstance(value, bool):
+                raise EngineOptionError(f"{each.name} must be True or False; got {each.name}={value!r}")
+            if each.name in MAPPINGS and not (isinstance(value, Mapping) or missing):
+                raise EngineOptionError(f"{each.name} must be a dictionary; got {each.name}={value!r}")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if least is not None and not missing and not (whole and value >= least):
+                raise EngineOptionError(
+                    f"{each.name} must be an integer of at least {least}; got {each.name}={value!r}"
+                )
+            if each.name in ("max_loras", "max_lora_rank") and value != each.default and not self.enable_lora:
+                raise EngineOptionError(f"{each.name}={value} needs enable_lora=True; without it there are no adapters")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or (share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0)):
+            raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got gpu_memory_utilization={share!r}")
         own = {each.name for each in fields(self)}
-        for key in self.vllm_kwargs:
+        for key, value in self.vllm_kwargs.items():
             if key in own:
                 raise EngineOptionError(
-                    f"vllm_kwargs repeats {key!r}, which is an option of its own: give {key}={self.vllm_kwargs[key]!r}"
+                    f"vllm_kwargs repeats {key!r}, which is an option of its own: give {key}={value!r}"
                 )
             if key in ELSEWHERE:
                 raise EngineOptionError(f"vllm_kwargs sets {key!r}, which the engine does; use {ELSEWHERE[key]}")
 
 
-def check_options(options: object, *, own_process: bool) -> None:
-    """Raise EngineOptionError where an engine is given something else, or asked for more replicas than it can have."""
-    if not isinstance(options, VllmOptions):
-        raise EngineOptionError(f"options must be VllmOptions(model={options!r}); got {type(options).__name__}")
-    if options.data_parallel_size > 1 and not own_process:
-        raise EngineOptionError(
-            f"in process, vLLM has one replica; for data_parallel_size={options.data_parallel_size} give "
-            f"own_process=True, or make one engine in each of several processes"
-        )
-
-
 def engine_arguments(
     options: VllmOptions, *, logp_of: LogpOf, load_format: str, skip_tokenizer_init: bool
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs; what is None is left to vLLM.
 
     Args:
         options: The caller's.
         logp_of: Becomes `logprobs_mode`.
-        load_format: What `options.load_format` comes to (`rl_generation.vllm.checkpoint.load_format_of`).
+        load_format: What `options.load_format` comes to.
         skip_tokenizer_init: Whether there is no tokenizer.
 
     Raises:
@@ -172,23 +185,21 @@ def engine_arguments(
     """
     if logp_of not in MODES:
         raise EngineOptionError(f"logp_of must be 'sampled' or 'raw'; got logp_of={logp_of!r}")
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
-    for name in ("for_training", "vllm_kwargs", "load_format"):
-        del given[name]
+    left_out = {"for_training", "vllm_kwargs", "load_format"}
     if not options.enable_lora:
-        del given["max_loras"], given["max_lora_rank"]
-    ours = {
+        left_out |= {"max_loras", "max_lora_rank"}
+    given = {each.name: getattr(options, each.name) for each in fields(options) if each.name not in left_out}
+    if options.speculative_config is not None:
+        given["speculative_config"] = dict(options.speculative_config)
+    return {
+        **{name: value for name, value in given.items() if value is not None},
         "load_format": load_format,
         "logprobs_mode": MODES[logp_of],
         "skip_tokenizer_init": skip_tokenizer_init,
         "disable_log_stats": False,
         "generation_config": "vllm",  # else what a client leaves out would be the checkpoint's, and not neutral
+        **options.vllm_kwargs,
     }
-    arguments = {**{key: value for key, value in given.items() if value is not None}, **ours, **options.vllm_kwargs}
-    for name in ("speculative_config",):
-        if name in arguments:
-            arguments[name] = dict(arguments[name])
-    return arguments
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -197,43 +208,41 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def _check_types(options: VllmOptions) -> None:
-    for name in (each.name for each in fields(options) if each.type is bool):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise EngineOptionError(f"{name} must be True or False; got {name}={value!r}")
-    if options.tokenizer == "":
-        raise EngineOptionError("tokenizer must name a folder or a tokenizer on the hub, or be None; got tokenizer=''")
-    for name in ("speculative_config", "vllm_kwargs"):
-        value = getattr(options, name)
-        if not (isinstance(value, Mapping) or (name == "speculative_config" and value is None)):
-            raise EngineOptionError(f"{name} must be a dictionary; got {name}={value!r}")
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """An adapter on disk.
+
+    Raises:
+        EngineOptionError: The folder holds no adapter, or the number is not positive.
+    """
+
+    name: str
+    """For logs and metrics."""
+
+    number: int
+    """Which adapter it is to vLLM, from 1 on: the same number means the same weights, so new weights need a new one."""
+
+    path: str
+    """Folder with `adapter_config.json` and the weights, as peft saves them."""
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise EngineOptionError(f"an adapter's number is at least 1; got number={self.number} for {self.name!r}")
+        if not (Path(self.path) / "adapter_config.json").is_file():
+            raise EngineOptionError(f"path={self.path!r} of adapter {self.name!r} holds no adapter_config.json")
+
+    def request(self) -> Any:
+        """Return it as a `vllm.lora.request.LoRARequest`."""
+        from vllm.lora.request import LoRARequest
+
+        name = f"{self.name}@{self.number}"  # vLLM caches prefixes by name
+        return LoRARequest(name, self.number, self.path)
 
 
-def _check_lora_sizes(options: VllmOptions) -> None:
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if each.name in ("max_loras", "max_lora_rank") and value != each.default and not options.enable_lora:
-            raise EngineOptionError(f"{each.name}={value} needs enable_lora=True; without it there are no adapters")
-
-
-def _check_sizes(options: VllmOptions) -> None:
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "max_loras", "max_lora_rank")
-    for name in names:
-        _check_count(name, getattr(options, name))
-    for name in ("max_model_len", "max_num_seqs", "kv_cache_memory_bytes"):
-        if getattr(options, name) is not None:
-            _check_count(name, getattr(options, name))
-    if isinstance(options.seed, bool) or not isinstance(options.seed, int) or options.seed < 0:
-        raise EngineOptionError(f"seed must be an integer of at least 0; got seed={options.seed!r}")
-
-
-def _check_memory(options: VllmOptions) -> None:
-    share = options.gpu_memory_utilization
-    if isinstance(share, bool) or (share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0)):
-        raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got gpu_memory_utilization={share!r}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise EngineOptionError(f"{name} must be an integer of at least 1; got {name}={value!r}")
+def check_lora(lora: object, options: VllmOptions) -> None:
+    """Raise EngineOptionError where `lora` is no LoraAdapter, or an engine with these options takes none."""
+    if not isinstance(lora, LoraAdapter):
+        raise EngineOptionError(f"an adapter is a LoraAdapter(name=…, number=…, path=…); got {lora!r}")
+    if not options.enable_lora:
+        raise EngineOptionError(f"adapter {lora.name!r} needs an engine made with enable_lora=True")

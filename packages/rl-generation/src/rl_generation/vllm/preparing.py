@@ -1,23 +1,32 @@
-"""What the vLLM engine does before anything starts: refuse what cannot work, and settle what vLLM is made with."""
+"""What must hold before a vLLM engine starts, and what vLLM is made with. Starts nothing.
 
+Which vLLM is installed, what environment variables say, what the checkpoint says of itself, whether vLLM takes the
+options, and whether this machine can place the workers.
+"""
+
+import contextlib
 import importlib
+import json
 import os
 import re
+import sys
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, final
 
 from rl_generation.errors import EngineOptionError
-from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for
+from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_versions, load_format_for
 from rl_generation.requests import Limits, check_token_ids
 from rl_generation.rollout import LogpOf
-from rl_generation.vllm.checkpoint import dtype_of, has_tokenizer, load_format_of, read_config, stop_token_ids_of
 from rl_generation.vllm.options import DUMMY, VllmOptions, engine_arguments, nearest
-from rl_generation.vllm.runtime import check_runtime
 
-__all__ = ["NO_WEIGHTS", "Prepared", "limits_of", "prepare", "refusal", "stop_tokens", "warn_of_dtype"]
+__all__ = ["NO_WEIGHTS", "TESTED", "Prepared", "check_interface", "check_runtime", "environment", "prepare"]
+
+TESTED = ("0.30", "0.31", "0.32")
+"""The minor releases of vLLM that this package was tested with, oldest first."""
 
 NO_WEIGHTS = (
     "the engine holds no weights to sample from: it began with random ones, for_training=True or load_format='dummy', "
@@ -25,6 +34,30 @@ NO_WEIGHTS = (
     "your own, or to sample from random weights all the same"
 )
 """What is said instead of sampling from noise."""
+
+_CALLED = (
+    "abort",
+    "add_lora",
+    "collective_rpc",
+    "generate",
+    "get_supported_tasks",
+    "is_paused",
+    "is_sleeping",
+    "pause_generation",
+    "remove_lora",
+    "reset_encoder_cache",
+    "reset_prefix_cache",
+    "resume_generation",
+    "shutdown",
+    "sleep",
+    "update_weight_version",
+    "wake_up",
+)
+"""Methods of `AsyncLLM`."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json")
+
+_changing = threading.RLock()
 
 
 @final
@@ -57,22 +90,37 @@ class Prepared:
         """Whether the engine starts with weights that nobody shall sample from."""
         return self.load_format == DUMMY
 
-    @property
-    def world_size(self) -> int:
-        """Worker processes, or devices."""
-        sizes = self.options
-        return sizes.tensor_parallel_size * sizes.pipeline_parallel_size * sizes.data_parallel_size
-
-    def check_sleep(self, level: int) -> None:
-        """Raise EngineOptionError where this engine cannot sleep at `level`; on a CPU it can, and frees nothing."""
-        from vllm.platforms import current_platform
-
-        able = self.options.enable_sleep_mode or not current_platform.is_sleep_mode_available()
-        if level not in (1, 2) or not able:
-            raise EngineOptionError(
-                f"sleep needs an engine made with enable_sleep_mode=True, and level 1 or 2; got level={level!r}, "
-                f"enable_sleep_mode={self.options.enable_sleep_mode}"
-            )
+    def explain(
+        self,
+        *,
+        kind: str,
+        limits: Limits,
+        dtype: object,
+        logp_of: LogpOf,
+        stop_token_ids: Sequence[int],
+        version: int | None,
+    ) -> str:
+        """Return one line for each thing that an engine was made with; `version` is None while no weights have come."""
+        options = self.options
+        expert = ", experts whole on their ranks" if options.enable_expert_parallel else ""
+        rows = {
+            "engine": f"{kind} (vLLM {self.vllm_version})",
+            "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
+            "load_format": self.load_format + (" (the first refit feeds it)" if self.unfed else ""),
+            "dtype": str(dtype).removeprefix("torch."),
+            "version": "none: no refit has been committed" if version is None else str(version),
+            "parallel": f"tensor {options.tensor_parallel_size}, pipeline {options.pipeline_parallel_size}, "
+            f"data {options.data_parallel_size}{expert}",
+            "vocabulary": f"{limits.vocab_size} tokens",
+            limits.max_length_name: f"{limits.max_length} tokens of prompt and answer",
+            "stop_token_ids": ", ".join(map(str, stop_token_ids)) or "none: answers end at max_new_tokens only",
+            "tokenizer": "none: no stop strings, no bad words" if limits.tokenizer is None else "loaded",
+            "logp_of": logp_of,
+            **{f"quirk {quirk.name}": quirk.explain() for quirk in self.quirks},
+            **{f"vllm_kwargs.{key}": repr(value) for key, value in options.vllm_kwargs.items()},
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
@@ -83,17 +131,49 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
             a key that vLLM does not know; or workers cannot be placed.
     """
     version = check_runtime()
-    options = _with_paths(options)
+    model, tokenizer = (
+        str(path) if name and (path := Path(name).expanduser()).is_dir() else name
+        for name in (options.model, options.tokenizer)
+    )
+    options = replace(options, model=str(model), tokenizer=tokenizer)
     config = read_config(options)
     load_format = load_format_of(options, config, version=version)
     quirks = flags_for(str(config.get("model_type", "")), versions={"vllm": version})
     skip = not has_tokenizer(options)
-    if skip:
-        _check_tokenizer(options, quirks)
+    needing = [quirk for quirk in quirks if quirk.flag is ModelFlag.VLLM_TOKENIZER_REQUIRED]
+    if skip and needing:
+        raise EngineOptionError(
+            f"model={options.model!r} has no tokenizer beside it, and vLLM does not start without one; give "
+            f"tokenizer=…. {needing[0].reason}"
+        )
     arguments = engine_arguments(options, logp_of=logp_of, load_format=load_format, skip_tokenizer_init=skip)
-    _check_arguments(arguments)
-    _check_workers(options)
-    _check_extension(options)
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+
+    try:
+        EngineArgs(**arguments)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        hint = nearest(unknown.group(1), [each.name for each in fields(EngineArgs)]) if unknown else ""
+        raise EngineOptionError(f"vLLM refuses vllm_kwargs: {error}{hint}") from error
+    except ValueError as error:
+        raise refusal(error) from error
+    # On a CPU, vLLM binds each worker to a NUMA node of its own, and where it cannot, dies without saying so.
+    workers = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
+    bound = current_platform.is_cpu() and os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto"
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    if bound and nodes < workers:
+        raise EngineOptionError(
+            f"{workers} workers (tensor × pipeline × data parallel) need as many NUMA nodes on a CPU, and this machine "
+            f"has {nodes}; set VLLM_CPU_OMP_THREADS_BIND=nobind before the engine is made, and OMP_NUM_THREADS"
+        )
+    if (name := options.worker_extension_cls) is not None:  # each worker would die of one that is not there
+        module, _, attribute = name.rpartition(".")
+        try:
+            getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise EngineOptionError(f"worker_extension_cls={name!r} cannot be imported: {error}") from error
+    dtypes = [str(found).removeprefix("torch.") for found in _said(config, "dtype", "torch_dtype")]
     return Prepared(
         options=options,
         arguments=arguments,
@@ -101,7 +181,7 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
         load_format=load_format,
         quirks=quirks,
         stop_token_ids=stop_token_ids_of(options, config),
-        checkpoint_dtype=dtype_of(config),
+        checkpoint_dtype=dtypes[0] if dtypes else None,
     )
 
 
@@ -154,61 +234,172 @@ def warn_of_dtype(prepared: Prepared, vllm_config: Any) -> None:
         )
 
 
-def _with_paths(options: VllmOptions) -> VllmOptions:
-    tokenizer = None if options.tokenizer is None else _expanded(options.tokenizer)
-    return replace(options, model=_expanded(options.model), tokenizer=tokenizer)
+# -- The vLLM that is installed ---------------------------------------------------------------------------------------
 
 
-def _expanded(name: str) -> str:
-    folder = Path(name).expanduser()
-    return str(folder) if folder.is_dir() else name
+def check_runtime() -> str:
+    """Return the version of vLLM that is installed.
 
+    A release after those that this package was tested with is warned of, and used; see `check_interface`.
 
-def _check_tokenizer(options: VllmOptions, quirks: Sequence[ModelQuirk]) -> None:
-    for quirk in quirks:
-        if quirk.flag is ModelFlag.VLLM_TOKENIZER_REQUIRED:
-            raise EngineOptionError(
-                f"model={options.model!r} has no tokenizer beside it, and vLLM does not start without one; give "
-                f"tokenizer=…. {quirk.reason}"
-            )
-
-
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    from vllm import EngineArgs
-
-    try:
-        EngineArgs(**arguments)
-    except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        name = unknown.group(1) if unknown else ""
-        hint = nearest(name, [each.name for each in fields(EngineArgs)]) if name else ""
-        raise EngineOptionError(f"vLLM refuses vllm_kwargs: {error}{hint}") from error
-    except ValueError as error:
-        raise refusal(error) from error
-
-
-def _check_workers(options: VllmOptions) -> None:
-    """On a CPU, vLLM binds each worker to a NUMA node of its own, and where it cannot, dies without saying so."""
-    from vllm.platforms import current_platform
-
-    workers = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
-    if workers == 1 or not current_platform.is_cpu() or os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto":
-        return
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
-    if nodes < workers:
+    Raises:
+        EngineOptionError: It is missing or too old, or `NRL_VLLM_USE_V1` asks for what it does not have.
+    """
+    version, asked = installed_version(), os.environ.get("NRL_VLLM_USE_V1", "1")
+    if asked not in ("0", "1"):
+        raise EngineOptionError(f"NRL_VLLM_USE_V1 must be 0 or 1, or not set (which is 1); got {asked!r}")
+    if asked == "0":
         raise EngineOptionError(
-            f"{workers} workers (tensor × pipeline × data parallel) need as many NUMA nodes on a CPU, and this machine "
-            f"has {nodes}; set VLLM_CPU_OMP_THREADS_BIND=nobind before the engine is made, and OMP_NUM_THREADS"
+            f"NRL_VLLM_USE_V1=0 asks for vLLM's V0 runtime, which vLLM {version or TESTED[-1]} does not have any more; "
+            f"unset NRL_VLLM_USE_V1"
+        )
+    if version is None:
+        raise EngineOptionError(
+            f"vLLM is not installed in this environment; `pip install rl-generation[vllm]` brings {TESTED[-1]}"
+        )
+    minor = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    oldest, newest = (tuple(map(int, each.split("."))) for each in (TESTED[0], TESTED[-1]))
+    if minor < oldest:
+        raise EngineOptionError(
+            f"vLLM {version} is installed, and this package needs {TESTED[0]} or later; `pip install "
+            f"rl-generation[vllm]` brings {TESTED[-1]}"
+        )
+    if minor > newest:
+        warnings.warn(
+            f"vLLM {version} is later than {TESTED[-1]}, the last release that this package was tested with; "
+            f"verify the engine before training on it (`python -m rl_generation verify`)",
+            stacklevel=2,
+        )
+    return version
+
+
+def installed_version() -> str | None:
+    """Return vLLM's version without importing it; None where it is not installed."""
+    return installed_versions().get("vllm")
+
+
+def check_interface(llm: type) -> None:
+    """Refuse a vLLM whose `AsyncLLM` has lost a method that the engine calls."""
+    if missing := [name for name in _CALLED if not callable(getattr(llm, name, None))]:
+        raise EngineOptionError(
+            f"vLLM {installed_version()} has no {', '.join(f'AsyncLLM.{name}' for name in missing)}, which this engine "
+            f"calls; `pip install rl-generation[vllm]` brings {TESTED[-1]}, which does"
         )
 
 
-def _check_extension(options: VllmOptions) -> None:
-    """Each worker would die of it."""
-    name = options.worker_extension_cls
-    if name is None:
-        return
-    module, _, attribute = name.rpartition(".")
+def device_memory_bytes() -> int:
+    """Of the first GPU, as the driver says: without a CUDA context, which vLLM could not fork."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for as long as an engine is being made, then put everything back as it was.
+
+    Processes that start meanwhile inherit them. What vLLM sets itself in this process (LD_PRELOAD, among others) is put
+    back too: the engine's processes have inherited it, and yours shall not. One engine at a time is made in a process.
+    """
+    with _changing:
+        before = dict(os.environ)
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
+
+
+def main_guard_hint() -> str:
+    """Return what to add where an engine's processes did not start, if the program's script lacks its guard."""
+    file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if not file.is_file() or "__main__" in file.read_text(encoding="utf-8", errors="replace"):
+        return ""
+    return (
+        f". The processes of an engine import the script that makes it, {file.name}: make it under "
+        f'`if __name__ == "__main__":` there'
+    )
+
+
+# -- What a checkpoint says of itself, in its folder or in the hub's cache --------------------------------------------
+
+
+def read_config(options: VllmOptions) -> Mapping[str, Any]:
+    """Return the model's `config.json`; refuse a model that is neither a folder with one nor to be found on the hub."""
+    found = _read(options, "config.json", required=True)
+    if found is None:
+        raise EngineOptionError(f"model={options.model!r} is a folder without config.json: nothing that vLLM can serve")
+    return found
+
+
+def stop_token_ids_of(options: VllmOptions, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the eos tokens of the generation config, or where that has none, of the config."""
+    generation = _read(options, "generation_config.json", required=False) or {}
+    eos = next((found for source in (generation, config) for found in _said(source, "eos_token_id")), ())
+    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+
+
+def has_tokenizer(options: VllmOptions) -> bool:
+    """Whether there is a tokenizer beside the model, or the given one; refuse a given folder that holds none."""
+    if options.vllm_kwargs.get("skip_tokenizer_init"):
+        return False
+    folder = Path(options.tokenizer or options.model).expanduser()
+    if folder.is_dir():
+        found = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        if options.tokenizer is not None and not found:
+            raise EngineOptionError(f"tokenizer={options.tokenizer!r} is a folder that holds no tokenizer")
+        return found
+    if options.tokenizer is not None and _is_path(options.tokenizer):
+        raise EngineOptionError(f"tokenizer={options.tokenizer!r} is no folder")
+    return True
+
+
+def load_format_of(options: VllmOptions, config: Mapping[str, Any], *, version: str) -> str:
+    """Return how this version of vLLM reads the weights: as the caller said, or "dummy" for training where it may."""
+    if options.load_format is not None:
+        return options.load_format
+    model_type = str(config.get("model_type", ""))
+    return load_format_for(model_type, refit_follows=options.for_training, versions={"vllm": version})
+
+
+def _said(config: Mapping[str, Any], *names: str) -> list[Any]:
+    """What a config says under one of these names, itself or of its text model."""
+    both = (config, config.get("text_config") or {})
+    return [source[name] for source in both for name in names if source.get(name) is not None]
+
+
+def _read(options: VllmOptions, name: str, *, required: bool) -> Mapping[str, Any] | None:
+    folder = Path(options.model).expanduser()
+    path: Path | None
+    if folder.is_dir():
+        path = folder / name
+    elif _is_path(options.model):
+        raise EngineOptionError(f"model={options.model!r} is no folder")
+    else:
+        from transformers.utils.hub import cached_file
+
+        try:
+            found = cached_file(
+                options.model, name, revision=options.revision, _raise_exceptions_for_missing_entries=required
+            )
+        except OSError as error:
+            raise EngineOptionError(
+                f"model={options.model!r} is no folder here, and the hub does not give it: {error}"
+            ) from error
+        path = None if found is None else Path(found)
+    if path is None or not path.is_file():
+        return None
     try:
-        getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise EngineOptionError(f"worker_extension_cls={name!r} cannot be imported: {error}") from error
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EngineOptionError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise EngineOptionError(f"{path} holds no JSON object, but {type(found).__name__}")
+    return found
+
+
+def _is_path(name: str) -> bool:
+    """Whether it can only be meant as a folder: ids on the hub are `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

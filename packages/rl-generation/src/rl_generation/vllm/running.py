@@ -1,4 +1,4 @@
-"""An `AsyncLLM` from its start to its end, with everything that must be gone after it."""
+"""An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,9 @@ import getpass
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -16,20 +18,30 @@ from typing import Any, TypeVar, final
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
 from rl_generation.event_loop import EventLoop
-from rl_generation.vllm.health import Health
-from rl_generation.vllm.leftovers import EngineFolder, Keeper, Leftovers
-from rl_generation.vllm.outputs import logp_hint, version_of
-from rl_generation.vllm.preparing import NO_WEIGHTS, Prepared, refusal
-from rl_generation.vllm.processes import EngineProcesses
-from rl_generation.vllm.runtime import check_interface, environment, main_guard_hint
-from rl_generation.vllm.statistics import Statistics
+from rl_generation.vllm.preparing import Prepared, check_interface, environment, main_guard_hint, refusal
+from rl_generation.vllm.processes import EngineFolder, EngineProcesses
 
-__all__ = ["RunningLLM", "ask_replicas", "check_not_importing_main", "unanswered"]
+__all__ = [
+    "Health",
+    "RunningLLM",
+    "Statistics",
+    "ask_replicas",
+    "check_not_importing_main",
+    "start",
+    "unanswered",
+    "version_of",
+]
 
 T = TypeVar("T")
+PERIOD_S = 0.25
+"""Between two looks at the processes."""
+
 PATIENCE_S = 5.0
+"""How long a process may take to end once vLLM has said that its engine failed, and its threads once they may end."""
+
 SETTLED_S = 30.0
 """In which the tokens of a paused engine have all been handed on."""
+
 SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
 
@@ -49,127 +61,65 @@ class RunningLLM:
             tokens there were when the next one came. Only of a vLLM before 0.32, which does not say it itself.
         fed: Whether the weights are ones to sample from.
         asleep: Whether the device's memory was given away.
-        logp_hint: What a LogpError says besides.
+        statistics: What it has done.
     """
 
-    def __init__(self, events: EventLoop, llm: Any, *, statistics: Sequence[Statistics], folder: EngineFolder) -> None:
-        self.llm = llm
+    def __init__(self, events: EventLoop, llm: Any, *, statistics: "Statistics", folder: EngineFolder) -> None:
+        self.llm, self.statistics = llm, statistics
         self.version, self.fed, self.asleep = 0, False, False
-        self.logp_hint = ""
         self.seams: dict[str, list[tuple[int, int]]] = {}
-        self._events, self._statistics, self._folder = events, statistics, folder
+        self._events, self._folder = events, folder
         self._processes = EngineProcesses(_roots(llm.engine_core))
-        self._leftovers = Leftovers(self._processes.process_ids)
-        folder.note(self._processes.process_ids)
-        self._keeper = Keeper(self._processes.started, folder) if self._processes.roots else None
+        folder.watch(self._processes.started)
         self.health = Health(llm, self._processes)
         self._tell_vllm = llm.update_weight_version
         llm.update_weight_version = self._commit
 
-    @classmethod
-    def start(cls, events: EventLoop, prepared: Prepared, *, own_process: bool, version: int) -> "RunningLLM":
-        """Start an engine; blocks until it has loaded its model.
-
-        Raises:
-            EngineOptionError: vLLM refuses the options, or this process has a process group of somebody else's.
-            EngineDeadError: It could not start.
-        """
-        folder = EngineFolder()
-        try:
-            return events.run(_start(events, prepared, own_process=own_process, folder=folder, version=version))
-        except BaseException:
-            folder.remove()
-            raise
-
     @property
     def process_ids(self) -> tuple[int, ...]:
         """Of the engine's processes."""
-        return self._processes.process_ids
-
-    def check_weights(self) -> None:
-        """Refuse to generate without weights, or without an engine.
-
-        Raises:
-            EngineDeadError: It is known to be dead.
-            ModelError: Its weights are not there.
-        """
-        if self.health.death is not None:
-            raise EngineDeadError(self.health.death)
-        if not self.fed:
-            raise ModelError(NO_WEIGHTS)
-        if self.asleep:
-            raise ModelError("the engine sleeps; wake_up() before it generates")
-
-    def count_aborted(self, count: int) -> None:
-        """Count answers that were aborted on this side of vLLM."""
-        self._statistics[0].count_aborted(count)
-
-    def metrics(self) -> EngineMetrics:
-        """Sum up what all replicas did; the cache usage is their mean."""
-        each = [statistics.metrics(version=self.version) for statistics in self._statistics]
-        busy = self.llm.output_processor.has_unfinished_requests()  # what vLLM said last is that of a step before
-        return EngineMetrics(
-            time_s=each[0].time_s,
-            running=sum(one.running for one in each) if busy else 0,
-            waiting=sum(one.waiting for one in each) if busy else 0,
-            prompt_tokens=sum(one.prompt_tokens for one in each),
-            cached_prompt_tokens=sum(one.cached_prompt_tokens for one in each),
-            generated_tokens=sum(one.generated_tokens for one in each),
-            preemptions=sum(one.preemptions for one in each),
-            cache_usage=sum(one.cache_usage for one in each) / len(each) if busy else 0.0,
-            finished=_sum_up([one.finished for one in each]),
-            version=self.version,
-        )
+        return tuple(self._processes.started)
 
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
-        """Await the answer of the engine that `what` asks for, on its loop.
-
-        Raises:
-            EngineDeadError: The engine died, or did not answer in time.
-        """
+        """Await the answer that `what` asks for, on the engine's loop; EngineDeadError where it died or is late."""
         with unanswered(name, timeout_s):
             async with asyncio.timeout(timeout_s):
                 return await self.health.run(what())
 
-    async def ping(self, *, timeout_s: float) -> None:
-        """Return once every worker has answered, on its loop.
-
-        Raises:
-            EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
-        """
-        self.health.check()
-        core = self.llm.engine_core
-        await self.call(
-            lambda: ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}),
-            timeout_s=timeout_s,
-            name="check_health",
-        )
-
     def stop(self) -> None:
         """End what waits, then all processes, and remove what they leave behind; not from the loop."""
+        resources, handler = self.llm.engine_core.resources, self.llm.output_handler
         timeout_s = SHUTDOWN_TIMEOUT_S if self.health.death is None else 1.0
-        context = getattr(self.llm.engine_core.resources, "ctx", None)
-        self._events.run(self._end(in_process=context is None))
+        context = getattr(resources, "ctx", None)  # of ZeroMQ; none where the engine lives in this process
+
+        async def end() -> None:
+            self._processes.survey()
+            self.health.end("the engine was closed or restarted; restart() makes a new one")
+            if handler is not None:
+                handler.cancel()  # else it logs the end of the engine as a failure
+            await asyncio.sleep(0)
+            if context is None:  # in the thread that it lived in
+                self.llm.shutdown()
+                gc.collect()
+
+        async def settle() -> None:
+            """Let vLLM's own tasks end, and with them the sockets that they hold."""
+            tasks = [task for task in (resources.output_queue_task, resources.stats_update_task, handler) if task]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._events.run(end())
         if context is not None:
             self.llm.shutdown(timeout=timeout_s)
         self._processes.end(timeout_s=timeout_s)
-        if self._keeper is not None:
-            self._keeper.dismiss()
-        self._leftovers.remove()
         if context is not None:
-            self._events.run(_settle(self.llm))
-            _terminate(context)
+            self._events.run(settle())
+            # vLLM leaves the threads of its context running. Their end waits for sockets, so not for ever.
+            ending = threading.Thread(target=context.term, daemon=True, name="rl-generation-zmq")
+            ending.start()
+            ending.join(PATIENCE_S)
         self._folder.remove()
-
-    async def _end(self, *, in_process: bool) -> None:
-        self._processes.survey()
-        self.health.end("the engine was closed or restarted; restart() makes a new one")
-        if self.llm.output_handler is not None:
-            self.llm.output_handler.cancel()  # else it logs the end of the engine as a failure
-        await asyncio.sleep(0)
-        if in_process:  # in the thread that it lived in
-            self.llm.shutdown()
-            gc.collect()
 
     async def _commit(self, new_version: str) -> None:
         """What `AsyncLLM.update_weight_version` does here: a refit calls that, and knows nothing of this engine."""
@@ -180,11 +130,7 @@ class RunningLLM:
         self.version, self.fed = version, True
 
     async def _note_seams(self) -> None:
-        """Note how many tokens each request has, all by the weights so far: the engine is paused, or has none.
-
-        Raises:
-            ModelError: It goes on generating, and nobody could say which weights made which tokens.
-        """
+        """Note how many tokens each request has, all by the weights so far: the engine is paused, or has none."""
         limit = asyncio.get_running_loop().time() + SETTLED_S
         counts, before = self._tokens_of_requests(), None
         while counts != before:  # tokens of before the pause may still wait for the task that hands them on
@@ -203,12 +149,161 @@ class RunningLLM:
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
 
+@final
+class Health:
+    """Runs what waits for the engine, and ends all of it with EngineDeadError when a process of the engine dies.
+
+    vLLM notices the death of its engine process within a second and ends the requests that wait for tokens; whoever
+    waits for the answer of another call waits for ever, and nobody learns which process died of what. Lives on the
+    event loop of the engine.
+
+    Args:
+        llm: The `AsyncLLM`.
+        processes: Its processes; none where it lives in this one.
+    """
+
+    def __init__(self, llm: Any, processes: EngineProcesses) -> None:
+        self.death: str | None = None
+        self._llm, self._processes = llm, processes
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watch = asyncio.create_task(self._look_now_and_then())
+
+    def check(self) -> None:
+        """Raise EngineDeadError where a process is known to be dead, or found to be."""
+        if self.death is None:
+            self._look()
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+
+    def start(self, what: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin `what`, which is cancelled when the engine dies."""
+        task = asyncio.create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if self.death is not None:
+            task.cancel()
+        return task
+
+    async def run(self, what: Coroutine[Any, Any, T]) -> T:
+        """Await `what`; EngineDeadError where the engine is dead, or dies meanwhile."""
+        task = self.start(what)
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+        return await self.result(task)
+
+    async def result(self, task: "asyncio.Task[T]") -> T:
+        """Return what `task`, which is done, returned; where it failed because the engine is dead, say so instead."""
+        if not task.cancelled():
+            error = task.exception()
+            if error is None:
+                return task.result()
+            if not isinstance(error, EngineDeadError):
+                self._look()
+                await self._wait_for_a_process_to_blame()
+            if self.death is None:
+                raise error
+        raise EngineDeadError(self.death or "the call was cancelled")
+
+    def end(self, reason: str) -> None:
+        """Cancel whatever waits; from now on, everything raises EngineDeadError with `reason`."""
+        if self.death is None:
+            self.death = reason
+        self._watch.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def _look_now_and_then(self) -> None:
+        while self.death is None:
+            self._look()
+            await self._wait_for_a_process_to_blame()
+            await asyncio.sleep(PERIOD_S)
+
+    def _look(self) -> None:
+        found = self._processes.dead()
+        if found is not None:
+            self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
+
+    async def _wait_for_a_process_to_blame(self) -> None:
+        """Where vLLM says that its engine failed, which may come before a process has ended, or without that."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        while self.death is None and self._llm.errored:
+            if not self._processes.roots or asyncio.get_running_loop().time() > deadline:
+                cause = getattr(self._llm.engine_core, "failure", None)  # of a core in this process
+                said = "and its log says why" if cause is None else f"in a step: {type(cause).__name__}: {cause}"
+                self.end(f"vLLM's engine failed, {said}; restart() makes a new engine")
+                return
+            await asyncio.sleep(PERIOD_S)
+            self._look()
+
+
+@final
+class Statistics:
+    """What all replicas tell of their work, in the place of vLLM's loggers; prints nothing."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, tuple[int, int, float]] = {}
+        """By replica: requests that run and that wait, and the share of the cache in use."""
+        self._done: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, *, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """Add what one step of a replica did."""
+        if scheduler_stats is not None:
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self._now[engine_idx] = scheduler_stats.num_running_reqs, waiting, scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._done["prompt_tokens"] += iteration_stats.prompt_token_stats.total
+            self._done["cached_prompt_tokens"] += iteration_stats.prompt_token_stats.cached_tokens
+            self._done["generated_tokens"] += iteration_stats.num_generation_tokens
+            self._done["preemptions"] += iteration_stats.num_preempted_reqs
+            self._finished.update(str(each.finish_reason) for each in iteration_stats.finished_requests)
+
+    def count_aborted(self, count: int) -> None:
+        """Add answers that were aborted on this side of vLLM, which leaves them out."""
+        self._finished["abort"] += count
+
+    def metrics(self, *, version: int, busy: bool) -> EngineMetrics:
+        """Return all of it, with the mean usage of the replicas' caches; nothing runs or waits where none is `busy`."""
+        now = self._now.values() if busy else ()
+        return EngineMetrics(
+            time_s=time.monotonic(),
+            running=sum(running for running, _, _ in now),
+            waiting=sum(waiting for _, waiting, _ in now),
+            prompt_tokens=self._done["prompt_tokens"],
+            cached_prompt_tokens=self._done["cached_prompt_tokens"],
+            generated_tokens=self._done["generated_tokens"],
+            preemptions=self._done["preemptions"],
+            cache_usage=sum(usage for _, _, usage in now) / max(len(now), 1),
+            finished=dict(self._finished),
+            version=version,
+        )
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """What else vLLM tells its loggers."""
+
+    log = log_engine_initialized = record_sleep_state = record_admission_rejection = _nothing
+
+
 @functools.cache
 def _says_versions() -> bool:
     """Whether vLLM says which weights made which tokens, as it does since 0.32."""
     from vllm.outputs import CompletionOutput
 
     return "weight_versions" in CompletionOutput.__dataclass_fields__
+
+
+def version_of(label: str) -> int:
+    """Return the version that vLLM's label of its weights means; ModelError where that is no number of steps."""
+    if label.isdecimal():
+        return int(label)
+    raise ModelError(
+        f"the engine's weights are labelled {label!r}, which is no number of optimizer steps; whoever updates them "
+        f"calls commit_version(steps), or vLLM's update_weight_version(str(steps))"
+    )
 
 
 async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
@@ -222,11 +317,7 @@ async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def unanswered(name: str, timeout_s: float) -> Iterator[None]:
-    """Around what waits for an answer of the engine at most so long.
-
-    Raises:
-        EngineDeadError: There was none in time.
-    """
+    """Make EngineDeadError of the TimeoutError of what waits for an answer of the engine."""
     try:
         yield
     except TimeoutError:
@@ -237,11 +328,7 @@ def unanswered(name: str, timeout_s: float) -> Iterator[None]:
 
 
 def check_not_importing_main() -> None:
-    """Raise where this process is one that an engine is just starting, and runs the caller's script a second time.
-
-    Raises:
-        EngineOptionError: It is.
-    """
+    """Raise EngineOptionError where an engine is just starting this process, which runs the caller's script again."""
     if getattr(process.current_process(), "_inheriting", False):
         raise EngineOptionError(
             "the processes of an engine import the script that makes it: make it under "
@@ -249,47 +336,60 @@ def check_not_importing_main() -> None:
         )
 
 
-async def _start(
-    events: EventLoop, prepared: Prepared, *, own_process: bool, folder: EngineFolder, version: int
-) -> RunningLLM:
+async def start(events: EventLoop, prepared: Prepared, *, own_process: bool, version: int) -> RunningLLM:
+    """Start an engine on `events`, whose loop this runs on; returns once it has loaded its model.
+
+    Raises:
+        EngineOptionError: vLLM refuses the options, or this process has a process group of somebody else's.
+        EngineDeadError: It could not start.
+    """
     from vllm import AsyncEngineArgs, envs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     check_interface(AsyncLLM)
-    statistics: list[Statistics] = []
-
-    def logger(_vllm_config: Any, _engine_index: int = 0) -> Statistics:
-        statistics.append(Statistics())
-        return statistics[-1]
-
+    statistics, folder = Statistics(), EngineFolder()
     arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
-    place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not own_process:
-        from rl_generation.vllm.in_process import check_process_group, core_in_this_process
-
-        external = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
-        if not external:
-            check_process_group()
-        place = core_in_this_process(owns_process_group=not external, folder=folder.path)
-    envs.disable_envs_cache()  # an engine in this process may have frozen what it read
     variables = {"VLLM_RPC_BASE_PATH": str(folder.path), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
-    if own_process:  # what its processes leave among temporary files goes with the folder, and compiled kernels do not
-        kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        variables["TMPDIR"] = str(folder.path)
-        variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+    place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
+        if own_process:  # what its processes leave among temporary files goes with the folder, but not compiled kernels
+            kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+            variables["TMPDIR"] = str(folder.path)
+            variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+        else:
+            from rl_generation.vllm.in_process import check_process_group, core_in_this_process
+
+            external = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
+            if not external:
+                check_process_group()
+            place = core_in_this_process(owns_process_group=not external, folder=folder.path)
+        envs.disable_envs_cache()  # an engine in this process may have frozen what it read
         with environment(variables), place:
-            # Of the batch sizes that vLLM chooses by itself, those for throughput.
-            llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=[logger])
-    except ValueError as error:
-        raise refusal(error) from error
-    except RuntimeError as error:
-        hint = main_guard_hint() if own_process else ""
-        raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}{hint}") from error
-    running = RunningLLM(events, llm, statistics=statistics, folder=folder)
-    await running.health.run(_warm_up(llm, version))
-    running.fed, running.logp_hint = not prepared.unfed, logp_hint(prepared.options)
+            llm = AsyncLLM.from_engine_args(
+                arguments,
+                usage_context=UsageContext.LLM_CLASS,  # of the batch sizes that vLLM chooses, those for throughput
+                stat_loggers=[lambda _config, _replica=0: statistics],
+            )
+        running = RunningLLM(events, llm, statistics=statistics, folder=folder)
+        await running.health.run(llm.get_supported_tasks())  # else the first request asks, before it can be aborted
+        stages = llm.vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1 and llm.vllm_config.device_config.device_type == "cpu":
+            # Without a run of the model, which it leaves out, vLLM 0.32 has nowhere on a CPU to receive what a stage
+            # sends.
+            await running.health.run(llm.collective_rpc("execute_dummy_batch"))
+        await running.health.run(llm.update_weight_version(str(version)))
+    except BaseException as error:
+        folder.remove()
+        if isinstance(error, EngineOptionError | EngineDeadError | ModelError):
+            raise
+        if isinstance(error, ValueError):
+            raise refusal(error) from error
+        if isinstance(error, RuntimeError):
+            hint = main_guard_hint() if own_process else ""
+            raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}{hint}") from error
+        raise
+    running.fed = not prepared.unfed
     return running
 
 
@@ -304,34 +404,3 @@ def _roots(core: Any) -> list[Any]:
     if core.resources.coordinator is not None:
         roots.append(core.resources.coordinator.proc)
     return roots
-
-
-async def _warm_up(llm: Any, version: int) -> None:
-    await llm.get_supported_tasks()  # else the first request asks, before it can be aborted
-    if (
-        llm.vllm_config.parallel_config.pipeline_parallel_size > 1
-        and llm.vllm_config.device_config.device_type == "cpu"
-    ):
-        # Without a run of the model, which it leaves out, vLLM 0.32 has nowhere on a CPU to receive what a stage sends.
-        await llm.collective_rpc("execute_dummy_batch")
-    await llm.update_weight_version(str(version))
-
-
-async def _settle(llm: Any) -> None:
-    """Let vLLM's own tasks end, and with them the sockets that they hold."""
-    resources = llm.engine_core.resources
-    tasks = [task for task in (resources.output_queue_task, resources.stats_update_task, llm.output_handler) if task]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _terminate(context: Any) -> None:
-    """End the threads of vLLM's ZeroMQ context, which it leaves running; that waits for sockets, so not for ever."""
-    ending = threading.Thread(target=context.term, daemon=True, name="rl-generation-zmq")
-    ending.start()
-    ending.join(PATIENCE_S)
-
-
-def _sum_up(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {key: sum(each.get(key, 0) for each in counts) for key in sorted({key for each in counts for key in each})}

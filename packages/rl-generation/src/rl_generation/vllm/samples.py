@@ -1,34 +1,97 @@
-"""Samples on an `AsyncLLM`, each a request of its own, so that a timeout or an abort costs one and the others go on.
+"""Requests to vLLM: what is checked before any is submitted, how samples run beside one another, and what they become.
 
-Everything here runs on the event loop of the engine. Callers check the arguments.
+Every sample is a request of its own, so that a timeout or an abort costs one and the others go on. A log-probability
+that is missing or not finite is an error here, never a zero. Importing this does not import vLLM.
 """
 
 import asyncio
 import contextlib
-import functools
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+import math
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, cast, final
 
+from rl_generation.constraints import encode_bad_words
+from rl_generation.detokenizer import INCOMPLETE, decode
 from rl_generation.engine import RolloutDelta
-from rl_generation.errors import EngineDeadError, LogpError, TimedOutSample
-from rl_generation.requests import Request
-from rl_generation.rollout import LogpOf, Rollout, VersionSpan, in_order
-from rl_generation.vllm.admission import Manner
-from rl_generation.vllm.outputs import logp_of_tokens, rollout_of, spans_of, timing_of
-from rl_generation.vllm.running import RunningLLM
-from rl_generation.vllm.sampling_params import to_sampling_params
-from rl_generation.vllm.timeouts import timeout_error
+from rl_generation.errors import (
+    EngineDeadError,
+    EngineOptionError,
+    LogpError,
+    ModelError,
+    PromptError,
+    SampleTimeoutError,
+    TimedOutSample,
+)
+from rl_generation.requests import Limits, Request, Sampling, make_requests
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan, in_order
+from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
+from rl_generation.vllm.running import RunningLLM, version_of
 
-__all__ = ["Samples"]
+__all__ = ["CallOptions", "Manner", "Prompts", "Samples", "Samplings", "check_for_vllm", "to_sampling_params"]
+
+Prompts = Sequence[Sequence[int]]
+"""Token ids."""
+
+Samplings = Sampling | Sequence[Sampling]
+"""One for all prompts, which is spread over them, or one for each."""
+
+TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
+"""The environment variable that bounds each sample of a `VllmEngine`, in seconds."""
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Of a request that is awaited, streamed or submitted, where nobody says."""
 
 PATIENCE_S = 5.0
 """How long vLLM may take to let go of requests that are cancelled."""
 
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses what is above."""
 
-_Follow = Callable[[Callable[[Any], None]], Coroutine[Any, Any, Sequence[int]]]
-"""Runs a sample, gives what comes of it to its argument, and returns the tokens that it got to."""
+EMBEDDED_ONLY = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_new_tokens",
+    "json_schema",
+    "regex",
+    "top_logp",
+)
+"""Fields of Sampling that this engine refuses."""
+
+ENOUGH_TOKENS = 8
+"""At the end of a prompt, to tell whether it ends inside a character of at most four bytes."""
+
+MAX_BAD_WORDS = ("VLLM_MAX_NUM_BAD_WORDS", 128)
+"""Sequences of tokens; vLLM refuses more than this variable says, or else this number."""
+
+
+class CallOptions(TypedDict, total=False):
+    """What any call that generates takes besides."""
+
+    lora: LoraAdapter | None
+    """The adapter to answer with; None is the model as it is."""
+
+    timeout_s: float | None
+    """Of each sample; None is the engine's."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """What holds for all samples of a call."""
+
+    timeout_s: float
+    """Of each sample, from its submission; may be infinite."""
+
+    lora: Any = None
+    """vLLM's LoRARequest; None for the model as it is."""
+
+    request_id: str | None = None
+    """What the caller named the call."""
 
 
 @final
@@ -36,29 +99,57 @@ _Follow = Callable[[Callable[[Any], None]], Coroutine[Any, Any, Sequence[int]]]
 class _Sample:
     """One answer under way."""
 
+    id: str
+    """vLLM's name for it."""
     prompt_index: int
     index: int
     manner: Manner
-    id: str
-    """vLLM's name for it."""
+    prompt: Any
+    params: Any
+    """vLLM's SamplingParams, whose `n` is 1, and which ask for the sampled token's logp."""
+    how: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `AsyncLLM.generate`."""
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
     expired: bool = False
     """Whether it was aborted because its time was over."""
-    seams: Sequence[tuple[int, int]] = ()
-    """See `RunningLLM.seams`, where they are until it has ended."""
+
+    @property
+    def place(self) -> dict[str, int]:
+        """In the call."""
+        return {"prompt_index": self.prompt_index, "sample_index": self.index}
+
+
+_HandOn = Callable[[_Sample, Any, tuple[float, ...]], Any]
+"""Of a sample, vLLM's next output of it and the logp of its new tokens, makes what a caller gets; None is nothing."""
 
 
 @final
 class Samples:
-    """Runs samples.
+    """The samples of one engine. `admit` is called from any thread, and all else on the event loop of the engine.
 
     Args:
         running: The engine.
-        stop_token_ids: The engine's own.
-        logp_of: What it was made with.
+        options: What it was made with.
+        limits: What it can be asked for.
+        stop_token_ids: Its own.
+        logp_of: Which distribution its logp refer to.
+        timeout_s: Of a sample, where its call does not say; None where nobody has set one.
     """
 
-    def __init__(self, running: RunningLLM, *, stop_token_ids: Sequence[int], logp_of: LogpOf) -> None:
-        self._running, self._stop_token_ids, self._logp_of = running, tuple(stop_token_ids), logp_of
+    def __init__(
+        self,
+        running: RunningLLM,
+        *,
+        options: VllmOptions,
+        limits: Limits,
+        stop_token_ids: Sequence[int],
+        logp_of: LogpOf,
+        timeout_s: float | None,
+    ) -> None:
+        self.limits = limits
+        self._running, self._options, self._timeout_s = running, options, timeout_s
+        self._stop_token_ids, self._logp_of = tuple(stop_token_ids), logp_of
         self._under_way: dict[str, _Sample] = {}
         self._numbers = itertools.count()
         self._aborting: set[asyncio.Task[None]] = set()
@@ -68,268 +159,410 @@ class Samples:
         """How many vLLM has that nobody has got to the end of."""
         return len(self._under_way)
 
+    def admit(
+        self,
+        prompts: Prompts,
+        sampling: Samplings,
+        *,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        otherwise_s: float = DEFAULT_TIMEOUT_S,
+    ) -> tuple[list[Request], Manner]:
+        """Return what a call comes to, or refuse it; `otherwise_s` is for each sample where nobody has set a limit."""
+        requests = make_requests(prompts, sampling, self.limits)
+        for request in requests:
+            check_for_vllm(request, self.limits)
+        if lora is not None:
+            check_lora(lora, self._options)
+        limit_s = self._timeout_s or otherwise_s if timeout_s is None else check_timeout(timeout_s)
+        return requests, Manner(timeout_s=limit_s, lora=None if lora is None else lora.request(), request_id=request_id)
+
     async def generate(self, requests: Sequence[Request], manner: Manner) -> list[Rollout]:
-        """Answer all of them, in order.
+        """Answer all of them, in order; raise what `VllmEngine.generate` says."""
+        return in_order([rollout async for rollout in self._run_all(self._samples(requests, manner), self._whole)])
 
-        Raises:
-            SampleTimeoutError: Samples were not done in time; all others are, and are kept.
-            EngineDeadError: The engine died; what had finished is kept.
-            LogpError: A log-probability is missing or not finite.
-        """
-        tasks = self._begin(requests, manner)
-        if not tasks:
-            return []
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            await _let_go(tasks)
-        done = [task.result() for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
-        rollouts = in_order([each for each in done if isinstance(each, Rollout)])
-        if len(done) < len(tasks):
-            await self._raise_first(tasks, rollouts)
-        timed_out = [each for each in done if isinstance(each, TimedOutSample)]
-        if timed_out:
-            raise timeout_error(timed_out, rollouts, timeout_s=manner.timeout_s)
-        return rollouts
-
-    async def answer(self, request: Request, manner: Manner) -> Rollout:
-        """Answer one request, whose `n` is 1; raise as `generate` does."""
-        (rollout,) = await self.generate([request], manner)
-        return rollout
-
-    async def as_completed(
+    def as_completed(
         self, requests: Sequence[Request], manner: Manner
     ) -> AsyncGenerator[Rollout | TimedOutSample, None]:
         """Yield each answer when it is whole, and each sample that was not done in time; raise as `generate` does."""
-        finished: asyncio.Queue[asyncio.Task[Rollout | TimedOutSample]] = asyncio.Queue()
-        tasks = self._begin(requests, manner)
-        for task in tasks:
-            task.add_done_callback(finished.put_nowait)
-        rollouts: list[Rollout] = []
-        try:
-            for _ in tasks:
-                task = await finished.get()
-                if task.cancelled() or task.exception() is not None:
-                    await self._raise_first([task], in_order(rollouts))
-                if isinstance(result := task.result(), Rollout):
-                    rollouts.append(result)
-                yield result
-        finally:
-            await _let_go(tasks)
+        return self._run_all(self._samples(requests, manner), self._whole, yield_late=True)
 
-    async def stream(self, request: Request, manner: Manner) -> AsyncGenerator[RolloutDelta, None]:
+    def stream(self, request: Request, manner: Manner) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens as they come; raise as `generate` does, a timeout after the end of the other samples."""
-        samples = [self._sample(manner, request.prompt_index, index) for index in range(request.sampling.n)]
-        followed = {sample: functools.partial(self._follow, sample, request) for sample in samples}
-        async for delta in self._merged(followed, manner):
-            yield delta
 
-    async def outputs(
-        self, prompt: Any, params: Sequence[Any], manner: Manner, **how: Any
+        def delta(sample: _Sample, output: Any, logp: tuple[float, ...]) -> RolloutDelta | None:
+            new, whole = tuple(output.outputs[0].token_ids), self._whole(sample, output, logp)
+            if not new and whole is None:
+                return None
+            return RolloutDelta(sample_index=sample.index, tokens=new, logp=logp, rollout=whole)
+
+        return self._run_all(self._samples([request], manner, streaming=True), delta)
+
+    def outputs(
+        self, prompt: Any, params: Sequence[Any], *, manner: Manner, how: Mapping[str, Any]
     ) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
-        """Yield what vLLM itself puts out for several answers to one prompt; raise as `stream` does.
+        """Yield what vLLM itself puts out for several answers to one prompt; see `VllmEngine.outputs`."""
 
-        Args:
-            prompt: As vLLM's renderer made it.
-            params: vLLM's SamplingParams of each answer, whose `n` is 1, and which ask for the sampled token's logp.
-            manner: What holds for all of them.
-            how: Further arguments of `AsyncLLM.generate`.
+        def hand_on(sample: _Sample, output: Any, _logp: tuple[float, ...]) -> Any:
+            return sample.index, output, self._versions(sample, output.outputs[0]) if output.finished else ()
 
-        Yields:
-            The index of an answer, a `vllm.RequestOutput`, and, with the last of an answer, which weights made which of
-            its tokens.
-        """
-        followed = {
-            sample: functools.partial(self._pass_on, sample, prompt=dict(prompt), params=each, how=how)
-            for sample, each in ((self._sample(manner, 0, index), each) for index, each in enumerate(params))
-        }
-        async for item in self._merged(followed, manner):
-            yield item
-
-    async def _merged(self, followed: Mapping[_Sample, _Follow], manner: Manner) -> AsyncGenerator[Any, None]:
-        """Yield what several samples give to their `put`, as it comes; each returns the tokens that it got to."""
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        tasks = {self._running.health.start(follow(queue.put_nowait)): sample for sample, follow in followed.items()}
-        for task in tasks:
-            task.add_done_callback(queue.put_nowait)
-        rollouts: list[Rollout] = []
-        timed_out: list[TimedOutSample] = []
-        ended = 0
-        try:
-            while ended < len(tasks):
-                item = await queue.get()
-                if not isinstance(item, asyncio.Task):
-                    if isinstance(item, RolloutDelta) and item.rollout is not None:
-                        rollouts.append(item.rollout)
-                    yield item
-                    continue
-                ended += 1
-                if item.cancelled() or item.exception() is not None:
-                    await self._raise_first([item], rollouts)
-                if (sample := tasks[item]).expired:
-                    timed_out.append(self._timed_out(sample, item.result()))
-        finally:
-            await _let_go(list(tasks))
-        if timed_out:
-            raise timeout_error(timed_out, in_order(rollouts), timeout_s=manner.timeout_s)
+        samples = [
+            self._sample(0, index, manner, prompt=dict(prompt), params=each, how=how)
+            for index, each in enumerate(params)
+        ]
+        return self._run_all(samples, hand_on)
 
     async def abort(self, request_id: str | None = None) -> int:
         """Abort all samples under way, or those of one call; return how many. Whoever waits gets them as they are."""
         chosen = [sample.id for sample in self._under_way.values() if request_id in (None, sample.manner.request_id)]
-        self._count_aborted(len(chosen))
+        self._running.statistics.count_aborted(len(chosen))
         await self._running.llm.abort(chosen)
         return len(chosen)
 
-    def _sample(self, manner: Manner, prompt_index: int, index: int) -> _Sample:
-        return _Sample(prompt_index=prompt_index, index=index, manner=manner, id=f"rl-generation-{next(self._numbers)}")
+    def _sample(self, prompt_index: int, index: int, manner: Manner, **asked: Any) -> _Sample:
+        name = f"rl-generation-{next(self._numbers)}"
+        return _Sample(id=name, prompt_index=prompt_index, index=index, manner=manner, **asked)
 
-    def _begin(self, requests: Sequence[Request], manner: Manner) -> "list[asyncio.Task[Rollout | TimedOutSample]]":
+    def _samples(self, requests: Sequence[Request], manner: Manner, *, streaming: bool = False) -> list[_Sample]:
+        from vllm.inputs import tokens_input
+
         return [
-            self._running.health.start(self._answer(self._sample(manner, request.prompt_index, index), request))
+            self._sample(
+                request.prompt_index,
+                index,
+                manner,
+                prompt=tokens_input(list(request.prompt)),
+                params=to_sampling_params(
+                    request.sampling, stop_token_ids=self._stop_token_ids, sample_index=index, streaming=streaming
+                ),
+            )
             for request in requests
             for index in range(request.sampling.n)
         ]
 
-    async def _answer(self, sample: _Sample, request: Request) -> Rollout | TimedOutSample:
-        last: list[Any] = [None]
+    async def _run_all(
+        self, samples: Sequence[_Sample], hand_on: _HandOn, *, yield_late: bool = False
+    ) -> AsyncGenerator[Any, None]:
+        """Run samples beside one another, and yield what `hand_on` makes of their outputs, as it comes.
 
-        def keep(output: Any) -> None:
-            last[0] = output
+        A sample that was not done in time is yielded too, with `yield_late`; else it is an error, once all have ended.
+        """
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        tasks = [self._running.health.start(self._run(sample, hand_on, queue.put_nowait)) for sample in samples]
+        for task in tasks:
+            task.add_done_callback(queue.put_nowait)
+        rollouts: list[Rollout] = []
+        late: list[TimedOutSample] = []
+        ended = 0
+        try:
+            while ended < len(tasks):
+                item = await queue.get()
+                if isinstance(item, asyncio.Task):
+                    ended += 1
+                    if item.cancelled() or item.exception() is not None:
+                        await self._raise(item, rollouts)
+                    item = item.result()
+                    if item is not None:
+                        late.append(item)
+                    if item is None or not yield_late:
+                        continue
+                whole = item.rollout if isinstance(item, RolloutDelta) else item
+                if isinstance(whole, Rollout):
+                    rollouts.append(whole)
+                yield item
+        finally:
+            pending = [task for task in tasks if not task.done()]
+            for task in pending:
+                task.cancel()
+            if pending:
+                await asyncio.wait(pending, timeout=PATIENCE_S)
+        if late and not yield_late:
+            raise timeout_error(late, in_order(rollouts), timeout_s=samples[0].manner.timeout_s)
 
-        await self._submit(sample, request, keep, streaming=False)
-        completion = last[0].outputs[0]
-        if sample.expired and completion.finish_reason == "abort":
-            return self._timed_out(sample, completion.token_ids)
-        return self._rollout(sample, last[0])
-
-    async def _follow(self, sample: _Sample, request: Request, put: Callable[[RolloutDelta], None]) -> Sequence[int]:
-        tokens: list[int] = []
-        logp: list[float] = []
-
-        def hand_on(output: Any) -> None:
-            completion = output.outputs[0]
-            new = tuple(completion.token_ids)
-            new_logp = self._logp(sample, completion, start=len(tokens))
-            tokens.extend(new)
-            logp.extend(new_logp)
-            late = sample.expired and completion.finish_reason == "abort"
-            whole = self._rollout(sample, output, tokens=tokens, logp=logp) if output.finished and not late else None
-            if new or whole is not None:
-                put(RolloutDelta(sample_index=sample.index, tokens=new, logp=new_logp, rollout=whole))
-            if whole is not None:
-                sample.expired = False
-
-        await self._submit(sample, request, hand_on, streaming=True)
-        return tokens
-
-    async def _pass_on(
-        self, sample: _Sample, put: Callable[[Any], None], *, prompt: Any, params: Any, how: Mapping[str, Any]
-    ) -> Sequence[int]:
+    async def _run(self, sample: _Sample, hand_on: _HandOn, put: Callable[[Any], None]) -> TimedOutSample | None:
+        """Submit a sample, and put what comes of it, until it is finished, aborted or expired."""
         from vllm.sampling_params import RequestOutputKind
 
-        tokens: list[int] = []
-
-        def hand_on(output: Any) -> None:
-            completion = output.outputs[0]
-            if params.output_kind is not RequestOutputKind.DELTA:
-                tokens.clear()
-            self._logp(sample, completion, start=len(tokens))
-            tokens.extend(completion.token_ids)
-            if sample.expired and completion.finish_reason == "abort":
-                return
-            spans: tuple[VersionSpan, ...] = ()
-            if output.finished:
-                sample.expired = False
-                spans = spans_of(
-                    getattr(completion, "weight_versions", None),
-                    len(tokens),
-                    self._running.version,
-                    seams=self._running.seams.get(sample.id, sample.seams),
-                )
-            put((sample.index, output, spans))
-
-        await self._run(sample, hand_on, prompt=prompt, params=params, how=how)
-        return tokens
-
-    async def _submit(self, sample: _Sample, request: Request, take: Callable[[Any], None], *, streaming: bool) -> None:
-        from vllm.inputs import tokens_input
-
-        params = to_sampling_params(
-            request.sampling, stop_token_ids=self._stop_token_ids, sample_index=sample.index, streaming=streaming
-        )
-        await self._run(sample, take, prompt=tokens_input(list(request.prompt)), params=params, how={})
-
-    async def _run(
-        self, sample: _Sample, take: Callable[[Any], None], *, prompt: Any, params: Any, how: Mapping[str, Any]
-    ) -> None:
-        """Submit a sample, and give every output of it to `take`, until it is finished, aborted or expired."""
-        timer = asyncio.get_running_loop().call_later(sample.manner.timeout_s, self._expire, sample)
+        llm, manner = self._running.llm, sample.manner
+        in_pieces = sample.params.output_kind is RequestOutputKind.DELTA
+        timer = asyncio.get_running_loop().call_later(manner.timeout_s, self._expire, sample)
         self._under_way[sample.id] = sample
+        late = None
         try:
-            answering = self._running.llm.generate(prompt, params, sample.id, lora_request=sample.manner.lora, **how)
-            async with contextlib.aclosing(answering) as outputs:  # which aborts it where `take` raises
+            answering = llm.generate(sample.prompt, sample.params, sample.id, lora_request=manner.lora, **sample.how)
+            async with contextlib.aclosing(answering) as outputs:  # which aborts it where a logp is broken
                 async for output in outputs:
-                    take(output)
+                    completion = output.outputs[0]
+                    if not in_pieces:
+                        sample.tokens, sample.logp = [], []
+                    logp = logp_of_tokens(completion, **sample.place, start=len(sample.tokens))
+                    sample.tokens.extend(completion.token_ids)
+                    sample.logp.extend(logp)
+                    if sample.expired and completion.finish_reason == "abort":
+                        late = TimedOutSample(**sample.place, tokens=tuple(sample.tokens))
+                    elif (item := hand_on(sample, output, logp)) is not None:
+                        put(item)
         except asyncio.CancelledError:
-            self._count_aborted(1)
+            self._running.statistics.count_aborted(1)
             raise
         finally:
             timer.cancel()
             del self._under_way[sample.id]
-            sample.seams = self._running.seams.pop(sample.id, sample.seams)
-
-    def _logp(self, sample: _Sample, completion: Any, *, start: int) -> tuple[float, ...]:
-        return logp_of_tokens(
-            completion.token_ids,
-            completion.logprobs,
-            prompt_index=sample.prompt_index,
-            sample_index=sample.index,
-            start=start,
-        )
+            self._running.seams.pop(sample.id, None)
+        return late
 
     def _expire(self, sample: _Sample) -> None:
         sample.expired = True
-        self._count_aborted(1)
+        self._running.statistics.count_aborted(1)
         aborting = asyncio.create_task(self._running.llm.abort(sample.id))
         self._aborting.add(aborting)
         aborting.add_done_callback(self._aborting.discard)
 
-    def _count_aborted(self, count: int) -> None:
-        self._running.count_aborted(count)
-
-    def _rollout(
-        self, sample: _Sample, output: Any, *, tokens: Sequence[int] | None = None, logp: Sequence[float] | None = None
-    ) -> Rollout:
+    def _whole(self, sample: _Sample, output: Any, _logp: tuple[float, ...]) -> Rollout | None:
+        """The answer that ends with `output`."""
+        if not output.finished:
+            return None
         return rollout_of(
             output.outputs[0],
-            prompt_index=sample.prompt_index,
-            sample_index=sample.index,
+            tokens=sample.tokens,
+            logp=sample.logp,
+            **sample.place,
             logp_of=self._logp_of,
-            version=self._running.version,
+            versions=self._versions(sample, output.outputs[0]),
             timing=timing_of(output.metrics),
-            tokens=tokens,
-            logp=logp,
-            seams=self._running.seams.get(sample.id, sample.seams),
         )
 
-    def _timed_out(self, sample: _Sample, tokens: Sequence[int]) -> TimedOutSample:
-        return TimedOutSample(prompt_index=sample.prompt_index, sample_index=sample.index, tokens=tuple(tokens))
+    def _versions(self, sample: _Sample, completion: Any) -> tuple[VersionSpan, ...]:
+        seams = self._running.seams.get(sample.id, ())
+        return spans_of(completion, len(sample.tokens), self._running.version, seams=seams)
 
-    async def _raise_first(self, tasks: Sequence["asyncio.Task[Any]"], rollouts: Sequence[Rollout]) -> None:
-        """Raise why one of `tasks` did not come to its end."""
-        failed = [task for task in tasks if not task.cancelled() and task.done() and task.exception() is not None]
-        cancelled = [task for task in tasks if task.cancelled()]
+    async def _raise(self, task: "asyncio.Task[Any]", rollouts: Sequence[Rollout]) -> None:
+        """Raise why `task` did not come to its end."""
         try:
-            await self._running.health.result((failed or cancelled)[0])
+            await self._running.health.result(task)
         except EngineDeadError as error:
-            raise EngineDeadError(str(error), rollouts=rollouts) from error.__cause__
+            raise EngineDeadError(str(error), rollouts=in_order(rollouts)) from error.__cause__
         except LogpError as error:
-            raise LogpError(f"{error}{self._running.logp_hint}") from error
+            raise LogpError(f"{error}{logp_hint(self._options)}") from error
 
 
-async def _let_go(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
-    if pending:
-        await asyncio.wait(pending, timeout=PATIENCE_S)
+# -- What is asked of vLLM --------------------------------------------------------------------------------------------
+
+
+def check_for_vllm(request: Request, limits: Limits) -> None:
+    """Raise PromptError for what vLLM, alone of the engines, does not do, or would refuse after others have begun."""
+    index, sampling = request.prompt_index, request.sampling
+    if sampling.temperature > MAX_TEMPERATURE:
+        raise PromptError(
+            f"prompt {index} asks for temperature={sampling.temperature}, and vLLM goes up to {MAX_TEMPERATURE}"
+        )
+    why = "which the embedded engine alone does, not vLLM's: leave it out, or use TransformersEngine"
+    refuse_fields(request, EMBEDDED_ONLY, why)
+    if sampling.stop and decode(limits.tokenizer, request.prompt[-ENOUGH_TOKENS:]).endswith(INCOMPLETE):
+        raise PromptError(
+            f"prompt {index} ends inside a character, and asks for stop={sampling.stop!r}, which vLLM would then look "
+            f"for in the prompt too: end it with a whole character, or use stop_token_ids"
+        )
+    if sampling.bad_words:
+        sequences = encode_bad_words(sampling.bad_words, limits.tokenizer, vocab_size=limits.vocab_size)
+        variable, default = MAX_BAD_WORDS
+        most = int(os.environ.get(variable, default))
+        if len(sequences) > most:
+            raise PromptError(
+                f"prompt {index} has {len(sampling.bad_words)} bad_words, which make {len(sequences)} sequences of "
+                f"tokens, with and without a space before them, and vLLM takes {most}; set {variable} to change that"
+            )
+
+
+def refuse_fields(request: Request, names: Sequence[str], why: str) -> None:
+    """Raise PromptError where the Sampling of a request sets one of these fields."""
+    asked, off = request.sampling, Sampling(max_new_tokens=1)
+    for name in names:
+        if getattr(asked, name) != getattr(off, name):
+            raise PromptError(f"prompt {request.prompt_index} asks for {name}={getattr(asked, name)!r:.100}, {why}")
+
+
+def to_sampling_params(
+    sampling: Sampling, *, stop_token_ids: Sequence[int], sample_index: int = 0, streaming: bool = False
+) -> Any:
+    """Return the `vllm.SamplingParams` of one answer.
+
+    vLLM's own notion of an eos token is switched off, and what ends an answer is listed instead, so that every engine
+    ends answers alike, whatever the checkpoint's generation config says.
+
+    Args:
+        sampling: What the caller asked for.
+        stop_token_ids: The engine's own, which `ignore_eos` switches off.
+        sample_index: Which of the `n` answers, which draws with `seed + sample_index`.
+        streaming: Whether the engine hands out new tokens as they come, or an answer when it is whole.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # `from vllm import` looks it up each time
+
+    own = () if sampling.ignore_eos else tuple(stop_token_ids)
+    return SamplingParams(
+        n=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=None if sampling.seed is None else sampling.seed + sample_index,
+        stop=list(sampling.stop),
+        stop_token_ids=[*sampling.stop_token_ids, *own],
+        bad_words=list(sampling.bad_words),
+        ignore_eos=True,
+        max_tokens=sampling.max_new_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # made for one answer, and touched by nobody else
+    )
+
+
+# -- What vLLM generated ----------------------------------------------------------------------------------------------
+
+
+def rollout_of(
+    completion: Any,
+    *,
+    tokens: Sequence[int],
+    logp: Sequence[float],
+    prompt_index: int,
+    sample_index: int,
+    logp_of: LogpOf,
+    versions: tuple[VersionSpan, ...],
+    timing: RolloutTiming | None = None,
+) -> Rollout:
+    """Return the answer whose last, or only, `vllm.outputs.CompletionOutput` is `completion`.
+
+    Raises:
+        ModelError: vLLM gave the answer up.
+    """
+    if completion.finish_reason not in ("stop", "length", "abort"):
+        raise ModelError(
+            f"vLLM ended answer {sample_index} to prompt {prompt_index} with finish_reason="
+            f"{completion.finish_reason!r} after {len(tokens)} tokens; its log says why"
+        )
+    stop_reason = completion.stop_reason if completion.finish_reason == "stop" else None
+    if completion.finish_reason == "stop" and stop_reason is None:  # how vLLM says that its own eos token came
+        stop_reason = tokens[-1]
+    return Rollout(
+        tokens=tuple(tokens),
+        logp=tuple(logp),
+        logp_of=logp_of,
+        finish_reason=cast("FinishReason", completion.finish_reason),
+        stop_reason=stop_reason,
+        versions=versions,
+        timing=timing if tokens else None,
+        prompt_index=prompt_index,
+        sample_index=sample_index,
+    )
+
+
+def logp_of_tokens(completion: Any, *, prompt_index: int, sample_index: int, start: int = 0) -> tuple[float, ...]:
+    """Return the log-probability of each token of `completion`, which begin at position `start` of the answer.
+
+    Raises:
+        LogpError: One is missing, NaN or infinite.
+    """
+    tokens, found = completion.token_ids, completion.logprobs
+    flat = getattr(found, "logprobs", None)
+    if flat is not None and found.token_ids == list(tokens):
+        values = tuple(flat)
+    elif flat is not None:  # one entry a token, since only the chosen one was asked for
+        pairs = zip(flat, found.token_ids, tokens, strict=False)
+        values = tuple(value for value, of, token in pairs if of == token)
+    else:
+        chosen = (each.get(token) for token, each in zip(tokens, found or (), strict=False))
+        values = tuple(each.logprob for each in chosen if each is not None)
+    if len(values) != len(tokens):
+        fault = f"has {len(values)} log-probabilities for {len(tokens)} tokens"
+    elif not all(map(math.isfinite, values)):
+        place = next(i for i, value in enumerate(values) if not math.isfinite(value))
+        fault = f"has log-probability {values[place]} for token {tokens[place]} at position {start + place}"
+    else:
+        return values
+    raise LogpError(f"answer {sample_index} to prompt {prompt_index} {fault}: the model's logits are broken")
+
+
+def logp_hint(options: VllmOptions) -> str:
+    """Return what to add to a LogpError of an engine with these options: nothing, or what is likely the cause."""
+    if options.speculative_config is None:
+        return ""
+    return (
+        ", or, more likely here, it is speculative decoding: vLLM's rejection sampler may give NaN for a sampled "
+        "token, on a CPU above all; switch it off, speculative_config=None"
+    )
+
+
+def timing_of(stats: Any) -> RolloutTiming | None:
+    """Return where time went, from vLLM's `RequestStateStats`; None where nothing was generated."""
+    if stats is None or not stats.num_generation_tokens:
+        return None
+    first = stats.first_token_latency
+    return RolloutTiming(first_token_s=first, total_s=first + stats.last_token_ts - stats.first_token_ts)
+
+
+def spans_of(
+    completion: Any, length: int, version: int, *, seams: Sequence[tuple[int, int]] = ()
+) -> tuple[VersionSpan, ...]:
+    """Return which weights made which of the `length` tokens of the answer that ends with `completion`.
+
+    vLLM says so since 0.32. Before, it is what was noted at commits: `seams` are the versions of the weights before
+    `version`, that of now, each with how many tokens there were when the next one came.
+
+    Raises:
+        ModelError: The weights are labelled with what is no number of steps.
+    """
+    if not length:
+        return (VersionSpan(version=version, start=0, end=0),)
+    if said := getattr(completion, "weight_versions", None):
+        # An answer that is aborted may have a last span, of weights that made none of its tokens.
+        made = [each for each in said if each.start < each.end]
+        return tuple(VersionSpan(version=version_of(each.version), start=each.start, end=each.end) for each in made)
+    ends = [*seams, (version, length)]
+    starts = [0, *(end for _, end in seams)]
+    pairs = zip(ends, starts, strict=True)
+    return tuple(VersionSpan(version=of, start=start, end=end) for (of, end), start in pairs if start < end)
+
+
+# -- How long a sample may take ---------------------------------------------------------------------------------------
+
+
+def sample_timeout_s() -> float | None:
+    """Read `NRL_VLLM_ASYNC_TIMEOUT_SECONDS`; None where it is not set, EngineOptionError where it is no time."""
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if text is None:
+        return None
+    try:
+        return check_timeout(float(text), name=TIMEOUT_VARIABLE)
+    except ValueError:
+        raise EngineOptionError(
+            f"{TIMEOUT_VARIABLE} must be a positive, finite number of seconds; got {text!r}. Unset it for "
+            f"{DEFAULT_TIMEOUT_S:.0f}, and no limit for generate"
+        ) from None
+
+
+def check_timeout(timeout_s: float, *, name: str = "timeout_s") -> float:
+    """Return `timeout_s`; EngineOptionError where it is not positive, or not finite."""
+    if not 0.0 < timeout_s < math.inf:
+        raise EngineOptionError(f"{name} must be a positive, finite number of seconds; got {name}={timeout_s!r}")
+    return timeout_s
+
+
+def timeout_error(
+    timed_out: Sequence[TimedOutSample], rollouts: Sequence[Rollout], *, timeout_s: float
+) -> SampleTimeoutError:
+    """What to raise once every other sample has ended."""
+    first, others = timed_out[0], len(timed_out) - 1
+    more = f", and so did {others} other{'s' if others > 1 else ''}" if others else ""
+    finished = "1 that finished is" if len(rollouts) == 1 else f"{len(rollouts)} that finished are"
+    return SampleTimeoutError(
+        f"sample {first.sample_index} of prompt {first.prompt_index} was aborted after {timeout_s:g} seconds, having "
+        f"reached {len(first.tokens)} tokens{more}; the {finished} in this error's `rollouts`. The time counts from "
+        f"the submission of a sample and includes its wait for a place in the batch: lower max_new_tokens or the "
+        f"number of prompts in a call, or double it, {TIMEOUT_VARIABLE}={2 * timeout_s:g}",
+        timed_out=timed_out,
+        rollouts=rollouts,
+    )

@@ -42,15 +42,15 @@ def torch() -> dict[str, Any]:
 
 def left_behind() -> dict[str, Any]:
     """Folders and shared memory of programs that were killed."""
-    from rl_generation.vllm import leftovers
+    from rl_generation.vllm import processes
     from rl_launcher.ray.cluster import abandoned_folders
 
     parents = sorted({"/tmp", tempfile.gettempdir()})  # noqa: S108 - where runs make them
     clusters = [folder for parent in parents for folder in abandoned_folders(Path(parent))]
-    there = leftovers.SHARED_MEMORY.is_dir()
-    engines = leftovers.abandoned() if there else {}
+    there = processes.SHARED_MEMORY.is_dir()
+    engines = processes.abandoned() if there else {}
     ours = {file for files in engines.values() for file in files}
-    others = [file for file in leftovers.unmapped().values() if file not in ours] if there else []
+    others = [file for file in processes.unmapped().values() if file not in ours] if there else []
     size = sum(file.stat().st_blocks * 512 for file in others if file.exists())  # a file may take less than its length
     return {"folders": [*map(str, [*clusters, *engines])], "files": sorted(map(str, others)), "bytes": size}
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_backends.checkpoints.folders import write_text
-from rl_generation.vllm.leftovers import remove_abandoned
+from rl_generation.vllm.processes import remove_abandoned
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.actor_host import ActorHost, accelerators
 from rl_launcher.ray.node_memory import MeasureNode, NodeMemory, measure_node
