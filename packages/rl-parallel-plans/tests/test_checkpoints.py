@@ -1,6 +1,7 @@
 """Weights of a sharded model, saved any way and loaded anywhere, are those of the unsharded model, bit for bit."""
 
 import pytest
+import transformers
 from parallel_plans_cases import hybrids, models
 
 FUSED = [
@@ -19,6 +20,7 @@ FUSED = [
     "lfm2",
 ]
 
+EXPERTS_ARE_LISTS = transformers.__version__.startswith("4.")
 QUICK = ("phi3", "qwen3_moe")  # the others run nightly
 
 
@@ -33,10 +35,11 @@ def exists(architecture):
 def test_weights_are_the_unsharded_ones_wherever_they_are_loaded(ranks, tmp_path, architecture):
     if not exists(architecture):
         pytest.skip("this release of transformers has none")
+    fused = architecture in FUSED and not (architecture == "qwen3_moe" and EXPERTS_ARE_LISTS)
     results = ranks(
         "checkpoints:everywhere", 2, architecture=architecture, shape=(1, 2), layouts=[(2, 1)], folder=str(tmp_path)
     )
-    assert all((result.pop("fused") > 0) == (architecture in FUSED) for result in results)
+    assert all((result.pop("fused") > 0) == fused for result in results)
     assert [{road: wrong for road, wrong in result.items() if wrong} for result in results] == [{}, {}]
 
 
@@ -58,7 +61,15 @@ def test_weights_travel_between_meshes_of_dp_and_tp(ranks, tmp_path, architectur
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fused"), [("phi3", "qkv_proj.weight"), ("qwen3_moe", "experts.gate_up_proj")]
+    ("architecture", "fused"),
+    [
+        ("phi3", "qkv_proj.weight"),
+        pytest.param(
+            "qwen3_moe",
+            "experts.gate_up_proj",
+            marks=pytest.mark.skipif(EXPERTS_ARE_LISTS, reason="transformers 4 fuses nothing of these experts"),
+        ),
+    ],
 )
 def test_optimizer_state_of_fused_weights_comes_back_or_is_refused_by_name(ranks, tmp_path, architecture, fused):
     for result in ranks(

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from parallel_plans_cases.models import tiny, tiny_on_meta, token_ids
 from torch import nn
 
@@ -100,6 +101,7 @@ def test_stages_under_fsdp_compute_what_the_model_does(ranks, architecture, opti
     assert_exact(ranks("pipeline:parity", 4, architecture=architecture, shape=[2, 2, 1], **options))
 
 
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are lists before transformers 5")
 def test_experts_may_be_shared_out_inside_of_stages(ranks):
     for gradient, (norm, truth) in ranks("pipeline:experts_over_ranks", 4):
         assert gradient < TOLERANCE
