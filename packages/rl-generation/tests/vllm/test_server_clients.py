@@ -1,6 +1,7 @@
 """Stock clients over vLLM's own app, as `rl_generation.server` serves it: the claims that hold for our server too."""
 
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +19,17 @@ from clients import *  # noqa: F403  (the claims that hold for the embedded engi
 
 from rl_generation.server import Server
 from rl_generation.vllm import VllmEngine, VllmOptions
+
+FORCED = (
+    "test_a_forced_call_is_a_call_with_arguments_of_its_schema[required]",
+    "test_responses_say_and_call_and_their_stream_has_the_same",
+)
+
+
+@pytest.fixture(autouse=True)
+def _only_where_vllm_reads_what_it_forced(request):
+    if request.node.name in FORCED and version("vllm").startswith(("0.30.", "0.31.")):
+        pytest.skip("vLLM before 0.32 reads a forced call with the parser of Hermes, which finds none in random text")
 
 
 @pytest.fixture(scope="module")
