@@ -1,5 +1,6 @@
 """Who may ask, how much, and what happens when somebody leaves: over loopback and the embedded engine."""
 
+import asyncio
 import json
 import logging
 import socket
@@ -20,7 +21,7 @@ import openai
 import serving
 
 from rl_generation.errors import EngineOptionError
-from rl_generation.server import API_KEY_VARIABLE, Server, ServerLimits, create_app
+from rl_generation.server import API_KEY_VARIABLE, Server, ServerLimits, answers, create_app
 
 KEY = "a-key-of-the-test"
 LONG = serving.ANSWER | {"max_tokens": 150}
@@ -290,6 +291,21 @@ def test_an_unforeseen_error_says_nothing_of_the_inside(caplog):
         served.streamer.between_steps(lambda: setattr(served.engine, "_ready", explode)).result()
         error = served.refused("/v1/completions", SHORT, status=500)
         assert error["message"] == "internal error: the server's log says more"
+    assert "a secret of the inside" in caplog.text
+
+
+def test_an_unforeseen_error_within_a_stream_is_its_last_event_and_says_nothing_of_the_inside(caplog):
+    async def rest():
+        yield {"number": 2}
+        explode()
+
+    async def read():
+        return [event async for event in answers._events({"number": 1}, rest())]
+
+    first, second, last = asyncio.run(read())
+    assert (first, second) == (b'data: {"number":1}\n\n', b'data: {"number":2}\n\n')
+    assert b"internal error: the server's log says more" in last
+    assert b"secret" not in last
     assert "a secret of the inside" in caplog.text
 
 

@@ -122,7 +122,7 @@ def test_predicted_bytes_of_a_pipeline_stage_are_those_of_a_real_step(ranks, opt
         found = {phase.name: phase.num_bytes for phase in report.phases if phase.name in real[0]}
         if TORCH < (2, 15):
             assert found == real[pp_rank * each]
-        else:  # whose real stages let go of one activation earlier than the predicted ones
+        else:  # the prediction is .8 % above what is measured; why is not known
             for phase, num_bytes in real[pp_rank * each].items():
                 assert num_bytes <= found[phase] <= 1.01 * num_bytes, phase
 

@@ -1,9 +1,9 @@
 """What an engine did over time: samples of its metrics with the rates between them, and its metrics as Prometheus text.
 
-Only calls `metrics()`, from a thread of its own: it works beside a `generate` in another one, and knows no engine.
-Rates are taken by the engine's own clock, `EngineMetrics.time_s`, so a sample that comes late is no error.
+A background thread calls `metrics()` at intervals, while another thread generates; any object with that method will do.
+Rates use the engine's clock, `EngineMetrics.time_s`, so a late sample does not distort them.
 
-Reference of the text: Prometheus, "Exposition formats", version 0.0.4.
+The text follows Prometheus, "Exposition formats", version 0.0.4.
 """
 
 import json

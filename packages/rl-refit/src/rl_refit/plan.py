@@ -1,8 +1,9 @@
-"""Who sends which box of which tensor to whom: a pure function of two manifests and a topology.
+"""Plans a refit: which source rank sends which slice of which tensor to which sink rank.
 
-Moves nothing and knows no transport. Every rank that computes a plan from the same manifests gets the same plan. Each
-sink rank receives exactly the elements of its own boxes, each once: the lower bound of any plan. Tensors of equal
-shape, element size and layouts are planned together, since a model has tens of thousands of tensors of few kinds.
+The plan is a pure function of two manifests and a topology; it moves no bytes. A slice is a box of elements. Every
+rank that computes a plan from the same manifests gets the same plan. Each sink rank receives exactly the elements of
+its own boxes, each once: the lower bound of any plan. Tensors of equal shape, element size and layouts are planned
+together, since a model has tens of thousands of tensors of few kinds.
 
 * Where several source ranks hold a box, the one that has the least to send so far sends it. Boxes with the fewest
   holders are given out first and, among those, the largest; a box above its sender's fair share is cut. Where sets of
