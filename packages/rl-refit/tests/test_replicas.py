@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,15 @@ def test_a_trainer_that_closes_leaves_its_address_to_the_next_of_the_same_proces
         report = trainer.do("refit", version=3, rollback=True)
         assert report["versions"] == held(replicas, until=3) == dict.fromkeys(NAMES, 3)
         trainer.do("refit", version=5)
+
+
+def test_a_replica_whose_trainer_has_gone_leaves_without_waiting_for_it(world):
+    trainer, replicas = start(world)
+    trainer.do("refit", version=1)
+    trainer.do("close")
+    began = time.monotonic()
+    assert [replica.do("leave") for replica in replicas.values()] == [{}] * len(NAMES)
+    assert time.monotonic() - began < 20.0  # torch's own client would try for up to a minute
 
 
 def test_a_call_waits_for_at_least_as_many_replicas_and_names_how_to_start_them(world):

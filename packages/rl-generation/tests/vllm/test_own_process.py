@@ -24,8 +24,8 @@ from rl_generation.rollout import VersionSpan
 from rl_generation.vllm import VllmEngine
 
 DEADLINE_S = 60.0  # for a machine that is busy; a second on one that is not
-SHORT = Sampling(max_new_tokens=3, ignore_eos=True)
-LONG = Sampling(max_new_tokens=480, temperature=0.0, ignore_eos=True)  # drawn, vLLM on a CPU would speculate NaN
+SHORT = Sampling(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+LONG = Sampling(max_new_tokens=480, temperature=0.0, ignore_eos=True)
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 """vLLM's n-gram proposer must not be loaded here: vLLM could not start in process afterwards."""

@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import random
-import socket
 import threading
 import time
 import uuid
@@ -25,7 +24,7 @@ from rl_refit.engine import EngineSink
 from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, slot_stream
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.stores import BoundedStore, Store, clone
+from rl_refit.stores import BoundedStore, Store, clone, listens
 from rl_refit.transaction.liveness import Heartbeat, Peers, is_there, this_process
 from rl_refit.transports.base import PATIENCE_S, Transport
 
@@ -513,9 +512,11 @@ class _Trainer:
             if self._store is None or self._usurped is not None:
                 self.leave()
             elif self._number is not None:
-                self._join(self._store, entry)
-                if before is not None:
-                    before.stop()
+                try:
+                    self._join(self._store, entry)
+                finally:
+                    if before is not None:
+                        before.stop()
         except RuntimeError:  # a RefitError, or torch's own, of a store that ended while its process lives
             self.leave()
 
@@ -559,11 +560,7 @@ def _append(store: BoundedStore, log: str, text: str) -> int:
 
 def _reach(address: str, name: str, *, liveness_s: float, who: str) -> BoundedStore | None:
     """The store that `who` hosts, under keys of its own; None where nobody listens."""
-    try:  # torch's own client would go on trying in silence
-        with socket.create_connection(host_and_port(address), timeout=1.0) as probe:
-            if probe.getsockname() == probe.getpeername():  # a port that nobody has may connect to itself
-                return None
-    except OSError:
+    if not listens(*host_and_port(address)):
         return None
     meeting = Rendezvous(
         address,

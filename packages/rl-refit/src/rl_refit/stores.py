@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -9,16 +10,34 @@ from typing import Any, TypeVar, final
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["BoundedStore", "FileStore", "Line", "PrefixStore", "Store", "TCPStore", "clone"]
+__all__ = ["BoundedStore", "FileStore", "Line", "PrefixStore", "Store", "TCPStore", "clone", "listens"]
 
 _T = TypeVar("_T")
 _Answer = SimpleQueue[tuple[Any, RuntimeError | None]]  # several times as fast as a Future
 _Questions = SimpleQueue[tuple[Callable[[], Any], _Answer] | None]
 
 
+def listens(host: str, port: int) -> bool:
+    """Whether anybody listens there. Torch's own client goes on trying where nobody does, for minutes, in silence."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0) as probe:
+            return bool(probe.getsockname() != probe.getpeername())  # a port that nobody has may connect to itself
+    except OSError:
+        return False
+
+
 def clone(store: Store) -> Store:
-    """`store` with a connection of its own, for another thread."""
-    untyped: Any = store  # torch's stubs leave the method out
+    """`store` with a connection of its own, for another thread.
+
+    Raises:
+        RuntimeError: Its host is gone.
+    """
+    untyped: Any = store  # torch's stubs leave the methods out
+    host = untyped
+    while isinstance(host, PrefixStore):
+        host = host.underlying_store
+    if isinstance(host, TCPStore) and not listens(host.host, host.port):
+        raise RuntimeError(f"nobody listens at {host.host}:{host.port}")
     copy: Store = untyped.clone()
     return copy
 
@@ -116,7 +135,8 @@ class BoundedStore(Store):
 
     def clone(self) -> Store:
         """Torch's own store with a connection of its own, for another thread; its calls are not bounded."""
-        return clone(self._store)
+        copy: Store = self._line.ask(lambda: clone(self._store))
+        return copy
 
     def close(self, *, wait_s: float = 0.0) -> None:
         """End the thread, once it has asked what is asked already; and wait for that."""
