@@ -205,7 +205,7 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=_QWEN_VL | {"glm4v", "mistral3"},
         package="vllm",
-        versions="",
+        versions=">=0.31",
         reason="A dummy start overwrites the buffers that normalize images, which no checkpoint holds: images are "
         "noise after every refit, text is not. `mm_device_do_normalize=False` normalizes elsewhere.",
         source="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fusion/mm_input_norm.py",

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
@@ -69,6 +70,11 @@ def test_what_is_no_options_is_refused_with_what_to_write(path):
 def test_an_extension_that_cannot_be_imported_is_refused(path):
     for name in ("absent.Extension", "weights_worker.Absent", "Extension"):
         refused(rf"worker_extension_cls='{name}' cannot be imported", tiny.options(path, worker_extension_cls=name))
+
+
+@pytest.mark.skipif(not version("vllm").startswith("0.30."), reason="later releases speculate on a CPU as well")
+def test_speculation_that_would_end_the_engine_is_refused(path):
+    refused(r"speculative_config needs vLLM 0\.31 or later", tiny.options(path, speculative_config={"method": "ngram"}))
 
 
 def test_more_positions_than_the_model_was_made_for_are_refused_in_a_sentence(path):

@@ -207,6 +207,11 @@ class VllmApp:
         if body.get("include_reasoning") is False and body.get("return_token_ids"):
             message = "include_reasoning=false hides tokens, and return_token_ids asks for all of them: send one"
             raise HttpError(400, message, param="include_reasoning", code="invalid_value")
+        if body.get("tools") and body.get("tool_choice") != "none" and (installed_version() or "").startswith("0.30."):
+            for name in ("structured_outputs", "response_format", "text"):
+                if body.get(name) not in (None, {"type": "text"}, {"format": {"type": "text"}}):
+                    message = f"vLLM 0.30 drops {name} where there are tools: send tool_choice='none', or use vLLM 0.31"
+                    raise HttpError(400, message, param=name, code="unsupported_field")
         exchange.n = fields.integer("n") or 1 if "n" in known else 1
         prompts = body.get("prompt")
         count = len(prompts) if isinstance(prompts, list) and not is_token_ids(prompts) else 1

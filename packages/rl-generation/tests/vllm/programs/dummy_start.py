@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,7 +107,6 @@ def modules():
     import torch
     from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.model_executor.models.radio import RadioModel
     from vllm.transformers_utils.configs.radio import RadioConfig
@@ -116,14 +116,19 @@ def modules():
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
             initialize_model_parallel()
-        images = FusedMMInputNorm([0.5] * 3, [0.5] * 3, 1 / 255)
-        loader.load_weights(images, None)
+        norm = []
+        if find_spec("vllm.model_executor.layers.fusion.mm_input_norm"):  # since 0.31
+            from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
+
+            images = FusedMMInputNorm([0.5] * 3, [0.5] * 3, 1 / 255)
+            loader.load_weights(images, None)
+            norm = images.weight.tolist() + images.bias.tolist()
         vision = RadioModel(RadioConfig("vit_small_patch16_224"), num_hidden_layers_override=1)
         loader.load_weights(vision, None)
     parameters = dict(vision.named_parameters())
     fed = vision.load_weights([(checkpoint_name(name), each.detach().clone()) for name, each in parameters.items()])
     return {
-        "image_norm": images.weight.tolist() + images.bias.tolist(),
+        "image_norm": norm,
         "radio_unfed": {name: parameters[name].abs().max().item() for name in sorted(set(parameters) - set(fed))},
     }
 
