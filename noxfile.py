@@ -225,9 +225,11 @@ def trackers(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON, default=False)
 def clients(session: nox.Session) -> None:
-    """Test rl-generation's server with litellm, LangChain and the OpenAI Agents SDK as they are."""
-    install(session, REPO, ["rl-generation"], groups=["test", "clients"])
-    session.run("pytest", "packages/rl-generation/tests/test_server_agents.py", *session.posargs, env=OFFLINE)
+    """Test both of rl-generation's servers with litellm, LangChain, the OpenAI Agents SDK and verifiers as they are."""
+    *_, cell = (cell for cell in REPO.packages["rl-generation"].cells if "vllm" in cell)
+    install(session, REPO, ["rl-generation"], cell=cell, groups=["test", "clients"])
+    tests = [f"packages/rl-generation/tests/{name}.py" for name in ("test_server_agents", "vllm/test_server_clients")]
+    session.run("pytest", *tests, *session.posargs, env=OFFLINE)
 
 
 @nox.session(default=False)  # without a Python: on the one that nox runs on

@@ -23,6 +23,21 @@ FUNCTION = {"name": "weather", "description": "Looks.", "parameters": SCHEMA, "s
 TOOL = {"type": "function", "function": FUNCTION}
 HERMES = r'fine <tool_call>\n\{"name": "weather", "arguments": \{"city": "(Rome|Oslo)", "days": [1-9]\}\}\n</tool_call>'
 
+TASKSET = """
+import verifiers.v1 as vf
+
+class Sum(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def said(self, trace):
+        return float(len(trace.last_reply) > 0)
+
+class Sums(vf.Taskset[Sum]):
+    def load(self):
+        return (Sum(vf.TaskData(prompt=f"{number}+1?")) for number in range(3))
+
+__all__ = ["Sums"]
+"""
+
 
 def chat(client, messages=ASK, **options):
     return client.chat.completions.create(model="tiny", messages=messages, **options)
@@ -140,6 +155,31 @@ def test_the_agents_sdk_calls_a_tool_and_goes_on_with_its_result(url, api):
     result = asyncio.run(ask())
     assert result.final_output == "sunny"
     assert len(asked) >= 1
+
+
+def test_an_environment_of_verifiers_is_played(url, tmp_path, monkeypatch):
+    vf = pytest.importorskip("verifiers.v1")
+    from verifiers.v1.clients.client import ModelContext
+    from verifiers.v1.configs.client import EvalClientConfig
+    from verifiers.v1.envs.single_agent.env import SingleAgentEnv, SingleAgentEnvConfig
+
+    (tmp_path / "sums.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = SingleAgentEnv(
+        SingleAgentEnvConfig(
+            taskset={"id": "sums"}, agent={"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+        )
+    )
+    client = EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
+    context = ModelContext(model="tiny", client=client, sampling=vf.SamplingConfig(max_tokens=24))
+
+    async def play():
+        async with environment.serving():
+            return [await environment.run_episode(task, context) for task in environment.taskset.load()]
+
+    for episode in asyncio.run(play()):
+        assert episode.ok, episode.errors
+        assert [trace.rewards["said"].score for trace in episode.traces] == [1.0]
 
 
 def test_tokens_versions_and_logp_come_exactly_in_chats_completions_responses_and_their_streams(client):
