@@ -29,7 +29,7 @@ import verifiers.v1 as vf
 class Sum(vf.Task[vf.TaskData]):
     @vf.reward
     async def said(self, trace):
-        return float(len(trace.last_reply) > 0)
+        return float(isinstance(trace.last_reply, str))  # a random model may say nothing
 
 class Sums(vf.Taskset[Sum]):
     def load(self):
@@ -144,7 +144,12 @@ def test_the_agents_sdk_calls_a_tool_and_goes_on_with_its_result(url, api):
         model=kinds[api](model="tiny", openai_client=made),
         tools=[weather],
         # A random model would call again and again, and the SDK takes no response that its bound cut off.
-        model_settings=agents.ModelSettings(tool_choice="required", max_tokens=200, parallel_tool_calls=False),
+        model_settings=agents.ModelSettings(
+            tool_choice="required",
+            max_tokens=200,
+            parallel_tool_calls=False,
+            extra_body={"seed": 4},  # with others, a random model may go on with blanks up to the bound
+        ),
         tool_use_behavior="stop_on_first_tool",
     )
 
