@@ -255,7 +255,7 @@ def test_without_a_tokenizer_only_token_ids_go_in_and_out(generate, tmp_path):
     [
         (["--temperature", "nan"], "temperature must be 0"),
         (["--n", "0"], "n must be an integer of at least 1"),
-        (["--max-model-len", "9"], "max_model_len=9 means nothing to the engine 'transformers'"),
+        (["--max-model-len", "9"], "vllm_kwargs={'max_model_len': 9} means nothing to the engine 'transformers'"),
         (["--vllm-kwarg", "x"], "--vllm-kwarg takes KEY=JSON"),
         (["--vllm-kwarg", "x=yes"], """is not JSON (Expecting value); text needs quotes: x='"yes"'"""),
         (["--chat-template-kwarg", "nonsense=1"], "the chat template does not know the variable 'nonsense'"),
@@ -425,7 +425,7 @@ def test_a_damaged_record_is_refused_by_its_name(generate, tmp_path, record):
         (["--engine", "vllm", "--vllm-kwarg", "seed=1", "--vllm-kwarg", "seed=2"], "seed stands twice, with 1 and 2"),
         (["--chat-template-kwarg", "terse=true", "--chat-template-kwarg", "terse=true"], "terse stands twice"),
         (["--engine", "vllm", "--max-cache-tokens", "0"], "max_cache_tokens=0 means nothing to the engine 'vllm'"),
-        (["--max-model-len", "0"], "max_model_len=0 means nothing to the engine 'transformers'"),
+        (["--max-model-len", "0"], "vllm_kwargs={'max_model_len': 0} means nothing to the engine 'transformers'"),
     ],
 )
 def test_a_flag_is_not_silently_passed_over(generate, flags, reason):

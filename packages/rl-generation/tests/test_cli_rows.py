@@ -47,7 +47,9 @@ def test_every_field_of_an_engine_has_a_flag():
         "vllm_kwargs"  # which has a flag for each of its keys
     }
     spec = spec_of(parser.parse_args(["m", "--engine=vllm", "--no-tokenizer", "--enforce-eager", "--vllm-kwarg=a=[1]"]))
-    assert (spec.with_tokenizer, spec.enforce_eager, spec.vllm_kwargs) == (False, True, {"a": [1]})
+    assert (spec.with_tokenizer, spec.vllm_kwargs) == (False, {"enforce_eager": True, "a": [1]})
+    with pytest.raises(CommandError, match="--vllm-kwarg sets max_model_len=2, which is given as 1 already"):
+        spec_of(parser.parse_args(["m", "--engine=vllm", "--max-model-len=1", "--vllm-kwarg=max_model_len=2"]))
 
 
 @pytest.mark.parametrize("text", ["5", "5=x", "x=1", "5=-inf", "5=nan"])

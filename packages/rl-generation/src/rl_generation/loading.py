@@ -33,15 +33,7 @@ EMBEDDED = (
 """Fields of a spec that `load_transformers_engine` takes."""
 
 FOREIGN = {
-    "transformers": (
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "max_model_len",
-        "kv_cache_memory_bytes",
-        "enforce_eager",
-        "own_process",
-        "vllm_kwargs",
-    ),
+    "transformers": ("own_process", "vllm_kwargs"),
     "vllm": ("device", "continuous_batching", "max_cache_tokens"),
 }
 """Fields of a spec that mean nothing to an engine."""
@@ -94,27 +86,11 @@ class EngineSpec:
     max_cache_tokens: int | None = None
     """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
 
-    tensor_parallel_size: int | None = None
-    """Of vLLM: ranks over which every layer is cut."""
-
-    data_parallel_size: int | None = None
-    """Of vLLM: replicas of the whole engine; above 1 asks for `own_process`."""
-
-    max_model_len: int | None = None
-    """Of vLLM: tokens of a prompt and its answer together."""
-
-    kv_cache_memory_bytes: int | None = None
-    """Of vLLM: size of the key/value cache of each rank; on a CPU always give it, or vLLM reserves a share of all of
-    the host's memory."""
-
-    enforce_eager: bool = False
-    """Of vLLM: True starts sooner and generates slower, without CUDA graphs and compilation."""
-
     own_process: bool = False
     """Of vLLM: True puts it into a process of its own, where it works beside this one."""
 
     vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
-    """Fields of `VllmOptions`, and any other arguments of vLLM's EngineArgs."""
+    """Of vLLM: fields of `VllmOptions`, such as `tensor_parallel_size`, and any other arguments of its EngineArgs."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -180,10 +156,7 @@ def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
     others = {name: value for name, value in spec.vllm_kwargs.items() if name not in own}
     if not spec.with_tokenizer:
         others["skip_tokenizer_init"] = True
-    same = (
-        *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "tensor_parallel_size"),
-        *("data_parallel_size", "max_model_len", "kv_cache_memory_bytes", "enforce_eager"),
-    )
+    same = ("model", "tokenizer", "revision", "trust_remote_code", "dtype")
     ours: dict[str, Any] = {name: getattr(spec, name) for name in same} | {"max_num_seqs": spec.max_batch_size}
     ours = {name: value for name, value in ours.items() if value is not None and value is not False}
     for name in sorted(given.keys() & ours.keys()):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from rl_generation.commands.console import CommandError, installed_versions, say, show, show_json
+from rl_generation.commands.console import CommandError, say, show, show_json
 from rl_generation.commands.flags import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -24,6 +24,7 @@ from rl_generation.commands.flags import (
 )
 from rl_generation.engine import Engine
 from rl_generation.loading import check_available
+from rl_generation.model_flags import installed_versions
 from rl_generation.requests import Sampling
 
 if TYPE_CHECKING:

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_generation.checkpoints import load_config, meta_model, model_identity, stop_token_ids_of
-from rl_generation.commands.console import CommandError, installed_versions, show, show_json
+from rl_generation.commands.console import CommandError, show, show_json
 from rl_generation.commands.flags import add_engine_arguments, spec_of
 from rl_generation.loading import EngineSpec, tokenizer_of, vllm_options_of
-from rl_generation.model_flags import ModelQuirk, flags_for
-from rl_generation.model_flags import installed_versions as quirk_versions
-from rl_generation.rollout import LogpOf
+from rl_generation.model_flags import ModelQuirk, flags_for, installed_versions
 
 if TYPE_CHECKING:
     from rl_generation.memory import EngineMemory
@@ -25,13 +23,6 @@ ENGINE_NAMES = {
     "transformers": "TransformersEngine: transformers, in this process, continuous batching",
     "vllm": "VllmEngine: vLLM, in this process or its own",
 }
-MEANINGS: dict[LogpOf, str] = {
-    "sampled": "of the distribution drawn from: bad words excluded, logits over temperature, cut by min-p, top-k and "
-    "top-p, renormalised; of greedy answers at temperature 1 without cuts",
-    "raw": "the log-softmax of the model's logits, whatever was done to them afterwards",
-}
-ORDER = "bad words, then temperature, min-p, top-k, top-p; temperature 0 takes the likeliest token"
-SEEDS = "sample j of a request with seed s draws as a request with seed s + j does, whatever else is in its batch"
 OUR_BATCH = 256
 """Answers at once that figures are given for where nobody said."""
 
@@ -70,9 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         "model        {architecture} ({model_type}), {dtype}, {identity}".format(**known),
         f"tokenizer    {known['tokenizer'] or 'none: no texts, no stop strings, no bad words'}",
         f"stop tokens  {stops}",
-        f"sampling     {ORDER}",
-        f"seeds        {SEEDS}",
-        f"logp         {spec.logp_of!r}: {MEANINGS[spec.logp_of]}",
+        f"logp         of the distribution {spec.logp_of!r}",
         "quirks:",
         *([f"  {quirk.explain()}" for quirk in quirks] or ["  none on record for this family"]),
         *(f"  {note}" for note in notes),
@@ -87,9 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "engine": spec.engine,
                 "model": spec.model,
                 **known,
-                "sampling_order": ORDER,
                 "logp_of": spec.logp_of,
-                "logp_meaning": MEANINGS[spec.logp_of],
                 "quirks": [
                     {"name": quirk.name, "flag": quirk.flag.value, "reason": quirk.reason, "source": quirk.source}
                     for quirk in quirks
@@ -117,7 +104,7 @@ def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Se
     """Return the quirks of the model under what is installed, and what that leaves open."""
     from rl_generation.vllm.preparing import TESTED
 
-    versions = quirk_versions()
+    versions = installed_versions()
     if spec.engine == "transformers":
         versions.pop("vllm", None)
     elif "vllm" not in versions:
