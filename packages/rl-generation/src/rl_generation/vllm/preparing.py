@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from rl_generation.errors import EngineOptionError
-from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_versions, load_format_for
+from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_versions
 from rl_generation.requests import Limits, check_token_ids
 from rl_generation.rollout import LogpOf
 from rl_generation.vllm.options import DUMMY, VllmOptions, engine_arguments, nearest
@@ -360,8 +360,10 @@ def load_format_of(options: VllmOptions, config: Mapping[str, Any], *, version: 
     """Return how this version of vLLM reads the weights: as the caller said, or "dummy" for training where it may."""
     if options.load_format is not None:
         return options.load_format
-    model_type = str(config.get("model_type", ""))
-    return load_format_for(model_type, refit_follows=options.for_training, versions={"vllm": version})
+    needs_checkpoint = ModelFlag.VLLM_LOAD_FORMAT_AUTO.matches(
+        str(config.get("model_type", "")), versions={"vllm": version}
+    )
+    return DUMMY if options.for_training and not needs_checkpoint else "auto"
 
 
 def _said(config: Mapping[str, Any], *names: str) -> list[Any]:
