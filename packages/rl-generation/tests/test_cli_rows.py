@@ -118,7 +118,6 @@ def test_overrides_of_a_row_reach_every_field(tmp_path):
         ({"prompt_token_ids": [1, True]}, "prompt_token_ids must be a list of integers"),
         ({"prompt_token_ids": []}, "prompt_token_ids must be a list, not empty"),
         ({"prompt": "a", "samplng": {}}, "has the field 'samplng'; did you mean 'sampling'?"),
-        ({"prompt": "a", "id": [1]}, "id must be text or an integer"),
         ({"prompt": "a", "sampling": 3}, "sampling must be an object"),
         ({"prompt": "a", "sampling": {"temprature": 1}}, "no field 'temprature'"),
         ({"prompt": "a", "sampling": {"temperature": "1"}}, "sampling.temperature must be a number; got '1'"),

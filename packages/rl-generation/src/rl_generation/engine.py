@@ -15,6 +15,7 @@ __all__ = [
     "RolloutDelta",
     "SteppingEngine",
     "StreamingEngine",
+    "check_version",
     "to_prometheus",
 ]
 
@@ -88,6 +89,12 @@ COUNTERS = {
     "preemptions": ("preemptions_total", "Answers that gave up their place in the cache and started again."),
 }
 """Field of EngineMetrics → its name and meaning for Prometheus; `finished`, which has labels, is left out."""
+
+
+def check_version(version: int) -> None:
+    """Raise ValueError where `version` is no number of optimizer steps."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version!r}")
 
 
 def to_prometheus(metrics: EngineMetrics, *, model_name: str) -> str:

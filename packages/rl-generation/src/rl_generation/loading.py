@@ -135,12 +135,9 @@ def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
     from rl_generation.vllm import VllmEngine
 
     # The config and the tokenizer first: they are refused at once, an engine after half a minute.
-    config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     tokenizer = tokenizer_of(spec)
-    stops = stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision)
-    options = vllm_options_of(spec)
-    engine = VllmEngine(options, stop_token_ids=stops, logp_of=spec.logp_of, own_process=spec.own_process)
-    return engine, tokenizer
+    return VllmEngine(vllm_options_of(spec), logp_of=spec.logp_of, own_process=spec.own_process), tokenizer
 
 
 def vllm_options_of(spec: EngineSpec) -> "VllmOptions":

@@ -255,8 +255,6 @@ def test_an_adapter_of_a_new_number_has_new_answers_though_its_folder_is_the_sam
         assert engine.metrics().cached_prompt_tokens == 0
         engine.reset_prefix_cache()
         again = engine.generate([LONG], GREEDY, lora=second)[0]
-        with pytest.raises(EngineOptionError, match="adapter 'queries', number 9, is not loaded"):
-            engine.remove_lora(lora(tmp_path, number=9))
         with pytest.raises(EngineOptionError, match=r"an adapter is a LoraAdapter\(.*; got 'queries'"):
             engine.generate([LONG], GREEDY, lora="queries")
     assert (new.tokens, new.logp) == (again.tokens, pytest.approx(again.logp, abs=TOLERANCE))
@@ -270,9 +268,7 @@ def test_an_adapter_changes_the_answers_of_the_calls_that_name_it(path, tmp_path
         layer.self_attn.q_proj.weight += 2.0 * up @ down
     prompts = tiny.prompts(3)
     with VllmEngine(tiny.options(path, enable_lora=True, max_lora_rank=8)) as engine:
-        engine.add_lora(adapter)
         plain, changed = engine.generate(prompts, GREEDY), engine.generate(prompts, GREEDY, lora=adapter)
-        engine.remove_lora(adapter)
     for model, answers in ((tiny.policy("llama", 0), plain), (merged, changed)):
         for prompt, rollout in zip(prompts, answers, strict=True):
             expected = tiny.logits(model, prompt, rollout.tokens).log_softmax(-1)

@@ -2,7 +2,7 @@
 
 A row of the input is an object with one of
     "prompt": text          "messages": [{"role": …, "content": …}, …]          "prompt_token_ids": [1, 2, …]
-and, if wanted, "id" (text or integer) and "sampling" (fields of Sampling for this row); its other fields stand in the
+and, if wanted, "id" (anything) and "sampling" (fields of Sampling for this row); its other fields stand in the
 `row` of its answers. Row i draws with seed i of `Sampling.spread`, in whichever run it is answered. Answers are a line
 each, appended in batches that are synced; `--resume` keeps the rows that have all of theirs. What answers follow from
 is noted beside the output, so that no file mixes two models' answers. Exit codes: 0 every prompt is answered, 1 the
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -41,7 +41,7 @@ from rl_generation.engine import Engine
 from rl_generation.errors import EngineDeadError, LogpError, PromptError, SampleTimeoutError, TimedOutSample
 from rl_generation.loading import check_available, tokenizer_of
 from rl_generation.requests import Prompt, Sampling, make_requests
-from rl_generation.rollout import Rollout
+from rl_generation.rollout import Rollout, in_order
 
 __all__ = ["add_arguments", "run"]
 
@@ -162,7 +162,7 @@ class Row:
 
     prompt: Prompt
     sampling: Sampling
-    id: str | int | None
+    id: Any
     others: dict[str, Any]
     """Fields that mean nothing here, given back with its answers."""
 
@@ -201,7 +201,7 @@ def problem_of(row: Any) -> str | None:
     present = [kind for kind in KINDS if kind in row]
     if len(present) != 1:
         return f"a row needs one of {', '.join(KINDS)}; it has {' and '.join(present) or 'none of them'}"
-    (kind,), content, name = present, row[present[0]], row.get("id")
+    (kind,), content = present, row[present[0]]
     if kind == "prompt" and not isinstance(content, str):
         return f"prompt must be text; got {content!r}"
     if kind != "prompt" and not (isinstance(content, list) and content):
@@ -210,8 +210,6 @@ def problem_of(row: Any) -> str | None:
         return f'messages must be objects with a "role"; got {content!r}'
     if kind == "prompt_token_ids" and not all(map(is_integer, content)):
         return f"prompt_token_ids must be a list of integers; got {content!r:.200}"
-    if not (name is None or isinstance(name, str) or is_integer(name)):
-        return f"id must be text or an integer; got {name!r}"
     if not isinstance(row.get("sampling", {}), dict):
         return f"sampling must be an object with fields of Sampling; got {row['sampling']!r}"
     for meant in difflib.get_close_matches("sampling", row.keys() - {"sampling"}, n=1, cutoff=0.8):
@@ -263,7 +261,7 @@ def answer(engine: Engine, rows: Sequence[Row], tokenizer: Any) -> list[dict[str
         answers = engine.generate([row.prompt for row in rows], [row.sampling for row in rows])
     except SampleTimeoutError as error:
         say(str(error))
-        answers = sorted([*error.rollouts, *error.timed_out], key=attrgetter("prompt_index", "sample_index"))
+        answers = in_order([*error.rollouts, *error.timed_out])
     return [answer_line(each, rows[each.prompt_index], tokenizer) for each in answers]
 
 

@@ -163,7 +163,7 @@ class VllmOptions(BasicVllmOptions):
     """vLLM's dictionary for speculative decoding; None generates a token a step."""
 
     enable_lora: bool = False
-    """True lets requests name an adapter that `add_lora` loaded; costs memory for `max_loras` of them."""
+    """True lets requests name an adapter, which vLLM loads then; costs memory for `max_loras` of them."""
 
     max_loras: int = 1
     """Adapters in one batch; for `enable_lora`."""

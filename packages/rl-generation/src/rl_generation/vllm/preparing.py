@@ -37,14 +37,12 @@ NO_WEIGHTS = (
 
 _CALLED = (
     "abort",
-    "add_lora",
     "collective_rpc",
     "generate",
     "get_supported_tasks",
     "is_paused",
     "is_sleeping",
     "pause_generation",
-    "remove_lora",
     "reset_encoder_cache",
     "reset_prefix_cache",
     "resume_generation",
