@@ -103,8 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
         return encode_text(tokenizer, content, add_special_tokens=arguments.add_special_tokens)
 
     rows = read_rows(arguments.input, sampling, encode)
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode())
     made_of = {name: getattr(spec, name) for name in DECISIVE} | asdict(sampling)
-    made_of |= {"model": model_identity(spec.model, config), "rows": hashlib.sha256(repr(rows).encode()).hexdigest()}
+    made_of |= {"model": model_identity(spec.model, config), "rows": digest.hexdigest()}
     finished, length = read_answers(path, rows, made_of) if begun else ({}, 0)
     say(f"{len(finished)} of {len(rows)} prompts are answered")
 
