@@ -76,6 +76,7 @@ class VllmEngine:
 
     Raises:
         EngineOptionError: vLLM is missing or does not fit, or an option is impossible here; nothing was started.
+        ModelError: There is no such model or tokenizer; nothing was started.
         PromptError: A stop token is outside the vocabulary.
         EngineDeadError: vLLM could not start; its log says why.
     """
