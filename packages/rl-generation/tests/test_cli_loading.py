@@ -127,9 +127,6 @@ def test_code_that_comes_with_a_model_is_not_run_unless_trusted(model):
     ("options", "reason"),
     [
         ({"engine": "sglang"}, "engine must be one of transformers, vllm;"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 means nothing to the engine 'transformers'"),
-        ({"enforce_eager": True}, "enforce_eager=True means nothing to the engine 'transformers'"),
-        ({"kv_cache_memory_bytes": 64}, "kv_cache_memory_bytes=64 means nothing to the engine 'transformers'"),
         ({"vllm_kwargs": {"a": 1}}, "vllm_kwargs={'a': 1} means nothing"),
         ({"engine": "vllm", "device": "cpu"}, "device='cpu' means nothing to the engine 'vllm'"),
         ({"own_process": True}, "own_process=True means nothing to the engine 'transformers'"),
@@ -143,20 +140,14 @@ def test_options_of_another_engine_are_refused(options, reason):
 
 
 def test_options_of_vllm_go_where_they_belong():
+    sizes = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "max_model_len": 9}
     spec = EngineSpec(
-        model="m",
-        engine="vllm",
-        max_batch_size=8,
-        tensor_parallel_size=2,
-        with_tokenizer=False,
-        kv_cache_memory_bytes=64 << 20,
-        enforce_eager=True,
-        vllm_kwargs={"max_model_len": 9, "swap_space": 3},
+        model="m", engine="vllm", max_batch_size=8, with_tokenizer=False, vllm_kwargs={**sizes, "swap_space": 3}
     )
     options = vllm_options_of(spec)
     assert (options.model, options.max_num_seqs, options.tensor_parallel_size) == ("m", 8, 2)
     assert (options.enforce_eager, options.kv_cache_memory_bytes, options.max_model_len) == (True, 64 << 20, 9)
     assert options.vllm_kwargs == {"swap_space": 3, "skip_tokenizer_init": True}
-    twice = EngineSpec(model="m", engine="vllm", max_model_len=9, vllm_kwargs={"max_model_len": 8})
-    with pytest.raises(EngineOptionError, match="sets max_model_len=8, which is given as 9 already"):
+    twice = EngineSpec(model="m", engine="vllm", max_batch_size=9, vllm_kwargs={"max_num_seqs": 8})
+    with pytest.raises(EngineOptionError, match="sets max_num_seqs=8, which is given as 9 already"):
         vllm_options_of(twice)

@@ -115,13 +115,13 @@ def test_a_bad_word_without_tokens_is_refused(served):
 
 
 def test_a_request_that_is_refused_draws_nothing_from_the_generator(served):
-    state = served.get_rng_state()
+    state = served._generator.get_state()
     sound, refused = Sampling(max_new_tokens=2), Sampling(max_new_tokens=2, bad_words=(" ",))
     with pytest.raises(PromptError, match="bad_words"):
         served.generate([[1], [1]], [sound, refused])
     with pytest.raises(PromptError, match="bad_words"):
         served.add_request("a", [1], refused)
-    assert served.get_rng_state().equal(state)
+    assert served._generator.get_state().equal(state)
 
 
 def test_a_prompt_that_ends_within_a_character_is_not_searched(tokenizer):

@@ -270,17 +270,6 @@ def test_a_seed_draws_the_same_on_a_gpu(tiny):
     assert [rollout.tokens for rollout in moved.generate(PROMPTS, sampling)] == expected
 
 
-def test_a_generator_state_that_is_set_again_repeats_what_followed_it(tiny):
-    ours = engine(tiny("qwen3"))
-    sampling = Sampling(max_new_tokens=6)
-    ours.generate(PROMPTS, sampling)
-    state = ours.get_rng_state()
-    expected = what(ours.generate(PROMPTS, sampling))
-    assert what(ours.generate(PROMPTS, sampling)) != expected
-    ours.set_rng_state(state)
-    assert what(ours.generate(PROMPTS, sampling)) == expected
-
-
 def test_the_raw_logp_is_the_models_whatever_was_drawn_from(tiny):
     model = tiny("llama")
     sampling = Sampling(max_new_tokens=12, temperature=1.7, top_k=5, seed=0)

@@ -187,16 +187,6 @@ def test_the_file_of_a_config_says_the_same_as_the_config(tmp_path):
     assert estimate_memory(written, dtype="float32") == estimate_memory(config, dtype="float32")
 
 
-def test_the_device_without_the_weights_is_left_to_the_cache():
-    memory = estimate_memory(LLAMA_8B, dtype="bfloat16", device_memory_bytes=80 << 30, gpu_memory_utilization=0.5)
-    assert memory.kv_cache_bytes == (40 << 30) - 2 * 8_030_261_248
-
-
-def test_weights_that_do_not_fit_are_refused_with_their_size():
-    with pytest.raises(EngineOptionError, match=r"15\.0 GiB a rank.*8\.0 GiB.*raise tensor_parallel_size"):
-        estimate_memory(LLAMA_8B, dtype="bfloat16", device_memory_bytes=8 << 30)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -204,8 +194,6 @@ def test_weights_that_do_not_fit_are_refused_with_their_size():
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
         ({"max_model_len": -1}, "max_model_len must be at least 1"),
         ({"dtype": "float17"}, "'float17' is no dtype of torch"),
-        ({"kv_cache_memory_bytes": 1, "device_memory_bytes": 1}, "give one of them"),
-        ({"device_memory_bytes": 1, "gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\]"),
     ],
 )
 def test_impossible_options_are_refused(options, message):

@@ -172,14 +172,16 @@ def test_an_engine_adds_its_tokenizers_eos_unless_stop_tokens_are_given(checkpoi
 
 
 def test_models_and_tokenizers_that_are_not_there_are_refused_by_name(checkpoint, tmp_path):
-    for name in ("./absent", str(tmp_path / "absent"), "a/b/c"):
-        with pytest.raises(EngineOptionError, match=f"model='{name}' is no folder"):
+    for name in ("./absent", str(tmp_path / "absent")):
+        with pytest.raises(ModelError, match=f"{name} is no folder, so there is no model"):
             read_config(VllmOptions(model=name))
+    with pytest.raises(ModelError, match="a/b/c: transformers cannot load the config"):
+        read_config(VllmOptions(model="a/b/c"))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(EngineOptionError, match=r"is a folder without config\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         read_config(VllmOptions(model=str(empty)))
-    with pytest.raises(EngineOptionError, match="is a folder that holds no tokenizer"):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json .* so there is no tokenizer"):
         has_tokenizer(VllmOptions(model=str(checkpoint), tokenizer=str(empty)))
     assert not has_tokenizer(VllmOptions(model=str(checkpoint)))
     (checkpoint / "tokenizer.json").write_text("{}")

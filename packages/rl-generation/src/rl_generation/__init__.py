@@ -21,7 +21,6 @@ from rl_generation.memory import (
     default_gpu_memory_utilization,
     estimate_memory,
 )
-from rl_generation.metrics_timeline import MetricsTimeline
 from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_for
 from rl_generation.remote import RemoteEngine
 from rl_generation.requests import Limits, Request, Sampling, make_requests
@@ -55,7 +54,6 @@ __all__ = [
     "LogpAgreement",
     "LogpError",
     "LoraAdapter",
-    "MetricsTimeline",
     "ModelError",
     "ModelFlag",
     "ModelQuirk",

@@ -16,16 +16,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "TOKENIZER_FILES",
     "device_of",
+    "generation_config_of",
     "load_config",
+    "load_from",
     "load_model",
     "load_tokenizer",
     "meta_model",
     "model_identity",
+    "place_of",
     "stop_token_ids_of",
 ]
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
 """Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
 
 
@@ -37,9 +48,9 @@ def load_config(model_name: str, *, revision: str | None = None, trust_remote_co
     """
     from transformers import AutoConfig
 
-    return _load(
+    return load_from(
         AutoConfig.from_pretrained,
-        _place(model_name, ("config.json",), what="model"),
+        place_of(model_name, ("config.json",), what="model"),
         what="config",
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -63,9 +74,9 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     target = device_of(device)
-    model, report = _load(
+    model, report = load_from(
         AutoModelForCausalLM.from_pretrained,
-        _place(model_name, ("config.json",), what="model"),
+        place_of(model_name, ("config.json",), what="model"),
         what="model",
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -125,9 +136,9 @@ def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote
     """
     from transformers import AutoTokenizer
 
-    tokenizer = _load(
+    tokenizer = load_from(
         AutoTokenizer.from_pretrained,
-        _place(model_name, TOKENIZER_FILES, what="tokenizer"),
+        place_of(model_name, TOKENIZER_FILES, what="tokenizer"),
         what="tokenizer",
         revision=revision,
         trust_remote_code=trust_remote_code,
@@ -145,7 +156,7 @@ def stop_token_ids_of(
     Raises:
         ModelError: There is a generation config that cannot be read.
     """
-    generation_config = _generation_config(model_name, revision)
+    generation_config = generation_config_of(model_name, revision)
     sources = (generation_config, config, config.get_text_config(decoder=True))
     eos = (getattr(source, "eos_token_id", None) for source in sources if source is not None)
     first = next((each for each in eos if each is not None), None)
@@ -203,20 +214,21 @@ def device_of(name: str | None) -> "torch.device":
     return device
 
 
-def _generation_config(model_name: str, revision: str | None) -> Any:
+def generation_config_of(model_name: str, revision: str | None) -> Any:
+    """Return the generation config of a folder or hub id; None where there is none, ModelError where it is broken."""
     from transformers import GenerationConfig
 
     folder = Path(model_name).expanduser()
     if folder.is_dir():
         if not (folder / "generation_config.json").is_file():
             return None
-        return _load(GenerationConfig.from_pretrained, str(folder), what="generation config")
+        return load_from(GenerationConfig.from_pretrained, str(folder), what="generation config")
     from transformers.utils.hub import cached_file
 
     found = cached_file(
         model_name, "generation_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
     )
-    return None if found is None else _load(GenerationConfig.from_pretrained, str(Path(found).parent), what="it")
+    return None if found is None else load_from(GenerationConfig.from_pretrained, str(Path(found).parent), what="it")
 
 
 def _dtype_of(name: str) -> Any:
@@ -230,7 +242,7 @@ def _dtype_of(name: str) -> Any:
     return dtype
 
 
-def _place(name: str, wanted: tuple[str, ...], *, what: str) -> str:
+def place_of(name: str, wanted: tuple[str, ...], *, what: str) -> str:
     """Return a hub id as it is, and of a folder its path; refuse a folder that holds nothing of what is wanted."""
     folder = Path(name).expanduser()
     if not name.startswith((".", "/", "~")) and not folder.exists():
@@ -243,7 +255,8 @@ def _place(name: str, wanted: tuple[str, ...], *, what: str) -> str:
     return str(folder)
 
 
-def _load(load: Callable[..., Any], source: Any, *, what: str, **options: Any) -> Any:
+def load_from(load: Callable[..., Any], source: Any, *, what: str, **options: Any) -> Any:
+    """Call a loader of transformers, and raise ModelError for whatever it raises."""
     from safetensors import SafetensorError
 
     name = source if isinstance(source, str) else type(source).__name__

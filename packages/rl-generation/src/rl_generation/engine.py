@@ -8,7 +8,16 @@ from typing import Protocol, final, runtime_checkable
 from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import LogpOf, Rollout, TopLogp
 
-__all__ = ["Engine", "EngineMetrics", "RequestEngine", "RolloutDelta", "SteppingEngine", "StreamingEngine"]
+__all__ = [
+    "Engine",
+    "EngineMetrics",
+    "RequestEngine",
+    "RolloutDelta",
+    "SteppingEngine",
+    "StreamingEngine",
+    "check_version",
+    "to_prometheus",
+]
 
 
 @final
@@ -65,6 +74,54 @@ class EngineMetrics:
 
     version: int
     """Of the weights now."""
+
+
+GAUGES = {
+    "running": ("answers_running", "Answers being generated."),
+    "waiting": ("answers_waiting", "Answers that wait for a place in the batch."),
+    "cache_usage": ("cache_usage_ratio", "Share of the key/value cache in use, 0 to 1."),
+    "version": ("weight_version", "Number of optimizer steps that the weights have seen."),
+}
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens prefilled, or found in the prefix cache."),
+    "cached_prompt_tokens": ("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache."),
+    "generated_tokens": ("generated_tokens_total", "Tokens generated."),
+    "preemptions": ("preemptions_total", "Answers that gave up their place in the cache and started again."),
+}
+"""Field of EngineMetrics → its name and meaning for Prometheus; `finished`, which has labels, is left out."""
+
+
+def check_version(version: int) -> None:
+    """Raise ValueError where `version` is no number of optimizer steps."""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version!r}")
+
+
+def to_prometheus(metrics: EngineMetrics, *, model_name: str) -> str:
+    """Render metrics in Prometheus' text format, version 0.0.4; serve it as `text/plain; version=0.0.4`.
+
+    Args:
+        metrics: Of any engine.
+        model_name: Value of the label `model_name`, any text.
+    """
+
+    def escaped(value: str) -> str:
+        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    def header(name: str, kind: str, text: str) -> list[str]:
+        return [f"# HELP rl_generation_{name} {text}", f"# TYPE rl_generation_{name} {kind}"]
+
+    label = f'model_name="{escaped(model_name)}"'
+    lines: list[str] = []
+    for kind, families in (("gauge", GAUGES), ("counter", COUNTERS)):
+        for counted, (name, text) in families.items():
+            lines += [*header(name, kind, text), f"rl_generation_{name}{{{label}}} {getattr(metrics, counted)}"]
+    lines += header("answers_finished_total", "counter", "Answers that ended, by finish reason.")
+    known = ("stop", "length", "abort")
+    for reason in (*known, *sorted(set(metrics.finished) - set(known))):
+        count = metrics.finished.get(reason, 0)
+        lines.append(f'rl_generation_answers_finished_total{{{label},finish_reason="{escaped(reason)}"}} {count}')
+    return "".join(f"{line}\n" for line in lines)
 
 
 @runtime_checkable

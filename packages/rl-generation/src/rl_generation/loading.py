@@ -33,15 +33,7 @@ EMBEDDED = (
 """Fields of a spec that `load_transformers_engine` takes."""
 
 FOREIGN = {
-    "transformers": (
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "max_model_len",
-        "kv_cache_memory_bytes",
-        "enforce_eager",
-        "own_process",
-        "vllm_kwargs",
-    ),
+    "transformers": ("own_process", "vllm_kwargs"),
     "vllm": ("device", "continuous_batching", "max_cache_tokens"),
 }
 """Fields of a spec that mean nothing to an engine."""
@@ -94,27 +86,11 @@ class EngineSpec:
     max_cache_tokens: int | None = None
     """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
 
-    tensor_parallel_size: int | None = None
-    """Of vLLM: ranks over which every layer is cut."""
-
-    data_parallel_size: int | None = None
-    """Of vLLM: replicas of the whole engine; above 1 asks for `own_process`."""
-
-    max_model_len: int | None = None
-    """Of vLLM: tokens of a prompt and its answer together."""
-
-    kv_cache_memory_bytes: int | None = None
-    """Of vLLM: size of the key/value cache of each rank; on a CPU always give it, or vLLM reserves a share of all of
-    the host's memory."""
-
-    enforce_eager: bool = False
-    """Of vLLM: True starts sooner and generates slower, without CUDA graphs and compilation."""
-
     own_process: bool = False
     """Of vLLM: True puts it into a process of its own, where it works beside this one."""
 
     vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
-    """Fields of `VllmOptions`, and any other arguments of vLLM's EngineArgs."""
+    """Of vLLM: fields of `VllmOptions`, such as `tensor_parallel_size`, and any other arguments of its EngineArgs."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -159,12 +135,9 @@ def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
     from rl_generation.vllm import VllmEngine
 
     # The config and the tokenizer first: they are refused at once, an engine after half a minute.
-    config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     tokenizer = tokenizer_of(spec)
-    stops = stop_token_ids_of(spec.model, config, tokenizer=tokenizer, revision=spec.revision)
-    options = vllm_options_of(spec)
-    engine = VllmEngine(options, stop_token_ids=stops, logp_of=spec.logp_of, own_process=spec.own_process)
-    return engine, tokenizer
+    return VllmEngine(vllm_options_of(spec), logp_of=spec.logp_of, own_process=spec.own_process), tokenizer
 
 
 def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
@@ -180,10 +153,7 @@ def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
     others = {name: value for name, value in spec.vllm_kwargs.items() if name not in own}
     if not spec.with_tokenizer:
         others["skip_tokenizer_init"] = True
-    same = (
-        *("model", "tokenizer", "revision", "trust_remote_code", "dtype", "tensor_parallel_size"),
-        *("data_parallel_size", "max_model_len", "kv_cache_memory_bytes", "enforce_eager"),
-    )
+    same = ("model", "tokenizer", "revision", "trust_remote_code", "dtype")
     ours: dict[str, Any] = {name: getattr(spec, name) for name in same} | {"max_num_seqs": spec.max_batch_size}
     ours = {name: value for name, value in ours.items() if value is not None and value is not False}
     for name in sorted(given.keys() & ours.keys()):

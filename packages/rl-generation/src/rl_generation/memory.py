@@ -205,8 +205,6 @@ def estimate_memory(
     block_size: int = 16,
     kv_cache_dtype: str | torch.dtype | None = None,
     kv_cache_memory_bytes: int | None = None,
-    device_memory_bytes: int | None = None,
-    gpu_memory_utilization: float = 0.92,
 ) -> EngineMemory:
     """Say what an engine of this model takes on each rank. Loads no weights and needs no device.
 
@@ -221,14 +219,11 @@ def estimate_memory(
         block_size: Tokens in a block of cache: vLLM's is 16 on a GPU and 128 on a CPU, unless told.
         kv_cache_dtype: Of keys and values; None is `dtype`; `"fp8"` as in vLLM.
         kv_cache_memory_bytes: Size of the cache on each rank, where it is given.
-        device_memory_bytes: Memory of the device, where the size of the cache is not given: it is then
-            `gpu_memory_utilization` of this, without the weights.
-        gpu_memory_utilization: Share of the device's memory that the engine takes.
 
     Raises:
         ModelError: transformers has no causal language model of this config.
-        EngineOptionError: The heads do not divide over the ranks, there are fewer layers than stages, the weights do
-            not fit, or a number is impossible.
+        EngineOptionError: The heads do not divide over the ranks, there are fewer layers than stages, or a number is
+            impossible.
     """
     known = _as_config(config)
     text = known.get_text_config(decoder=True)
@@ -242,25 +237,11 @@ def estimate_memory(
     for name, value in sizes.items():
         if value < 1:
             raise EngineOptionError(f"{name} must be at least 1, and the config has no limit of its own; got {value}")
-    if not 0.0 < gpu_memory_utilization <= 1.0:
-        raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got {gpu_memory_utilization}")
     parameters, of_a_rank = _count_parameters(known, ranks=tensor_parallel_size, stages=pipeline_parallel_size)
     weight_bytes = of_a_rank * _dtype(dtype).itemsize
     cache = _dtype(dtype if kv_cache_dtype is None or kv_cache_dtype == "auto" else kv_cache_dtype)
     kinds = _layer_kinds(text)
     layers = _cache_layers(text, kinds, item_bytes=cache.itemsize, ranks=tensor_parallel_size)
-    if device_memory_bytes is not None:
-        if kv_cache_memory_bytes is not None:
-            raise EngineOptionError(
-                f"kv_cache_memory_bytes={kv_cache_memory_bytes} is the size of the cache, and leaves nothing for "
-                f"device_memory_bytes={device_memory_bytes} to say; give one of them"
-            )
-        kv_cache_memory_bytes = int(device_memory_bytes * gpu_memory_utilization) - weight_bytes
-        if kv_cache_memory_bytes <= 0:
-            raise EngineOptionError(
-                f"the weights take {_size(weight_bytes)} a rank, and gpu_memory_utilization={gpu_memory_utilization} "
-                f"of {_size(device_memory_bytes)} leaves nothing for a cache: raise tensor_parallel_size, or the share"
-            )
     notes = []
     if stateful := len(kinds) - len(layers):
         notes.append(

@@ -1,4 +1,4 @@
-"""Quirks of model families, as data: which engine start, which tokenizer, which parallelism a model cannot have.
+"""Quirks of model families, as data: which engine start a model cannot have, and which needs a tokenizer.
 
 A record says for which versions of which package it holds, why, who says so, and whether that was measured. Nothing
 here is applied: whoever builds an engine asks. A model is its HF `model_type`.
@@ -20,7 +20,7 @@ from typing import Literal, final
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["MODEL_FLAGS", "ModelFlag", "ModelQuirk", "flags_for", "installed_versions", "load_format_for"]
+__all__ = ["MODEL_FLAGS", "ModelFlag", "ModelQuirk", "flags_for", "installed_versions"]
 
 Package = Literal["vllm", "torch", "transformers"]
 
@@ -40,9 +40,6 @@ class ModelFlag(Enum):
 
     VLLM_TOKENIZER_REQUIRED = "vllm_tokenizer_required"
     """vLLM does not start with `skip_tokenizer_init=True`, even where only token ids go in and out."""
-
-    CONTEXT_PARALLEL_UNSUPPORTED = "context_parallel_unsupported"
-    """A policy of this model cannot be trained with torch's context parallelism; the reason says from which length."""
 
     def matches(self, model_type: str, *, versions: Mapping[str, str] | None = None) -> bool:
         """Whether `model_type` has this flag under `versions` (package → version; None: the installed ones)."""
@@ -128,24 +125,6 @@ def flags_for(model_type: str, *, versions: Mapping[str, str] | None = None) -> 
     )
 
 
-def load_format_for(
-    model_type: str, *, refit_follows: bool, versions: Mapping[str, str] | None = None
-) -> Literal["dummy", "auto"]:
-    """Choose vLLM's `load_format`, for a caller who was not told which.
-
-    Args:
-        model_type: As in the HF config.
-        refit_follows: Whether a refit brings every weight before the first rollout, as in training.
-        versions: As in `flags_for`.
-
-    Returns:
-        `"dummy"` where a refit follows and no quirk stands against it, else `"auto"`.
-    """
-    if refit_follows and not ModelFlag.VLLM_LOAD_FORMAT_AUTO.matches(model_type, versions=versions):
-        return "dummy"
-    return "auto"
-
-
 # Families that read images; their text-only siblings have types of their own (`gemma3_text`, `qwen3_5_text`, …).
 _NEMOTRON_VL = frozenset({"NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3", "nemotron_h_omni"})
 _QWEN_VL = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
@@ -222,39 +201,5 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         source="https://github.com/NVIDIA-NeMo/RL/issues/1681",
         evidence="measured",
         checked="0.32",
-    ),
-    ModelQuirk(
-        name="gemma3-attention-mask",
-        flag=ModelFlag.CONTEXT_PARALLEL_UNSUPPORTED,
-        model_types=frozenset({"gemma3", "gemma3_text"}),
-        package="torch",
-        versions="",
-        reason="Its layers with a sliding window give attention a mask once a row is as long as the window, "
-        "and torch's ring attention takes none.",
-        source="https://github.com/NVIDIA-NeMo/RL/blob/main/docs/model-quirks.md#context-parallel-with-fsdp2",
-        evidence="measured",
-        checked="2.15",
-    ),
-    ModelQuirk(
-        name="linear-attention-context",
-        flag=ModelFlag.CONTEXT_PARALLEL_UNSUPPORTED,
-        model_types=frozenset({"qwen3_5", "qwen3_5_text"}),
-        package="torch",
-        versions="",
-        reason="Its layers of linear attention carry a state along the row, which torch's ring attention does not.",
-        source="https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/automodel/setup.py",
-        evidence="reported",
-        checked="2.15",
-    ),
-    ModelQuirk(
-        name="mamba-context",
-        flag=ModelFlag.CONTEXT_PARALLEL_UNSUPPORTED,
-        model_types=frozenset({"nemotron_h"}) | _NEMOTRON_VL,
-        package="torch",
-        versions="",
-        reason="Its Mamba layers carry a state along the row, which torch's ring attention does not.",
-        source="https://github.com/NVIDIA-NeMo/Automodel/issues/1409",
-        evidence="reported",
-        checked="2.15",
     ),
 )

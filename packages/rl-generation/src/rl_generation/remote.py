@@ -373,10 +373,7 @@ class RemoteEngine:
             await asyncio.gather(*answering, return_exceptions=True)
         if late:
             more = f" (and {len(late) - 1} more requests)" if len(late) > 1 else ""
-            lost = sorted(
-                (sample for error in late for sample in error.timed_out),
-                key=lambda sample: (sample.prompt_index, sample.sample_index),
-            )
+            lost = in_order([sample for error in late for sample in error.timed_out])
             raise SampleTimeoutError(f"{late[0]}{more}", timed_out=lost, rollouts=in_order(rollouts))
         return in_order(rollouts)
 

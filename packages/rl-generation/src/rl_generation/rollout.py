@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 __all__ = ["FinishReason", "LogpOf", "Rollout", "RolloutTiming", "TopLogp", "VersionSpan", "in_order"]
 
@@ -118,6 +118,9 @@ class Rollout:
         return self.finish_reason != "stop"
 
 
-def in_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
+T = TypeVar("T")
+
+
+def in_order(samples: Sequence[T]) -> list[T]:
     """Sort by prompt, then by sample: the order in which every engine's `generate` returns."""
-    return sorted(rollouts, key=attrgetter("prompt_index", "sample_index"))
+    return sorted(samples, key=attrgetter("prompt_index", "sample_index"))

@@ -5,7 +5,6 @@ them: an idle engine has no thread. Other threads may call the engine meanwhile;
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -60,16 +59,15 @@ class Call:
 
 @final
 class Turns:
-    """A lock that threads get in the order in which they asked; who has it may enter again.
+    """A lock for threads that step an engine in a loop and for others, who wait for one turn each, or about that.
 
-    Of `threading.Lock`, a thread that steps an engine in a loop would have nearly every turn.
+    Of a `threading.Lock`, the former would have nearly every turn. Who has it may enter again.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._door, self._room = threading.Lock(), threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._waiting: deque[tuple[int, threading.Event]] = deque()
 
     @property
     def mine(self) -> bool:
@@ -77,35 +75,17 @@ class Turns:
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner == me:
-            self._depth += 1
-            return
-        with self._lock:
-            if self._owner is None:
-                self._owner, self._depth = me, 1
-                return
-            waiting = (me, threading.Event())
-            self._waiting.append(waiting)
-        try:
-            waiting[1].wait()
-        except BaseException:  # an interrupt, before or after the turn was handed on to this thread
-            with self._lock:
-                if waiting in self._waiting:
-                    self._waiting.remove(waiting)
-                    raise
-            self.__exit__()
-            raise
+        if not self.mine:
+            with self._door:  # whoever waits within comes before a thread that has just had its turn
+                self._room.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if self._depth:
-            return
-        with self._lock:
+        if not self._depth:
             self._owner = None
-            if self._waiting:
-                (self._owner, turn), self._depth = self._waiting.popleft(), 1
-                turn.set()
+            self._room.release()
 
 
 @final

@@ -4,23 +4,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Literal
 
 from rl_generation.checkpoints import load_config, load_tokenizer
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import BasicSampling, Sampling
-
-if TYPE_CHECKING:
-    from rl_generation.vllm import VllmOptions
+from rl_generation.vllm.options import BasicVllmOptions, VllmOptions
 
 __all__ = ["EngineConfig", "TrainingEngineSpec", "VllmConfig", "make_training_engine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
-    """Arguments of a vLLM engine; the names are those of vLLM and NeMo-RL."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+class VllmConfig(BasicVllmOptions):
+    """What a recipe says of a vLLM engine."""
 
     async_engine: bool = False
     """`true` takes requests at any time and new weights in the middle of responses, which asynchronous GRPO with
@@ -28,44 +24,6 @@ class VllmConfig:
 
     precision: str = "auto"
     """Dtype of weights and activations: `bfloat16` or `float32`; `auto` takes that of the policy."""
-
-    tensor_parallel_size: int = 1
-    """GPUs over which every layer of one engine is sharded."""
-
-    pipeline_parallel_size: int = 1
-    """GPUs over which the layers of one engine are divided."""
-
-    enable_expert_parallel: bool = False
-    """Give each GPU some experts in full instead of a shard of every expert."""
-
-    max_model_len: int | None = None
-    """Tokens of a prompt and its response together; null is the model's own limit, which may need a large cache."""
-
-    max_num_seqs: int | None = None
-    """Responses that one engine generates at the same time; null leaves it to vLLM."""
-
-    gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and cache. A lower value leaves room for a trainer on the same GPU."""
-
-    kv_cache_memory_bytes: int | None = None
-    """Size of the key/value cache of each GPU in bytes, instead of the share. On a CPU null is room for
-    eight responses of full length, within 256 MiB and 4 GiB."""
-
-    enforce_eager: bool = False
-    """Disable CUDA graphs and compilation: the engine starts sooner and generates more slowly. It is always so on a
-    CPU, where compiling needs a C++ compiler."""
-
-    enable_prefix_caching: bool = True
-    """Compute the common prefix of prompts only once."""
-
-    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of vLLM by its name; one that vLLM does not know is refused."""
-
-    def __post_init__(self) -> None:
-        _refuse_below(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs")
-        for name in ("kv_cache_memory_bytes", "gpu_memory_utilization"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise EngineOptionError(f"{name}={value} must be > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +43,9 @@ class EngineConfig(BasicSampling):
     """Arguments of vLLM; only with `backend: vllm`."""
 
     def __post_init__(self) -> None:
-        _refuse_below(self, 1, "max_new_tokens", "max_batch_size")
+        for name in ("max_new_tokens", "max_batch_size"):
+            if (value := getattr(self, name)) < 1:
+                raise EngineOptionError(f"{name}={value} must be >= 1")
         if not 0.0 < self.temperature < float("inf"):
             raise EngineOptionError(f"temperature={self.temperature} must be > 0; evaluation also decodes greedily")
         try:
@@ -129,8 +89,6 @@ class EngineConfig(BasicSampling):
         spec = TrainingEngineSpec(model=model, max_batch_size=self.max_batch_size, reads_text=bool(self.stop), **others)
         if self.backend != "vllm":
             return spec
-        from rl_generation.vllm import VllmOptions
-
         given = asdict(self.vllm_cfg)
         asynchronous, own = given.pop("async_engine"), given.pop("precision")
         options = VllmOptions(
@@ -163,7 +121,7 @@ class TrainingEngineSpec:
     model: str
     """A Hugging Face folder or hub id; only its configuration is used."""
 
-    vllm: "VllmOptions | None" = None
+    vllm: VllmOptions | None = None
     """Makes it a vLLM engine; None is the transformers engine of this package."""
 
     asynchronous: bool = False
@@ -298,12 +256,6 @@ def make_training_engine(
     return VllmEngine(
         options, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready, timeout_s=timeout_s
     )
-
-
-def _refuse_below(config: object, least: int, *names: str) -> None:
-    for name in names:
-        if (value := getattr(config, name)) is not None and value < least:
-            raise EngineOptionError(f"{name}={value} must be >= {least}")
 
 
 def _zeros(spec: TrainingEngineSpec) -> Any:

@@ -18,12 +18,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
 
 from rl_generation.constraints import make_constraints
 from rl_generation.embedded.choice import ContinuousBatchingChoice, inspect_model, make_runner
 from rl_generation.embedded.continuous_batching import Profile, Row
-from rl_generation.engine import EngineMetrics, RolloutDelta
+from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, check_token_ids, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
@@ -149,10 +148,9 @@ class TransformersEngine:
         Answers underway go on with the new weights over the keys and values of the old; their `versions` say so.
 
         Raises:
-            ValueError: `version` is negative.
+            ValueError: `version` is no integer of at least 0.
         """
-        if version < 0:
-            raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version}")
+        check_version(version)
         with self._turns:
             self._version = version
             self._runner.commit_version(version)
@@ -165,14 +163,6 @@ class TransformersEngine:
         """
         with self._turns:
             yield
-
-    def get_rng_state(self) -> Tensor:
-        """The state of the generator behind unseeded answers, uint8, for `set_rng_state`."""
-        return self._generator.get_state()
-
-    def set_rng_state(self, state: Tensor) -> None:
-        """Go on drawing as the engine did when `get_rng_state` gave `state`."""
-        self._generator.set_state(state)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first. No prompts, no rollouts.

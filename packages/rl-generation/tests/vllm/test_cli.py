@@ -23,7 +23,7 @@ def prompts(tmp_path):
 
 
 def generate(model, prompts, output, *flags):
-    return main(["generate", model, "--input", str(prompts), "--output", str(output), "--chunk-prompts", "2", *flags])
+    return main(["generate", model, "--input", str(prompts), "--output", str(output), *flags])
 
 
 def read(path):

@@ -65,9 +65,7 @@ async def ask(engine, folder):
     check(model, prompts, await engine.generate_async(prompts, GREEDY))
     assert engine.metrics().generated_tokens == 8 * 12
     adapter, merged = save_adapter(folder)
-    engine.add_lora(adapter)
     check(merged, prompts, engine.generate(prompts, GREEDY, lora=adapter))
-    engine.remove_lora(adapter)
     check(model, prompts, engine.generate(prompts, GREEDY))
     assert [factor for _, factor in engine.collective_rpc("scale_norm", args=[1.0])] == [1.0, 1.0]
     engine.pause(mode="keep")

@@ -377,19 +377,16 @@ def test_leaving_early_aborts_what_is_unfinished(engine):
 
 
 def test_an_abort_ends_answers_as_they_are(engine):
-    async def one_of_two():
+    async def both():
         long = replace(LONG, seed=3)
-        tasks = [asyncio.create_task(deltas(engine, [5, i], long, request_id=f"r{i}")) for i in (6, 7)]
+        tasks = [asyncio.create_task(deltas(engine, [5, i], long)) for i in (6, 7)]
         start = generated(engine)
         await asyncio.to_thread(until, lambda: unfinished(engine) == 2 and generated(engine) > start + 4)
-        assert await engine.abort(request_id="r6") == 1
-        first = await tasks[0]
-        assert not tasks[1].done()
-        assert await engine.abort() == 1
-        return first, await tasks[1]
+        assert await engine.abort() == 2
+        return await asyncio.gather(*tasks)
 
     alone = engine.generate([[5, 6], [5, 7]], [replace(LONG, seed=3)] * 2)
-    for found, whole in zip(asyncio.run(one_of_two()), alone, strict=True):
+    for found, whole in zip(asyncio.run(both()), alone, strict=True):
         rollout = found[-1].rollout
         assert (rollout.finish_reason, rollout.stop_reason, rollout.truncated) == ("abort", None, True)
         assert 0 < len(rollout.tokens) < 480
@@ -641,9 +638,8 @@ def test_nothing_is_begun_before_everything_is_checked(engine):
     for version in (-1, 1.5, True):
         with pytest.raises(ValueError, match=f"at least 0; got version={version}"):
             engine.commit_version(version)
-    for ask in (engine.add_lora, engine.remove_lora, lambda lora: engine.generate([[5]], SHORT, lora=lora)):
-        with pytest.raises(EngineOptionError, match=r"an adapter is a LoraAdapter\(.*; got 'queries'"):
-            ask("queries")
+    with pytest.raises(EngineOptionError, match=r"an adapter is a LoraAdapter\(.*; got 'queries'"):
+        engine.generate([[5]], SHORT, lora="queries")
     assert generated(engine) == before
 
 

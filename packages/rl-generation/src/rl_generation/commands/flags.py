@@ -21,6 +21,7 @@ from rl_generation.commands.console import CommandError, say
 from rl_generation.engine import Engine
 from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, load_engine
 from rl_generation.requests import Sampling
+from rl_generation.vllm.options import BasicVllmOptions
 
 __all__ = [
     "add_engine_arguments",
@@ -33,6 +34,10 @@ __all__ = [
     "specs_of",
     "start_engine",
 ]
+
+
+VLLM_FLAGS = {each.name for each in dataclasses.fields(BasicVllmOptions)} - {"max_num_seqs", "vllm_kwargs"}
+"""Fields of VllmOptions that have a flag; `--max-batch-size` is that of every engine."""
 
 
 # ---- what a field may hold: as a flag, and in JSON
@@ -179,12 +184,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
         action="store_false",
         help="do without: token ids in, token ids out; no texts, no stop strings and no bad words",
     )
+    group = parser.add_argument_group("vLLM")
+    _add_flags(group, BasicVllmOptions, leave_out=("max_num_seqs", "vllm_kwargs"))
     group.add_argument(
         "--vllm-kwarg",
         action="append",
         default=[],
         metavar="KEY=JSON",
-        help="vLLM: any of its engine arguments, as block_size=32; can be repeated",
+        help="any other of its engine arguments, as block_size=32; can be repeated",
     )
 
 
@@ -192,10 +199,10 @@ def spec_of(arguments: argparse.Namespace) -> EngineSpec:
     """Return what the flags ask for.
 
     Raises:
-        CommandError: A `--vllm-kwarg` is no `key=value`, or its value is no JSON.
+        CommandError: A `--vllm-kwarg` is no `key=value`, its value is no JSON, or it stands twice.
         EngineOptionError: An option does not belong to the engine.
     """
-    return EngineSpec(**_given(arguments, EngineSpec), vllm_kwargs=json_pairs(arguments.vllm_kwarg, "--vllm-kwarg"))
+    return EngineSpec(**_given(arguments, EngineSpec), vllm_kwargs=_vllm_kwargs(arguments))
 
 
 def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
@@ -208,8 +215,7 @@ def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
     engines = arguments.engine or ENGINES[:1]
     if len(set(engines)) < len(engines):
         raise CommandError(f"an engine stands twice in {','.join(engines)}")
-    given = _given(arguments, EngineSpec)
-    given |= {"vllm_kwargs": json_pairs(arguments.vllm_kwarg, "--vllm-kwarg")}
+    given = _given(arguments, EngineSpec) | {"vllm_kwargs": _vllm_kwargs(arguments)}
     foreign_to_all = set.intersection(*(set(FOREIGN[engine]) for engine in engines))
     return [
         EngineSpec(
@@ -220,6 +226,14 @@ def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
         )
         for engine in engines
     ]
+
+
+def _vllm_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(arguments, name) for name in VLLM_FLAGS if hasattr(arguments, name)}
+    others = json_pairs(arguments.vllm_kwarg, "--vllm-kwarg")
+    for name in given.keys() & others:
+        raise CommandError(f"--vllm-kwarg sets {name}={others[name]!r}, which is given as {given[name]!r} already")
+    return given | others
 
 
 def start_engine(spec: EngineSpec) -> tuple[Engine, Any]:

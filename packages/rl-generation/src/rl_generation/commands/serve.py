@@ -16,14 +16,6 @@ from rl_generation.loading import EngineSpec, check_available
 
 __all__ = ["add_arguments", "run"]
 
-LIMITS = {
-    "max_body_bytes": "size of a request",
-    "max_prompts": "prompts in one request",
-    "max_answers": "answers to one request",
-    "max_requests_in_flight": "requests at one time",
-}
-"""Fields of ServerLimits that have a flag."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
@@ -44,15 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--control-token-env", metavar="NAME", help="environment variable with the control port's token")
     group.add_argument("--control-token-file", metavar="PATH", help="file with the token, which only you may read")
-    group.add_argument("--shutdown-timeout", type=int, default=10, metavar="SECONDS", help="for requests in flight")
-    for name, meaning in LIMITS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"limit: {meaning}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until an interrupt, and return the exit code."""
     try:
-        from rl_generation.server import ControlServer, Server, ServerLimits, read_token
+        from rl_generation.server import ControlServer, Server, read_token
         from rl_generation.server.running import check_address
     except ImportError as error:
         raise CommandError(str(error)) from None
@@ -63,9 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     if variable is not None and not (api_key := os.environ.get(variable)):
         raise CommandError(f"--api-key-env {variable}: the environment variable {variable} is not set, or empty")
     try:
-        limits = ServerLimits(
-            **{name: getattr(arguments, name) for name in LIMITS if getattr(arguments, name) is not None}
-        )
         if arguments.control_port is not None:
             token = read_token(variable=arguments.control_token_env, file=arguments.control_token_file)
         elif arguments.control_token_env is not None or arguments.control_token_file is not None:
@@ -85,8 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
                 host=arguments.host,
                 port=arguments.port,
                 api_key=api_key,
-                limits=limits,
-                shutdown_timeout_s=arguments.shutdown_timeout,
             )
         say(streaming.engine.explain())
         if token is not None:

@@ -21,9 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from rl_generation.engine import StreamingEngine
+from rl_generation.engine import StreamingEngine, to_prometheus
 from rl_generation.errors import EngineOptionError, PromptError
-from rl_generation.metrics_timeline import to_prometheus
 from rl_generation.requests import check_token_ids
 from rl_generation.server.answers import EventStream, Shapes, generate, stream, unless_disconnected
 from rl_generation.server.fields import Fields

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final
 
-from rl_generation.engine import EngineMetrics, RolloutDelta
+from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError, TimedOutSample
 from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
+from rl_generation.vllm.options import VllmOptions
 from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
 from rl_generation.vllm.running import ask_replicas, check_not_importing_main, start, unanswered
 from rl_generation.vllm.samples import (
@@ -76,6 +76,7 @@ class VllmEngine:
 
     Raises:
         EngineOptionError: vLLM is missing or does not fit, or an option is impossible here; nothing was started.
+        ModelError: There is no such model or tokenizer; nothing was started.
         PromptError: A stop token is outside the vocabulary.
         EngineDeadError: vLLM could not start; its log says why.
     """
@@ -252,20 +253,19 @@ class VllmEngine:
         return self._events.drain(lambda: samples.as_completed(requests, manner))
 
     def stream(
-        self, prompt: Sequence[int], sampling: Sampling, *, request_id: str | None = None, **how: Unpack[CallOptions]
+        self, prompt: Sequence[int], sampling: Sampling, **how: Unpack[CallOptions]
     ) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come, on any event loop; closing it aborts what is unfinished.
 
         Args:
             prompt: Token ids.
             sampling: How it is answered, its seed taken as it is.
-            request_id: What `abort` may call it; need not be unique.
             how: `lora=` names an adapter, `timeout_s=` is that of each sample.
 
         Raises:
             What `generate` raises; a timeout, once the other samples have ended.
         """
-        requests, manner = self._begin([prompt], [sampling], request_id=request_id, **how)
+        requests, manner = self._begin([prompt], [sampling], **how)
         samples = self._samples
         return self._events.iterate(lambda: samples.stream(requests[0], manner))
 
@@ -292,12 +292,12 @@ class VllmEngine:
         manner = Manner(timeout_s=self._timeout_s or DEFAULT_TIMEOUT_S, lora=lora_request)
         return self._events.iterate(lambda: samples.outputs(prompt, params, manner=manner, how=how))
 
-    async def abort(self, *, request_id: str | None = None) -> int:
-        """Abort every sample that is under way, or those of one stream, and return how many.
+    async def abort(self) -> int:
+        """Abort every sample that is under way, and return how many.
 
         Whoever waits for one gets it as it is, with finish reason `"abort"`.
         """
-        return await self._events.wait(self._samples.abort(request_id))
+        return await self._events.wait(self._samples.abort())
 
     def check_ready(self) -> None:
         """Raise what `generate` would, where it would refuse whatever it is asked for now.
@@ -405,24 +405,6 @@ class VllmEngine:
         )
         return [answer for replica in answers for answer in replica]
 
-    def add_lora(self, adapter: LoraAdapter) -> None:
-        """Load an adapter before it is asked for.
-
-        Raises:
-            EngineOptionError: The engine was made without `enable_lora`.
-        """
-        check_lora(adapter, self._prepared.options)
-        self._call(lambda: self.vllm.add_lora(adapter.request()), name="add_lora")
-
-    def remove_lora(self, adapter: LoraAdapter) -> None:
-        """Forget an adapter; EngineOptionError where it is not loaded."""
-        check_lora(adapter, self._prepared.options)
-        if not self._call(lambda: self.vllm.remove_lora(adapter.number), name="remove_lora"):
-            raise EngineOptionError(
-                f"adapter {adapter.name!r}, number {adapter.number}, is not loaded: it never was, or vLLM has dropped "
-                f"it for another one (max_loras)"
-            )
-
     # -- Life and death ------------------------------------------------------------------------------------------
 
     async def check_health(self, *, timeout_s: float = 60.0) -> None:
@@ -525,9 +507,3 @@ def _elsewhere(events: EventLoop, end: Callable[[], None]) -> None:
         threading.Thread(target=end).start()
     else:
         end()
-
-
-def check_version(version: int) -> None:
-    """Raise ValueError where `version` is no number of optimizer steps."""
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version!r}")

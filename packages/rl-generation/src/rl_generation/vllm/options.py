@@ -13,7 +13,15 @@ from typing import Any, ClassVar, final
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
 
-__all__ = ["DUMMY", "LoraAdapter", "VllmOptions", "check_lora", "engine_arguments", "nearest"]
+__all__ = [
+    "DUMMY",
+    "BasicVllmOptions",
+    "LoraAdapter",
+    "VllmOptions",
+    "check_lora",
+    "engine_arguments",
+    "nearest",
+]
 
 DUMMY = "dummy"
 """vLLM's load format that draws random weights and reads none."""
@@ -38,16 +46,84 @@ COUNTS: Mapping[str, int] = {
 MAPPINGS = ("speculative_config", "vllm_kwargs")
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions:
-    """A vLLM engine: the model, how it is cut, and what memory it may take.
+class BasicVllmOptions:
+    """What `VllmOptions`, recipes and command lines alike say of a vLLM engine.
 
     Raises:
         EngineOptionError: A value is impossible, or `vllm_kwargs` repeats a field.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+
+    tensor_parallel_size: int = 1
+    """Ranks over which every layer is cut; more fits larger models, at the price of communication in each layer."""
+
+    pipeline_parallel_size: int = 1
+    """Ranks over which the layers are divided; more fits larger models over slow links."""
+
+    enable_expert_parallel: bool = False
+    """Give each rank whole experts in place of a slice of all of them, in mixture-of-experts models."""
+
+    max_model_len: int | None = None
+    """Tokens of a prompt and its response together; left out, the model's own limit, which may ask for much cache."""
+
+    max_num_seqs: int | None = None
+    """Responses generated at once; more is faster until memory or computation is full. Left out, vLLM decides."""
+
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory for weights and cache; lower leaves room for a trainer beside it. A refit stages the
+    new weights outside of this share. Left out, vLLM's own 0.92, or beside a trainer, on a GPU, 0.92 less the
+    weights."""
+
+    kv_cache_memory_bytes: int | None = None
+    """Size of the key/value cache of each rank, in place of the share. On a CPU always give it, or vLLM reserves a
+    share of all of the host's memory; only an engine beside a trainer then has room for eight responses, within 256
+    MiB and 4 GiB."""
+
+    enforce_eager: bool = False
+    """Start sooner and generate slower: no CUDA graphs, no compilation, which needs a C++ compiler on a CPU."""
+
+    enable_prefix_caching: bool = True
+    """Prefill what prompts begin with alike only once, and not anew for every response."""
+
+    vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Any other arguments of vLLM's EngineArgs, by its names; one it does not know is refused."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, least = getattr(self, each.name), COUNTS.get(each.name)
+            missing = value is None and each.default is None
+            if each.type is bool and not isinstance(value, bool):
+                raise EngineOptionError(f"{each.name} must be True or False; got {each.name}={value!r}")
+            if each.name in MAPPINGS and not (isinstance(value, Mapping) or missing):
+                raise EngineOptionError(f"{each.name} must be a dictionary; got {each.name}={value!r}")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if least is not None and not missing and not (whole and value >= least):
+                raise EngineOptionError(
+                    f"{each.name} must be an integer of at least {least}; got {each.name}={value!r}"
+                )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or (share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0)):
+            raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got gpu_memory_utilization={share!r}")
+        own = {each.name for each in fields(self)}
+        for key, value in self.vllm_kwargs.items():
+            if key in own:
+                raise EngineOptionError(
+                    f"vllm_kwargs repeats {key!r}, which is an option of its own: give {key}={value!r}"
+                )
+            if key in ELSEWHERE:
+                raise EngineOptionError(f"vllm_kwargs sets {key!r}, which the engine does; use {ELSEWHERE[key]}")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions(BasicVllmOptions):
+    """A vLLM engine: the model, how it is cut, and what memory it may take.
+
+    Raises:
+        EngineOptionError: A value is impossible, or `vllm_kwargs` repeats a field.
+    """
 
     model: str
     """Folder of a checkpoint, or its id on the Hugging Face hub."""
@@ -74,38 +150,8 @@ class VllmOptions:
     """True starts with random weights, which is fast and reads nothing, because the first refit brings the real ones;
     until it has, the engine refuses to generate."""
 
-    tensor_parallel_size: int = 1
-    """Ranks over which every layer is cut; more fits larger models, at the price of communication in each layer."""
-
-    pipeline_parallel_size: int = 1
-    """Ranks over which the layers are divided; more fits larger models over slow links."""
-
     data_parallel_size: int = 1
     """Replicas of the whole engine; more answers more prompts at once. Above 1 asks for `own_process=True`."""
-
-    enable_expert_parallel: bool = False
-    """True gives each rank whole experts in place of a slice of all of them, in mixture-of-experts models."""
-
-    max_model_len: int | None = None
-    """Tokens of a prompt and its answer together; None is the model's own limit, which may ask for much cache."""
-
-    max_num_seqs: int | None = None
-    """Answers generated at once; more is faster until memory or computation is full. None leaves it to vLLM."""
-
-    gpu_memory_utilization: float | None = None
-    """Share of the device's memory for weights and cache; lower leaves room for a trainer beside it. A refit stages the
-    new weights outside of this share. None is vLLM's own 0.92, or of an engine beside a trainer, on a GPU, 0.92 less
-    the weights."""
-
-    kv_cache_memory_bytes: int | None = None
-    """Size of the key/value cache of each rank, and `gpu_memory_utilization` is ignored; on a CPU always give it, or
-    vLLM reserves a share of all of the host's memory."""
-
-    enforce_eager: bool = False
-    """True starts sooner and generates slower: no CUDA graphs, no compilation."""
-
-    enable_prefix_caching: bool = True
-    """Prefill what prompts begin with alike only once; False prefills every answer's prompt anew."""
 
     enable_sleep_mode: bool = False
     """True lets `sleep` free the device's memory for a trainer; vLLM refuses it on a CPU, which has no such memory."""
@@ -117,7 +163,7 @@ class VllmOptions:
     """vLLM's dictionary for speculative decoding; None generates a token a step."""
 
     enable_lora: bool = False
-    """True lets requests name an adapter that `add_lora` loaded; costs memory for `max_loras` of them."""
+    """True lets requests name an adapter, which vLLM loads then; costs memory for `max_loras` of them."""
 
     max_loras: int = 1
     """Adapters in one batch; for `enable_lora`."""
@@ -132,41 +178,17 @@ class VllmOptions:
     seed: int = 0
     """Of vLLM's running generator, which requests without a seed of their own draw from."""
 
-    vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
-    """Any other arguments of vLLM's EngineArgs, by its names; one it does not know is refused."""
-
     def __post_init__(self) -> None:
+        BasicVllmOptions.__post_init__(self)
         if not self.model:
             raise EngineOptionError("model must name a folder or a model on the hub; got model=''")
         if self.tokenizer == "":
             raise EngineOptionError(
                 "tokenizer must name a folder or a tokenizer on the hub, or be None; got tokenizer=''"
             )
-        for each in fields(self):
-            value, least = getattr(self, each.name), COUNTS.get(each.name)
-            missing = value is None and each.default is None
-            if each.type is bool and not isinstance(value, bool):
-                raise EngineOptionError(f"{each.name} must be True or False; got {each.name}={value!r}")
-            if each.name in MAPPINGS and not (isinstance(value, Mapping) or missing):
-                raise EngineOptionError(f"{each.name} must be a dictionary; got {each.name}={value!r}")
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if least is not None and not missing and not (whole and value >= least):
-                raise EngineOptionError(
-                    f"{each.name} must be an integer of at least {least}; got {each.name}={value!r}"
-                )
-            if each.name in ("max_loras", "max_lora_rank") and value != each.default and not self.enable_lora:
-                raise EngineOptionError(f"{each.name}={value} needs enable_lora=True; without it there are no adapters")
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or (share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0)):
-            raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got gpu_memory_utilization={share!r}")
-        own = {each.name for each in fields(self)}
-        for key, value in self.vllm_kwargs.items():
-            if key in own:
-                raise EngineOptionError(
-                    f"vllm_kwargs repeats {key!r}, which is an option of its own: give {key}={value!r}"
-                )
-            if key in ELSEWHERE:
-                raise EngineOptionError(f"vllm_kwargs sets {key!r}, which the engine does; use {ELSEWHERE[key]}")
+        for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
+            if (value := getattr(self, name)) != default and not self.enable_lora:
+                raise EngineOptionError(f"{name}={value} needs enable_lora=True; without it there are no adapters")
 
 
 def engine_arguments(

@@ -6,7 +6,6 @@ options, and whether this machine can place the workers.
 
 import contextlib
 import importlib
-import json
 import os
 import re
 import sys
@@ -17,8 +16,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, final
 
-from rl_generation.errors import EngineOptionError
-from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_versions, load_format_for
+from rl_generation.checkpoints import TOKENIZER_FILES, generation_config_of, load_from, place_of
+from rl_generation.errors import EngineOptionError, ModelError
+from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_versions
 from rl_generation.requests import Limits, check_token_ids
 from rl_generation.rollout import LogpOf
 from rl_generation.vllm.options import DUMMY, VllmOptions, engine_arguments, nearest
@@ -37,14 +37,12 @@ NO_WEIGHTS = (
 
 _CALLED = (
     "abort",
-    "add_lora",
     "collective_rpc",
     "generate",
     "get_supported_tasks",
     "is_paused",
     "is_sleeping",
     "pause_generation",
-    "remove_lora",
     "reset_encoder_cache",
     "reset_prefix_cache",
     "resume_generation",
@@ -54,8 +52,6 @@ _CALLED = (
     "wake_up",
 )
 """Methods of `AsyncLLM`."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json")
 
 _changing = threading.RLock()
 
@@ -127,8 +123,9 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     """Check the options against this machine, the checkpoint and vLLM; imports vLLM, starts nothing.
 
     Raises:
-        EngineOptionError: vLLM is missing, too old or too new; there is no such model or tokenizer; `vllm_kwargs` holds
-            a key that vLLM does not know; or workers cannot be placed.
+        EngineOptionError: vLLM is missing or too old; `vllm_kwargs` holds a key that vLLM does not know; or workers
+            cannot be placed.
+        ModelError: There is no such model or tokenizer.
     """
     version = check_runtime()
     model, tokenizer = (
@@ -332,79 +329,45 @@ def main_guard_hint() -> str:
 
 
 def read_config(options: VllmOptions) -> Mapping[str, Any]:
-    """Return the model's `config.json`; refuse a model that is neither a folder with one nor to be found on the hub."""
-    found = _read(options, "config.json", required=True)
-    if found is None:
-        raise EngineOptionError(f"model={options.model!r} is a folder without config.json: nothing that vLLM can serve")
+    """Return the model's `config.json`; ModelError where it is neither in a folder nor to be found on the hub."""
+    from transformers import PretrainedConfig
+
+    place = place_of(options.model, ("config.json",), what="model")
+    found, _ = load_from(PretrainedConfig.get_config_dict, place, what="config", revision=options.revision)
+    if not isinstance(found, dict):
+        raise ModelError(f"{place}/config.json holds no JSON object, but {type(found).__name__}")
     return found
 
 
 def stop_token_ids_of(options: VllmOptions, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the eos tokens of the generation config, or where that has none, of the config."""
-    generation = _read(options, "generation_config.json", required=False) or {}
-    eos = next((found for source in (generation, config) for found in _said(source, "eos_token_id")), ())
+    generation = getattr(generation_config_of(options.model, options.revision), "eos_token_id", None)
+    eos = generation if generation is not None else next(iter(_said(config, "eos_token_id")), ())
     return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
 
 
 def has_tokenizer(options: VllmOptions) -> bool:
-    """Whether there is a tokenizer beside the model, or the given one; refuse a given folder that holds none."""
+    """Whether there is a tokenizer beside the model, or the given one; ModelError where the given one is not there."""
     if options.vllm_kwargs.get("skip_tokenizer_init"):
         return False
-    folder = Path(options.tokenizer or options.model).expanduser()
-    if folder.is_dir():
-        found = any((folder / name).is_file() for name in TOKENIZER_FILES)
-        if options.tokenizer is not None and not found:
-            raise EngineOptionError(f"tokenizer={options.tokenizer!r} is a folder that holds no tokenizer")
-        return found
-    if options.tokenizer is not None and _is_path(options.tokenizer):
-        raise EngineOptionError(f"tokenizer={options.tokenizer!r} is no folder")
-    return True
+    if options.tokenizer is not None:
+        place_of(options.tokenizer, TOKENIZER_FILES, what="tokenizer")
+        return True
+    folder = Path(options.model).expanduser()
+    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_format_of(options: VllmOptions, config: Mapping[str, Any], *, version: str) -> str:
     """Return how this version of vLLM reads the weights: as the caller said, or "dummy" for training where it may."""
     if options.load_format is not None:
         return options.load_format
-    model_type = str(config.get("model_type", ""))
-    return load_format_for(model_type, refit_follows=options.for_training, versions={"vllm": version})
+    needs_checkpoint = ModelFlag.VLLM_LOAD_FORMAT_AUTO.matches(
+        str(config.get("model_type", "")), versions={"vllm": version}
+    )
+    return DUMMY if options.for_training and not needs_checkpoint else "auto"
 
 
 def _said(config: Mapping[str, Any], *names: str) -> list[Any]:
     """What a config says under one of these names, itself or of its text model."""
     both = (config, config.get("text_config") or {})
     return [source[name] for source in both for name in names if source.get(name) is not None]
-
-
-def _read(options: VllmOptions, name: str, *, required: bool) -> Mapping[str, Any] | None:
-    folder = Path(options.model).expanduser()
-    path: Path | None
-    if folder.is_dir():
-        path = folder / name
-    elif _is_path(options.model):
-        raise EngineOptionError(f"model={options.model!r} is no folder")
-    else:
-        from transformers.utils.hub import cached_file
-
-        try:
-            found = cached_file(
-                options.model, name, revision=options.revision, _raise_exceptions_for_missing_entries=required
-            )
-        except OSError as error:
-            raise EngineOptionError(
-                f"model={options.model!r} is no folder here, and the hub does not give it: {error}"
-            ) from error
-        path = None if found is None else Path(found)
-    if path is None or not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise EngineOptionError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise EngineOptionError(f"{path} holds no JSON object, but {type(found).__name__}")
-    return found
-
-
-def _is_path(name: str) -> bool:
-    """Whether it can only be meant as a folder: ids on the hub are `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1

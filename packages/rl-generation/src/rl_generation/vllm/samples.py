@@ -90,9 +90,6 @@ class Manner:
     lora: Any = None
     """vLLM's LoRARequest; None for the model as it is."""
 
-    request_id: str | None = None
-    """What the caller named the call."""
-
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -166,7 +163,6 @@ class Samples:
         *,
         lora: LoraAdapter | None = None,
         timeout_s: float | None = None,
-        request_id: str | None = None,
         otherwise_s: float = DEFAULT_TIMEOUT_S,
     ) -> tuple[list[Request], Manner]:
         """Return what a call comes to, or refuse it; `otherwise_s` is for each sample where nobody has set a limit."""
@@ -176,7 +172,7 @@ class Samples:
         if lora is not None:
             check_lora(lora, self._options)
         limit_s = self._timeout_s or otherwise_s if timeout_s is None else check_timeout(timeout_s)
-        return requests, Manner(timeout_s=limit_s, lora=None if lora is None else lora.request(), request_id=request_id)
+        return requests, Manner(timeout_s=limit_s, lora=None if lora is None else lora.request())
 
     async def generate(self, requests: Sequence[Request], manner: Manner) -> list[Rollout]:
         """Answer all of them, in order; raise what `VllmEngine.generate` says."""
@@ -213,9 +209,9 @@ class Samples:
         ]
         return self._run_all(samples, hand_on)
 
-    async def abort(self, request_id: str | None = None) -> int:
-        """Abort all samples under way, or those of one call; return how many. Whoever waits gets them as they are."""
-        chosen = [sample.id for sample in self._under_way.values() if request_id in (None, sample.manner.request_id)]
+    async def abort(self) -> int:
+        """Abort all samples under way; return how many. Whoever waits gets them as they are."""
+        chosen = [*self._under_way]
         self._running.statistics.count_aborted(len(chosen))
         await self._running.llm.abort(chosen)
         return len(chosen)
