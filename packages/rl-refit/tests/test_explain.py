@@ -6,12 +6,11 @@ import json
 import math
 
 import pytest
+from refit_explainer.checkpoint import read_checkpoint
+from refit_explainer.layouts import manifest_of_side, parse_axes
+from refit_tools import main
 
-from rl_refit.command import main
-from rl_refit.explain import explain_plan
-from rl_refit.explain.checkpoint import read_checkpoint
-from rl_refit.explain.layouts import manifest_of_side, parse_axes
-from rl_refit.explain.text import describe_layout, figures_of, fold_names, human_size
+from rl_refit.explain import describe_layout, explain_plan, figures_of, fold_names, human_size
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import Topology, plan_refit
@@ -459,7 +458,7 @@ def test_what_is_not_covered_is_listed_and_the_code_is_1(capsys, tmp_path, folde
 def test_misuse_says_what_to_do_and_the_code_is_2(capsys, folder, arguments, complaint):
     code, _, err = explain(capsys, folder, *arguments)
     assert code == 2
-    assert err.startswith("rl-refit explain: ")
+    assert err.startswith("explain: ")
     assert complaint in err
 
 

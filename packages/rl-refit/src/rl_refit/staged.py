@@ -5,8 +5,11 @@ The sinks of a LoRA adapter, of a server of SGLang and of vLLM's weight transfer
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from rl_refit.manifest import Manifest
 from rl_refit.sink import ModuleSink, VersionedSink
 from rl_refit.source import NamedTensors
 
-__all__ = ["StagedSink"]
+__all__ = ["StagedSink", "empty_like"]
 
 
 class StagedSink(VersionedSink, ABC):
@@ -123,3 +126,41 @@ class StagedSink(VersionedSink, ABC):
     def _stage_version(self) -> int:
         """The stage counts by itself: a version that is repeated is new to it."""
         return (self._stage.version or 0) + 1
+
+
+def empty_like(folder: Path) -> dict[str, Tensor]:
+    """A tensor for each that the safetensors files of a Hugging Face folder hold, by their headers; no tied head.
+
+    Raises:
+        RefitError: It is no checkpoint of safetensors files.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    tensors: dict[str, Tensor] = {}
+    try:
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        else:
+            names = sorted(file.name for file in folder.glob("*.safetensors"))
+        if not names:
+            raise FileNotFoundError(f"{folder} has neither {index.name} nor any *.safetensors file")
+        for name in names:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  (it cannot be iterated)
+                    if key in tensors:
+                        raise ValueError(f"more than one file has {key}; keep one set of files in the folder")  # noqa: TRY301
+                    header = file.get_slice(key)
+                    shape = header.get_shape()
+                    dtype = (header[:0] if shape else file.get_tensor(key)).dtype
+                    tensors[key] = torch.zeros(shape, dtype=dtype)
+        settings: dict[str, Any] = json.loads(config.read_bytes()) if config.is_file() else {}
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise RefitError(
+            f"like= is the checkpoint folder that the server was started with, and {folder} is not: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    tied = settings.get("tie_word_embeddings", settings.get("text_config", {}).get("tie_word_embeddings"))
+    if tied and any(name.endswith("embed_tokens.weight") for name in tensors):
+        tensors.pop("lm_head.weight", None)
+    return tensors

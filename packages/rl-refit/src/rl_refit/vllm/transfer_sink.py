@@ -26,9 +26,8 @@ from rl_refit.digest import Digest, digest_regions
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.sglang import empty_like
 from rl_refit.source import StateDictSource
-from rl_refit.staged import StagedSink
+from rl_refit.staged import StagedSink, empty_like
 from rl_refit.vllm.weight_transfer import SourceForVllm, UpdateCheck
 
 __all__ = ["TransferSink"]

@@ -1,6 +1,7 @@
 """A plan in figures, and as text of one screen: what is fed, in what pieces, and every rank beside its lower bound.
 
-Knows plans; does not know checkpoints, axes or the command line.
+Knows plans and reads no weights. `docs/tools/refit_tools.py explain` makes one from a checkpoint's headers, before
+there are two sides.
 """
 
 from __future__ import annotations

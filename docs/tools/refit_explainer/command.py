@@ -1,4 +1,4 @@
-"""`python -m rl_refit explain`: what a refit of a checkpoint would move between two layouts, before anything runs.
+"""`refit_tools.py explain`: what a refit of a checkpoint would move between two layouts, before anything runs.
 
 Reads headers, not weights, and starts no process. Exit codes: 0 it can be planned, 1 a tensor is not covered (all are
 listed), 2 misuse.
@@ -11,11 +11,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from refit_explainer.checkpoint import read_checkpoint
+from refit_explainer.layouts import AXES, RULES, read_side
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
 from rl_refit.errors import CoverageError
-from rl_refit.explain.checkpoint import read_checkpoint
-from rl_refit.explain.layouts import AXES, RULES, read_side
-from rl_refit.explain.text import DEFAULT_SLOTS, figures_of, human_size, plan_lines
+from rl_refit.explain import DEFAULT_SLOTS, figures_of, human_size, plan_lines
 from rl_refit.manifest import Manifest
 from rl_refit.plan import Topology, plan_refit
 
