@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, final, get_args
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns, check_writable
 
-__all__ = ["CommitMode", "CommittedVersion", "ModuleSink", "assemble", "overwrite", "places_of", "refuse_incomplete"]
+__all__ = ["CommitMode", "ModuleSink", "VersionedSink", "assemble", "places_of", "read_box"]
 
 CommitMode = Literal["staged", "swap", "in_place"]
 
@@ -58,16 +58,30 @@ class _Transaction:
 
 
 class VersionedSink:
-    """What sinks have in common: the version that they committed, and whether they are poisoned."""
+    """What sinks have in common: the version that they committed, and whether they are poisoned.
+
+    A version is a number of optimizer steps, so it only grows; but one that turns out to be of no use, here or at
+    another rank of the sink, may be committed once more.
+    """
 
     def __init__(self) -> None:
-        self._version = CommittedVersion()
+        self.version: int | None = None
+        """The version last committed; None before the first. Says nothing about a poisoned sink."""
+        self._floor: int | None = None
+        """What the next version must be newer than; None before the first."""
+        self._floor_before: int | None = None
+        """The same before the last commit."""
         self._poison: str | None = None
 
     @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first. Says nothing about a poisoned sink."""
-        return self._version.value
+    def poisoned(self) -> bool:
+        """Whether the weights may be torn: a commit, or a refit in place, failed and none has succeeded since."""
+        return self._poison is not None
+
+    @property
+    def poison_reason(self) -> str | None:
+        """Why it is poisoned; None where it is not."""
+        return self._poison
 
     def poison(self, reason: str) -> None:
         """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
@@ -75,15 +89,37 @@ class VersionedSink:
         A version that was committed just before does not count any more, so that the same can be refitted again.
         """
         self._poison = reason
-        self._version.withdraw()
+        self.version = self._floor = self._floor_before
 
     def repeat(self) -> None:
         """Take the version that was just committed once more: others did not come through with it."""
-        self._version.repeat()
+        self._floor = self._floor_before
 
     def rewind(self, version: int) -> None:
         """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
-        self._version.rewind(version)
+        if self._floor is not None and self._floor >= version:
+            self._floor = self._floor_before = version - 1 if version else None
+
+    def _begin(self) -> int | None:
+        """A transaction opens; what the next version must be newer than."""
+        self._floor_before = self._floor
+        return self._floor
+
+    def _require_ready(self, version: int, missing: Mapping[str, int] | None) -> None:
+        """Pass if `version` may be committed, of which `missing` says how many elements each tensor still lacks."""
+        if missing is None:
+            raise RefitError("cannot commit: no transaction is open; prepare comes first")
+        if incomplete := [f"{name} ({count:+,} elements)" for name, count in missing.items() if count]:
+            raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
+        if self._floor is not None and version <= self._floor:
+            raise RefitError(
+                f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
+                phase="commit",
+            )
+
+    def _committed(self, version: int) -> None:
+        self._floor_before, self.version, self._floor = self._floor, version, version
+        self._poison = None
 
 
 @final
@@ -151,16 +187,6 @@ class ModuleSink(VersionedSink):
     def device(self) -> torch.device:
         """Where the module is."""
         return self._reader.device
-
-    @property
-    def poisoned(self) -> bool:
-        """Whether the weights may be torn: a commit, or a refit in place, failed and none has succeeded since."""
-        return self._poison is not None
-
-    @property
-    def poison_reason(self) -> str | None:
-        """Why it is poisoned; None where it is not."""
-        return self._poison
 
     def check(self) -> None:
         """Pass if the weights are whole: what an engine calls before it generates.
@@ -255,7 +281,7 @@ class ModuleSink(VersionedSink):
             if view.numel()
         }
         self._open = _Transaction(tensors, live, dict(self._needed))
-        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version.begin())
+        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._begin())
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Take `tensor` as the new values of `region`; without a copy where it `stays` and the mode allows it.
@@ -335,11 +361,7 @@ class ModuleSink(VersionedSink):
             RefitError: No transaction is open, `version` is not newer than the committed one, or some tensor was not
                 staged exactly once.
         """
-        if self._open is None:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        if any(self._open.missing.values()):
-            refuse_incomplete(self._open.missing)
-        self._version.require_newer(version)
+        self._require_ready(version, None if self._open is None else self._open.missing)
 
     def commit(self, version: int) -> None:
         """Give the module the staged weights, as its mode says, then call `on_commit(version)`.
@@ -366,8 +388,8 @@ class ModuleSink(VersionedSink):
                 self._on_commit(version)
             # From now on others may read what was written, and write what was read.
             gpu.synchronize(self.device, self._wait_s)
-            self._version.commit(version)
-            self._poison = self._open = None
+            self._committed(version)
+            self._open = None
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
@@ -437,12 +459,6 @@ class _Weights:
             yield from held[name]
 
 
-def refuse_incomplete(missing: dict[str, int]) -> NoReturn:
-    """Raise which tensors were not staged exactly once, with the elements that each still lacks."""
-    incomplete = [f"{name} ({elements:+,} elements)" for name, elements in missing.items() if elements]
-    raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
-
-
 def places_of(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
     """A view of `region` in each of the holdings that have all of it."""
     return [
@@ -473,51 +489,7 @@ def assemble(holdings: Iterable[Holding], region: Region) -> Tensor:
     return copy
 
 
-@final
-class CommittedVersion:
-    """The version that a sink has committed, and the one that the next must be newer than.
-
-    A version is a number of optimizer steps, so it only grows; but one that turns out to be of no use, here or at
-    another rank of the sink, may be committed once more.
-    """
-
-    def __init__(self) -> None:
-        self.value: int | None = None
-        """The version last committed; None before the first."""
-        self.floor: int | None = None
-        """What the next version must be newer than; None before the first."""
-        self._before: int | None = None
-
-    def begin(self) -> int | None:
-        """A transaction opens, and to withdraw is to go back to what holds now; returns `floor`."""
-        self._before = self.floor
-        return self.floor
-
-    def require_newer(self, version: int) -> None:
-        """Pass if `version` may be committed.
-
-        Raises:
-            RefitError: It is not newer than `floor`.
-        """
-        if self.floor is not None and version <= self.floor:
-            raise RefitError(
-                f"version {version} is not newer than the committed {self.floor}; a version counts optimizer steps",
-                phase="commit",
-            )
-
-    def commit(self, version: int) -> None:
-        """From now on it is `version`."""
-        self._before, self.value, self.floor = self.floor, version, version
-
-    def withdraw(self) -> None:
-        """What was committed last does not count."""
-        self.value = self.floor = self._before
-
-    def repeat(self) -> None:
-        """What was committed last counts, and may be committed once more."""
-        self.floor = self._before
-
-    def rewind(self, version: int) -> None:
-        """What was committed last counts, and `version` may be committed next, even if it is older."""
-        if self.floor is not None and self.floor >= version:
-            self.floor = self._before = version - 1 if version else None
+def read_box(holdings: Sequence[Holding], region: Region) -> Tensor:
+    """What the holdings have of `region`: a view of one of them, or a copy of parts of several."""
+    places = places_of(holdings, region)
+    return places[0] if places else assemble(holdings, region)

@@ -1,6 +1,6 @@
-"""A sink that stages whole tensors in this process, and hands them over to an engine when the parties have decided.
+"""A sink that stages its boxes in this process, and hands them over to an engine when the parties have decided.
 
-The sinks of a LoRA adapter, of a server of SGLang and of vLLM's weight transfer are of this kind.
+The sinks of a worker of vLLM, of a LoRA adapter, of a server of SGLang and of vLLM's weight transfer are of this kind.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest
+from rl_refit.digest import Digest, digest_regions
 from rl_refit.errors import PoisonedError, RefitError
-from rl_refit.layout import Region
-from rl_refit.manifest import Manifest
-from rl_refit.sink import ModuleSink, VersionedSink
-from rl_refit.source import NamedTensors
+from rl_refit.layout import Layout, Region
+from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.module_tensors import Holding
+from rl_refit.sink import VersionedSink, places_of, read_box
 
 __all__ = ["StagedSink", "empty_like"]
 
@@ -36,9 +36,21 @@ class StagedSink(VersionedSink, ABC):
     def __init__(self, tensors: Mapping[str, Tensor], *, engine: str) -> None:
         super().__init__()
         self._fresh, self._engine_name = dict(tensors), engine
-        # Nobody is served from here, so it is written in place.
-        self._stage = ModuleSink(NamedTensors(self._fresh), mode="in_place")
-        self._open = False
+        metas = (
+            TensorMeta(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                layout=Layout.whole(),
+            )
+            for name, tensor in self._fresh.items()
+        )
+        self._manifest = Manifest(tuple(metas))
+        self._bank: dict[str, list[Holding]] = {
+            name: [(Region.whole(name, tensor.shape), tensor)] for name, tensor in self._fresh.items()
+        }
+        self._missing: dict[str, int] | None = None
+        """Elements still to be staged in the open transaction."""
 
     @abstractmethod
     def _prepare_to_hand_over(self, version: int) -> None:
@@ -55,7 +67,7 @@ class StagedSink(VersionedSink, ABC):
     @property
     def device(self) -> torch.device:
         """Where tensors are staged."""
-        return self._stage.device
+        return next((tensor.device for held in self._bank.values() for _, tensor in held), torch.device("cpu"))
 
     def check(self) -> None:
         """Pass if no commit has failed since one succeeded.
@@ -72,34 +84,53 @@ class StagedSink(VersionedSink, ABC):
         Raises:
             RefitError: One is open already.
         """
-        if self._open:
+        if self._missing is not None:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        coverage = self._stage.prepare(manifest)
-        self._open = True
-        return Coverage(manifest_hash=coverage.manifest_hash, sink=coverage.sink, version=self._version.begin())
+        self._missing = {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
+        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._begin())
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """Take a copy of `tensor`, the new values of `region`."""
-        self._stage.stage(region, tensor)
+        """Take a copy of `tensor`, the new values of `region`.
+
+        Raises:
+            RefitError: No transaction is open, nothing needs such a box, or `tensor` is of another dtype or shape.
+        """
+        if self._missing is None:
+            raise RefitError("cannot stage: no transaction is open; prepare comes first")
+        held = self._bank.get(region.name, ())
+        places = places_of(held, region)
+        if not places or places[0].shape != tensor.shape or places[0].dtype != tensor.dtype:
+            boxes = [(list(box.offsets), list(box.shape)) for box, _ in held]
+            raise RefitError(
+                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: this sink needs "
+                f"{f'the boxes {boxes} in {held[0][1].dtype}' if held else 'no such tensor'}",
+                phase="transfer",
+                tensor=region.name,
+            )
+        with torch.no_grad():
+            places[0].copy_(tensor)
+        self._missing[region.name] -= region.numel
 
     def digest(self, regions: Iterable[Region] | None = None) -> Digest:
         """Of what is staged while a transaction is open; of what the engine holds otherwise, where it can be read."""
-        if self._open:
-            return self._stage.digest(regions)
+        if regions is None:
+            regions = [box for held in self._bank.values() for box, _ in held]
+        if self._missing is not None:
+            return self._digest_staged(regions)
         self.check()
-        whole = (Region.whole(name, tensor.shape) for name, tensor in self._fresh.items())
-        return self._digest_engine(whole if regions is None else regions)
+        return self._digest_engine(regions)
+
+    def _digest_staged(self, regions: Iterable[Region]) -> Digest:
+        return digest_regions(regions, lambda region: read_box(self._bank[region.name], region))
 
     def ready(self, version: int) -> None:
         """Pass if all is staged, and nothing stands in the way of a commit.
 
         Raises:
-            RefitError: As for `ModuleSink.ready`, or the engine is not ready.
+            RefitError: No transaction is open, some tensor was not staged exactly once, the version is not newer, or
+                the engine is not ready.
         """
-        if not self._open:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        self._version.require_newer(version)
-        self._stage.ready(self._stage_version())
+        self._require_ready(version, self._missing)
         self._prepare_to_hand_over(version)
 
     def commit(self, version: int) -> None:
@@ -114,18 +145,12 @@ class StagedSink(VersionedSink, ABC):
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
-        self._stage.commit(self._stage_version())
-        self._version.commit(version)
-        self._open, self._poison = False, None
+        self._committed(version)
+        self._missing = None
 
     def abort(self) -> None:
         """Forget what was staged. The engine goes on with what it has."""
-        self._stage.abort()
-        self._open = False
-
-    def _stage_version(self) -> int:
-        """The stage counts by itself: a version that is repeated is new to it."""
-        return (self._stage.version or 0) + 1
+        self._missing = None
 
 
 def empty_like(folder: Path) -> dict[str, Tensor]:

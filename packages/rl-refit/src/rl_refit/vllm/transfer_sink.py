@@ -94,7 +94,7 @@ class TransferSink(StagedSink):
         if self._check is None:
             return digest_regions(regions, lambda _: None)
         self._check()
-        return self._stage.digest(region for region in regions if region.name not in self._check.unreadable)
+        return self._digest_staged(region for region in regions if region.name not in self._check.unreadable)
 
     def _prepare_to_hand_over(self, version: int) -> None:
         if self._trainer is None:  # vLLM's two sides meet

@@ -19,11 +19,12 @@ from rl_refit import gpu
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
 from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
-from rl_refit.errors import PoisonedError, RefitError
+from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
-from rl_refit.sink import VersionedSink, assemble, places_of, refuse_incomplete
+from rl_refit.sink import places_of, read_box
+from rl_refit.staged import StagedSink
 from rl_refit.tracing.memory import read_memory
 from rl_refit.vllm import reload
 from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
@@ -42,7 +43,7 @@ _KEEPS_PLAIN = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMeth
 
 
 @final
-class WorkerSink(VersionedSink):
+class WorkerSink(StagedSink):
     """The parameters of one worker. A `WeightSink` of one rank.
 
     Args:
@@ -51,18 +52,14 @@ class WorkerSink(VersionedSink):
     """
 
     def __init__(self, worker: RefitWorker, ask: Callable[[str], Any]) -> None:
+        super().__init__({}, engine="the engine")  # what it needs is known after a survey
         self._worker, self._ask = worker, ask
         self.source: Manifest | None = None
         """The source that is being asked about, or was last."""
         self._found: Survey | None = None
         self._known = ""
-        self._manifest = Manifest(())
         self._direct: dict[str, tuple[Landing, ...]] = {}
         self._reloaded: dict[str, TensorMeta] = {}
-        self._bank: dict[str, list[Holding]] = {}
-        self._missing: dict[str, int] | None = None
-        """Elements still to be staged in the open transaction."""
-        super().__init__()
         self.received = 0
         """Bytes staged in the last transaction."""
 
@@ -71,16 +68,6 @@ class WorkerSink(VersionedSink):
         """The worker's."""
         return torch.device(self._worker.device)
 
-    @property
-    def poison_reason(self) -> str | None:
-        """Why the weights may be torn; None where they are not."""
-        return self._poison
-
-    def check(self) -> None:
-        """Pass if the weights are whole."""
-        if self._poison is not None:
-            raise PoisonedError(self._poison, phase="commit")
-
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction; the first time for a source, have the driver survey the engine.
 
@@ -88,83 +75,32 @@ class WorkerSink(VersionedSink):
             RefitError: A transaction is open already, or a worker failed.
             CoverageError: The engine needs what the source does not have, or has no place for what it has.
         """
-        if self._missing is not None:
-            raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        if self._known != manifest.hash():
+        if self._missing is None and self._known != manifest.hash():
             self.source = manifest
             self._ask("survey")
             self._known = manifest.hash()
-        self._missing = {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
-        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._version.begin())
+        return super().prepare(manifest)
 
-    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """Copy `tensor`, the new values of `region`, beside the parameters.
-
-        Raises:
-            RefitError: No transaction is open, the worker needs no such box, or `tensor` is of another dtype or shape.
-        """
-        if self._missing is None:
-            raise RefitError("cannot stage: no transaction is open; prepare comes first")
-        places = places_of(self._bank.get(region.name, ()), region)
-        if not places or places[0].shape != tensor.shape or places[0].dtype != tensor.dtype:
-            boxes = [(list(box.offsets), list(box.shape)) for box, _ in self._bank.get(region.name, ())]
-            raise RefitError(
-                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: this worker has the boxes {boxes}",
-                phase="transfer",
-                tensor=region.name,
-            )
-        with torch.no_grad():
-            places[0].copy_(tensor)
-        self._missing[region.name] -= region.numel
-
-    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
-        """Of the staged boxes while a transaction is open; otherwise of what the parameters hold of them.
-
-        What the engine has packed, cast or rearranged is left out.
-        """
-        if regions is None:
-            regions = [box for held in self._bank.values() for box, _ in held]
-        if self._missing is None:
-            self.check()
-            return digest_regions(regions, self._resident)
-        return digest_regions(regions, lambda region: _read(self._bank[region.name], region))
-
-    def ready(self, version: int) -> None:
-        """Pass if all is staged.
-
-        Raises:
-            RefitError: No transaction is open, some tensor was not staged exactly once, or the version is not newer.
-        """
-        if self._missing is None:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        if any(self._missing.values()):
-            refuse_incomplete(self._missing)
-        self._version.require_newer(version)
+    def _prepare_to_hand_over(self, version: int) -> None:
+        """Nothing: the engine is asked by `InMainThread`."""
 
     @torch.no_grad()
-    def commit(self, version: int) -> None:
+    def _hand_over(self, version: int) -> None:
         """Give the model what is staged. In the worker's main thread, while the engine is paused."""
-        self.ready(version)
-        model, on_cpu = self._worker.model_runner.get_model(), self.device.type == "cpu"
-        try:
-            if self._reloaded:
-                reload.reload_from(self._offer(), model, self._worker.reload_weights)
-            for name, landings in self._direct.items():
-                for landing in landings:
-                    self._live(model, landing).copy_(_read(self._bank[name], landing.box))
-            if on_cpu and reload.must_repair():
-                reload.repack_vocabulary(model)
-            gpu.synchronize(self.device, COPIES_S)
-        except BaseException as error:
-            self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
-            raise
-        self._version.commit(version)
+        model = self._worker.model_runner.get_model()
+        if self._reloaded:
+            reload.reload_from(self._offer(), model, self._worker.reload_weights)
+        for name, landings in self._direct.items():
+            for landing in landings:
+                self._live(model, landing).copy_(read_box(self._bank[name], landing.box))
+        if self.device.type == "cpu" and reload.must_repair():
+            reload.repack_vocabulary(model)
+        gpu.synchronize(self.device, COPIES_S)
         self.received = self._bank_bytes()
-        self._missing = self._poison = None
 
-    def abort(self) -> None:
-        """Close the transaction; the parameters and the bank stay."""
-        self._missing = None
+    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+        """Of what the parameters hold. What the engine has packed, cast or rearranged is left out."""
+        return digest_regions(regions, self._resident)
 
     # -- The survey, in the main thread -------------------------------------------------------------------------
 
@@ -278,12 +214,7 @@ class WorkerSink(VersionedSink):
         places = places_of(held, region)
         if any(not torch.equal(place, places[0]) for place in places[1:]):
             raise RefitError(f"{region} lies in several places of the engine, which differ", tensor=region.name)
-        return _read(held, region)
-
-
-def _read(held: Sequence[Holding], region: Region) -> Tensor:
-    places = places_of(held, region)
-    return places[0] if places else assemble(held, region)
+        return read_box(held, region)
 
 
 def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]]:
