@@ -19,7 +19,7 @@ from rl_refit.plan import plan_refit
 from rl_refit.tracing.memory import Place
 from rl_refit.tracing.writes import record_writes
 from rl_refit.vllm import WORKER_EXTENSION
-from rl_refit.vllm.needs import NeedsConfig, explain_needs, prove_needs, rows_of, sink_meta
+from rl_refit.vllm.needs import NeedsConfig, prove_needs, rows_of, sink_meta
 from rl_refit.vllm.survey import surveyed
 
 
@@ -121,7 +121,6 @@ SOURCE = Manifest(
     (meta("embed.weight"), meta("up.weight"), meta("rotary.inv_freq"), meta("head.weight", tied_to="embed.weight"))
 )
 WHOLE = {
-    "vllm": "0",
     "architecture": "Toy",
     "refused": None,
     "unused": [],
@@ -129,23 +128,17 @@ WHOLE = {
     "casts": {},
     "ties": {},
     "live_ties": {},
-    "complete": ["embed.weight", "up.weight"],
-    "padded": [],
-    "derived": [],
     "never": [],
     "partial": {},
-    "repaired": False,
 }
 
 
 def needs(*answers, ties=False, **options):
-    """The tensors that are fed, and the text."""
+    """The tensors that are fed."""
     config = NeedsConfig(**options)
     rows = rows_of(SOURCE, config, ties=ties)
     answers = [{**WHOLE, **answer} for answer in answers]
-    fed = prove_needs(SOURCE, rows, answers=answers, config=config)
-    settled = [{"bytes": 48, "reloaded": 0, "unreadable": {}}] * len(answers)
-    return fed, explain_needs(SOURCE, fed, answers=answers, settled=settled, config=config)
+    return prove_needs(SOURCE, rows, answers=answers, config=config)
 
 
 def manifest_of(fed, *, boxes=None, rank=0):
@@ -159,7 +152,7 @@ def manifest_of(fed, *, boxes=None, rank=0):
 
 
 def test_what_is_fed_tied_and_derived_is_in_the_manifest():
-    manifest = manifest_of(needs({})[0])
+    manifest = manifest_of(needs({}))
     assert [(each.name, each.travels, each.tied_to, each.feeding) for each in manifest.tensors] == [
         ("embed.weight", True, None, "fed"),
         ("up.weight", True, None, "fed"),
@@ -169,12 +162,12 @@ def test_what_is_fed_tied_and_derived_is_in_the_manifest():
 
 
 def test_a_tied_tensor_that_the_engine_has_apart_travels_on_its_own():
-    by_name = manifest_of(needs({}, ties=True)[0]).by_name
+    by_name = manifest_of(needs({}, ties=True)).by_name
     assert (by_name["head.weight"].tied_to, by_name["head.weight"].travels) == (None, True)
 
 
 def test_workers_hold_the_boxes_of_their_own_shards_and_together_all():
-    fed = needs({})[0]
+    fed = needs({})
     halves = [
         {name: [Region(name, (2 * rank, 0), (2, 3))] for name in ("embed.weight", "up.weight")} for rank in (0, 1)
     ]
@@ -185,7 +178,7 @@ def test_workers_hold_the_boxes_of_their_own_shards_and_together_all():
 
 
 def test_a_tensor_that_one_worker_of_two_uses_has_a_place():
-    assert "up.weight" in needs({"unused": ["up.weight"]}, {})[0]
+    assert "up.weight" in needs({"unused": ["up.weight"]}, {})
     with pytest.raises(CoverageError, match=r"1 have no place in the engine:\n  up\.weight"):
         needs({"unused": ["up.weight"]}, {"unused": ["up.weight"]})
 
@@ -195,7 +188,7 @@ def test_a_tensor_that_any_worker_lacks_is_named_unless_it_is_constant():
     with pytest.raises(CoverageError) as caught:
         needs({}, lacks)
     assert caught.value.unfed == ("scale: never written", "fused.weight: 3 of 9 elements are never written")
-    assert "  declared constant: scale" in needs({}, lacks, constant=("scale", "fused.*"))[1]
+    assert "up.weight" in needs({}, lacks, constant=("scale", "fused.*"))
 
 
 def test_two_sources_for_one_place_a_cast_and_a_tie_of_the_engines_own_are_refused():
@@ -205,7 +198,7 @@ def test_two_sources_for_one_place_a_cast_and_a_tie_of_the_engines_own_are_refus
         "a and b are both written to c",
         "up.weight: float32 in the source, bfloat16 in the engine; cast=True allows it",
     )
-    assert "  cast to bfloat16: up.weight" in needs({"casts": {"up.weight": "bfloat16"}}, cast=True)[1]
+    assert "up.weight" in needs({"casts": {"up.weight": "bfloat16"}}, cast=True)
     with pytest.raises(
         CoverageError, match=r"the engine tied it to embed\.weight when it loaded equal values for both"
     ):

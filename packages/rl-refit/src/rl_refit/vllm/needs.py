@@ -15,7 +15,7 @@ from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 
-__all__ = ["DERIVED", "NeedsConfig", "explain_needs", "find_needs", "prove_needs", "rows_of", "sink_meta"]
+__all__ = ["DERIVED", "NeedsConfig", "find_needs", "prove_needs", "rows_of", "sink_meta"]
 
 DERIVED = ("*inv_freq", "*embed_scale")
 """Buffers of Hugging Face models that no checkpoint holds: an engine computes its own from the configuration."""
@@ -54,8 +54,8 @@ def find_needs(
     config: NeedsConfig,
     *,
     ties: Sequence[bool] = (False, True),
-) -> tuple[tuple[str, ...], Sequence[Answer]]:
-    """The tensors that the engine needs of `source`, and the answers of its workers, which `call` asks.
+) -> tuple[str, ...]:
+    """The tensors that the engine needs of `source`, as its workers say, which `call` asks.
 
     First without tied tensors; with them where that leaves something of the engine unwritten.
 
@@ -67,7 +67,7 @@ def find_needs(
         answers = call("rl_refit_survey", asdict(config), given)
         if not (tied and any(answer["never"] or answer["partial"] for answer in answers if not answer["refused"])):
             break
-    return prove_needs(source, rows_of(source, config, ties=given), answers=answers, config=config), answers
+    return prove_needs(source, rows_of(source, config, ties=given), answers=answers, config=config)
 
 
 def prove_needs(
@@ -150,39 +150,3 @@ def _root(source: Manifest, name: str) -> str:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def explain_needs(
-    source: Manifest, fed: Sequence[str], *, answers: Sequence[Answer], settled: Sequence[Answer], config: NeedsConfig
-) -> str:
-    """For people: what was proved, and what each worker receives."""
-    first = answers[0]
-    nbytes = sum(source.by_name[name].total_bytes for name in fed)
-    lines = [
-        f"{first['architecture']} of vLLM {first['vllm']}: proved by tracing its load_weights on the meta device",
-        f"{len(fed)} tensors of the source are fed, {nbytes:,} bytes",
-        *(f"tied, not sent: {m.name} -> {m.tied_to}" for m in source.tensors if m.tied_to and m.name not in fed),
-        *(f"computed by the engine, not sent: {m.name}" for m in source.tensors if _matches(m.name, config.derived)),
-    ]
-    for rank, (answer, room) in enumerate(zip(answers, settled, strict=True)):
-        padded = f", {len(answer['padded'])} of them padded by the loader" if answer["padded"] else ""
-        written = len(answer["complete"]) + len(answer["padded"])
-        lines += [
-            f"worker {rank}: {written} tensors written whole{padded}, {len(answer['derived'])} made by the engine",
-            f"  receives {room['bytes']:,} bytes, staged on its own device",
-            f"  {room['reloaded']} source tensors go through load_weights, the others are copied",
-        ]
-        lines += [f"  declared constant: {name}" for name in (*answer["never"], *answer["partial"])]
-        lines += [f"  padded: {name}" for name in answer["padded"]]
-        lines += [f"  cast to {dtype}: {name}" for name, dtype in answer["casts"].items()]
-        ties = {name: root for name, root in answer["ties"].items() if name not in answer["derived"]}
-        lines += [f"  tied: {name} -> {root}" for name, root in ties.items()]
-    if first["repaired"]:
-        lines.append("repaired after every reload, which leaves them stale on a CPU: tied heads, packed experts")
-    reasons: dict[str, list[str]] = {}
-    for name, why in {name: why for room in settled for name, why in room["unreadable"].items()}.items():
-        reasons.setdefault(why, []).append(name)
-    lines += [
-        f"not read back after a commit, {why}: {len(names)}, such as {names[0]}" for why, names in reasons.items()
-    ]
-    return "\n".join(lines)

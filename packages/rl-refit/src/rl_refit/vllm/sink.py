@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, final
 from rl_refit.engine import Answer, Engine, EngineSink
 from rl_refit.errors import RefitError
 from rl_refit.manifest import Manifest
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, explain_needs, find_needs
+from rl_refit.vllm.needs import DERIVED, NeedsConfig, find_needs
 
 __all__ = ["WORKER_EXTENSION", "Pause", "VllmSink", "call_async", "engine_of", "loop_of"]
 
@@ -70,7 +70,6 @@ class VllmSink(EngineSink):
     ) -> None:
         super().__init__(engine_of(engine, loop=loop, pause=pause, timeout_s=timeout_s), timeout_s=timeout_s)
         self._config = NeedsConfig(derived=tuple(derived), constant=tuple(constant), cast=cast)
-        self._text: str | None = None
         self._unreadable: dict[str, str] = {}
 
     @property
@@ -78,24 +77,13 @@ class VllmSink(EngineSink):
         """The fed tensors that some worker cannot read back after a commit, with the reason; empty before a refit."""
         return self._unreadable
 
-    def explain(self) -> str:
-        """What was proved of the engine at the last survey: fed, tied, computed, padded, constant, not read back.
-
-        Raises:
-            RefitError: There was none.
-        """
-        if self._text is None:
-            raise RefitError("nothing is known before the first refit, which asks the engine what it needs of a source")
-        return self._text
-
     def survey(self) -> None:
         """Ask the workers what the engine needs of the source that they have been given, and have them make room."""
         (text,) = (answer["manifest"] for answer in self.call("rl_refit_source") if answer["manifest"])
         source = Manifest.from_json(text)
-        fed, answers = find_needs(self.call, source, self._config)
+        fed = find_needs(self.call, source, self._config)
         settled = self.call("rl_refit_settle", asdict(self._config), fed, True)
         self._unreadable = {name: why for room in settled for name, why in room["unreadable"].items()}
-        self._text = explain_needs(source, fed, answers=answers, settled=settled, config=self._config)
 
 
 def engine_of(engine: Any, *, loop: asyncio.AbstractEventLoop | None, pause: Pause | None, timeout_s: float) -> Engine:

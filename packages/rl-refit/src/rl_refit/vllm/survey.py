@@ -4,12 +4,9 @@ Runs in a worker. A second instance of the engine's model class is made on the m
 configuration; its `load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine
 itself is only looked at. What the answer, plain data, says of the engine's tensors, by the names they have in vLLM:
 
-    complete    every element is written, from source tensors
-    padded      so, but for elements that the loader fills itself: a vocabulary that is padded
+    never       nothing of a source is written there, and the engine does not make it itself: buffers that no checkpoint
+                holds, and what a layer of attention writes when it processes its weights after loading
     partial     some elements are written by nobody: how many, of how many
-    derived     the engine makes it itself: buffers that no checkpoint holds, and what a layer of attention writes when
-                it processes its weights after loading
-    never       nothing of a source is written there
 """
 
 from __future__ import annotations
@@ -77,7 +74,6 @@ class Survey:
 
 def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
     """Trace what an engine of `config` does with source tensors, given as rows of name, dtype and shape."""
-    import vllm
     from vllm.config import set_current_vllm_config
 
     sources = Manifest(
@@ -87,7 +83,7 @@ def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
     )
     config = _copy_of(config)
     model: Any = _on_meta(config)
-    answer = {"vllm": vllm.__version__, "architecture": type(model).__name__, "ties": read_memory(model).tied}
+    answer: dict[str, Any] = {"architecture": type(model).__name__, "ties": read_memory(model).tied}
     offered = ""
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -151,17 +147,16 @@ def _own_rope_cache() -> Iterator[None]:
 
 def _sorted_out(recorder: Recorder, model: nn.Module, config: VllmConfig) -> dict[str, Any]:
     coverage = recorder.coverage()
-    kinds: dict[str, list[str]] = {kind: [] for kind in ("complete", "padded", "derived", "never")}
     memory, written = read_memory(model), {*coverage.complete, *coverage.partial}
     tensors = memory.tensors | {name: memory.tensors[root] for name, root in memory.tied.items()}
-    for name, tensor in tensors.items():
-        writes = recorder.writes_to(tensor)
-        if name not in written or not any(write.names for write in writes):
-            kinds["derived" if _makes_itself(model, config, name) else "never"].append(name)
-        elif name in coverage.complete:
-            kinds["complete" if all(write.names for write in writes) else "padded"].append(name)
-    partial = {name: [n, tensors[name].numel()] for name, n in coverage.partial.items() if name not in kinds["never"]}
-    return {**kinds, "partial": partial, "unused": list(coverage.unused)}
+    never = [
+        name
+        for name, tensor in tensors.items()
+        if name not in written or not any(write.names for write in recorder.writes_to(tensor))
+        if not _makes_itself(model, config, name)
+    ]
+    partial = {name: [n, tensors[name].numel()] for name, n in coverage.partial.items() if name not in never}
+    return {"never": never, "partial": partial, "unused": list(coverage.unused)}
 
 
 def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:

@@ -146,7 +146,7 @@ class UpdateCheck:
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
         self._call("rl_refit_inspect", manifest.to_json())
-        fed, _ = find_needs(self._call, manifest, config, ties=[source.ties])
+        fed = find_needs(self._call, manifest, config, ties=[source.ties])
         settled = self._call("rl_refit_settle", asdict(config), fed, False)
         self._boxes = [
             tuple(Region(name, tuple(offsets), tuple(shape)) for name, offsets, shape in each["boxes"])

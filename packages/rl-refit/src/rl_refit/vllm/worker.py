@@ -96,7 +96,7 @@ class WorkerSink(StagedSink):
         if self.device.type == "cpu" and reload.must_repair():
             reload.repack_vocabulary(model)
         gpu.synchronize(self.device, COPIES_S)
-        self.received = self._bank_bytes()
+        self.received = sum(tensor.nbytes for held in self._bank.values() for _, tensor in held)
 
     def _digest_engine(self, regions: Iterable[Region]) -> Digest:
         """Of what the parameters hold. What the engine has packed, cast or rearranged is left out."""
@@ -107,11 +107,11 @@ class WorkerSink(StagedSink):
     def survey(self, config: NeedsConfig, *, ties: bool) -> Answer:
         """Trace what the engine does with the source's tensors, without memory."""
         assert self.source is not None
-        repaired = reload.must_repair()
+        reload.must_repair()  # or refuse now what cannot be repaired later
         rows = rows_of(self.source, config, ties=ties)
         self._found = found = survey(self._worker.vllm_config, rows)
         model = self._worker.model_runner.get_model()
-        return {**found.answer, "live_ties": read_memory(model).tied, "repaired": repaired}
+        return {**found.answer, "live_ties": read_memory(model).tied}
 
     def settle(self, config: NeedsConfig, fed: Sequence[str], *, room: bool = True) -> Answer:
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
@@ -119,8 +119,8 @@ class WorkerSink(StagedSink):
         Without `room` nothing can be staged, and only `digest` is of use.
 
         Returns:
-            The bytes of these boxes; the tensors that cannot be read back after a commit, with the reason; how many go
-            through `load_weights`; and without `room` the boxes, as name, offsets and shape.
+            The tensors that cannot be read back after a commit, with the reason; and without `room` the boxes, as name,
+            offsets and shape.
         """
         assert self.source is not None
         assert self._found is not None
@@ -156,8 +156,6 @@ class WorkerSink(StagedSink):
         self._allocate(wanted if room else {})
         fed_boxes = [] if room else self.fed_boxes()
         return {
-            "bytes": self._bank_bytes(),
-            "reloaded": len(self._reloaded),
             "unreadable": unreadable,
             "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in fed_boxes],
         }
@@ -166,9 +164,6 @@ class WorkerSink(StagedSink):
         """Those that this worker holds of the tensors which must be sent."""
         fed = (meta for meta in self._manifest.tensors if meta.travels)
         return [box for meta in fed for box in meta.regions_on(self._worker.rank)]
-
-    def _bank_bytes(self) -> int:
-        return sum(tensor.nbytes for held in self._bank.values() for _, tensor in held)
 
     def _allocate(self, wanted: Mapping[str, Sequence[Region]]) -> None:
         assert self.source is not None
