@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -28,13 +26,18 @@ from rl_refit.bindings import Binding
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.tracing.memory import EngineMemory, LoadWeights, Place, find_boxes, find_regions, read_memory, storage_id
+from rl_refit.tracing.memory import EngineMemory, LoadWeights, Place, read_memory, storage_id
 
-__all__ = ["LoaderMap", "Piece", "TracedTensor", "trace"]
+__all__ = ["LoaderMap", "trace"]
+
+MAX_BOXES = 16_384
+"""Of which one tensor of the engine may be made."""
 
 _CHUNK = 1 << 16
 """Elements that are looked at together: what they need stays in a CPU's cache."""
 _MAX_BITS = 20
+_NO_STEP = -(1 << 62)
+"""Stands where two neighbouring slices are not one constant step apart."""
 _MASK = (1 << 31) - 1
 _ODD = 0x9E3779B1
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -51,66 +54,23 @@ class Piece:
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedTensor:
-    """One tensor of the engine, by the engine's own name, and what the loader puts there."""
-
-    place: Place
-    """This rank's memory."""
-
-    pieces: tuple[Piece, ...] = ()
-    """What comes from the checkpoint."""
-
-    never_written: tuple[Region, ...] = ()
-    """What the loader leaves alone."""
-
-    filled: tuple[Region, ...] = ()
-    """What the loader writes by itself, the same whatever the checkpoint holds, such as zeros into padding."""
-
-    @property
-    def fed(self) -> int:
-        """Elements that come from the checkpoint."""
-        return sum(piece.region.numel for piece in self.pieces)
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderMap:
-    """Engine memory, element by element: the checkpoint element that the loader puts there, or that there is none.
+    """Where the loader puts each element of a checkpoint.
 
-    Hand `bindings` itself to a sink: `ModuleSink(module, bindings=loader_map.bindings)`.
+    Hand `bindings` itself to a sink: `ModuleSink(module, bindings=loader_map.bindings)`. The sink then refuses elements
+    of the engine that no binding reaches and nothing declares constant.
     """
 
     module: nn.Module
     """What was traced."""
 
-    tensors: dict[str, TracedTensor]
-    """By the engine's own names; with `names=`, only what these names reach."""
+    pieces: dict[str, tuple[Place, tuple[Piece, ...]]]
+    """By the engine's own name of each tensor: this rank's memory of it, and what comes from the checkpoint."""
 
     shapes: dict[str, tuple[int, ...]]
     """Global shape of every checkpoint tensor that the loader was given."""
-
-    tied: dict[str, str]
-    """Names of the engine that share the memory of another one, with that one's name."""
-
-    derived: tuple[str, ...]
-    """Tensors of the engine that were said to be computed, and were not mapped."""
-
-    @property
-    def never_written(self) -> dict[str, tuple[Region, ...]]:
-        """Engine tensor → its elements that the loader leaves alone: stale for ever unless something else sets them."""
-        return {name: tensor.never_written for name, tensor in self.tensors.items() if tensor.never_written}
-
-    @property
-    def filled(self) -> dict[str, tuple[Region, ...]]:
-        """Engine tensor → its elements that the loader sets by itself, whatever the checkpoint holds."""
-        return {name: tensor.filled for name, tensor in self.tensors.items() if tensor.filled}
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The checkpoint tensors of which nothing arrived, in this rank's memory."""
-        used = {piece.region.name for tensor in self.tensors.values() for piece in tensor.pieces}
-        return tuple(name for name in self.shapes if name not in used)
 
     def bindings(self, module: nn.Module | None = None) -> list[Binding]:
         """Every box of a checkpoint tensor with the view of engine memory where it lies.
@@ -123,10 +83,8 @@ class LoaderMap:
         """
         memory = read_memory(self.module if module is None else module).tensors
         bindings: list[Binding] = []
-        for name, tensor in self.tensors.items():
-            if not tensor.pieces:
-                continue
-            local, place = memory.get(name), tensor.place
+        for name, (place, pieces) in self.pieces.items():
+            local = memory.get(name)
             if local is None or (tuple(local.shape), local.stride()) != (place.shape, place.strides):
                 has = "is not there" if local is None else f"has shape {list(local.shape)} and strides {local.stride()}"
                 raise RefitError(
@@ -134,36 +92,10 @@ class LoaderMap:
                     f"this module",
                     tensor=name,
                 )
-            for piece in tensor.pieces:
+            for piece in pieces:
                 view = local.as_strided(piece.region.shape, piece.strides, local.storage_offset() + piece.memory)
                 bindings.append(Binding(piece.region, self.shapes[piece.region.name], view))
         return bindings
-
-    def explain(self) -> str:
-        """The map as a table; tensors that differ in a number of their names only share a line."""
-        rows = Counter(_row(name, tensor) for name, tensor in self.tensors.items())
-        table: list[tuple[str, ...]] = [
-            ("times", "engine tensor", "shape", "fed", "boxes", "filled", "never written", "from")
-        ]
-        table += [(str(count), *row) for row, count in rows.items()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        lines += [f"tied: {name} is the memory of {root}" for name, root in self.tied.items()]
-        lines += [f"derived, not mapped: {name}" for name in self.derived]
-        unused = Counter(map(_without_numbers, self.unused))
-        lines += [f"unused here: {name}" + f" ({count})" * (count > 1) for name, count in unused.items()]
-        return "\n".join(lines)
-
-
-def _row(name: str, tensor: TracedTensor) -> tuple[str, ...]:
-    filled, never_written = (sum(box.numel for box in boxes) for boxes in (tensor.filled, tensor.never_written))
-    sources = dict.fromkeys(_without_numbers(piece.region.name) for piece in tensor.pieces)
-    numbers = (f"{tensor.fed:,}", str(len(tensor.pieces)), f"{filled:,}", f"{never_written:,}")
-    return _without_numbers(name), str(list(tensor.place.shape)), *numbers, ", ".join(sources) or "nothing"
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 @torch.no_grad()
@@ -172,42 +104,33 @@ def trace(
     module: nn.Module,
     manifest: Manifest,
     *,
-    names: Iterable[str] | None = None,
     derived: Iterable[str] = (),
-    restore: bool = True,
-    max_boxes: int = 16_384,
 ) -> LoaderMap:
     """Run `load_weights` on synthetic checkpoints and say where in `module` each checkpoint element ends.
 
     One pass for each digit and two to be sure: five for a checkpoint of 16 million elements in bfloat16, seven for one
-    of 8 billion. While it runs it needs 9 bytes (13 from 2³⁰ elements on) for each element of the engine in bfloat16,
-    some 50 more for those of its largest tensor and of what goes there, and with `restore` another copy of the engine:
-    `names` bounds it.
+    of 8 billion. While it runs it needs another copy of the engine, 9 bytes (13 from 2³⁰ elements on) for each of its
+    elements in bfloat16, and some 50 more for those of its largest tensor and of what goes there: the manifest of one
+    layer bounds it. The engine has its own values back in the end, also after an error.
 
     Args:
         load_weights: The engine's own, which puts tensors into `module`; called several times.
         module: Whose parameters and buffers are read; this rank's part of the engine.
         manifest: The checkpoint: names, global shapes and dtypes. Tied tensors are given once, as they travel.
-        names: Give the loader these tensors only, to trace a layer at a time; all where left out.
         derived: Names in the engine of tensors that its loader computes, such as `-exp(A_log)`; they are not mapped.
-        restore: Put the engine's own values back in the end, also after an error.
-        max_boxes: How many boxes one tensor of the engine may be made of.
 
     Raises:
         RefitError: The loader computes what it puts into a tensor, replaces its memory, or scatters single elements; or
             a dtype holds too few integers to be traced. Names every such tensor.
-        ValueError: `names` or `derived` has a name that is not there.
+        ValueError: `derived` has a name that is not there.
     """
-    chosen = [meta.name for meta in manifest.tensors if meta.travels] if names is None else list(names)
-    if unknown := [name for name in chosen if name not in manifest.by_name]:
-        raise ValueError(f"names has {', '.join(map(repr, unknown))}, which the manifest does not")
-    metas = [manifest.by_name[name] for name in chosen]
+    metas = [meta for meta in manifest.tensors if meta.travels]
     memory, derived = read_memory(module), tuple(derived)
     if unknown := [name for name in derived if name not in memory.tensors]:
         known = list(memory.tensors)[:3]
         raise ValueError(f"derived has {', '.join(map(repr, unknown))}; the engine's own names look like {known}")
     code = _code_for(metas, memory)
-    saved = {name: tensor.clone() for name, tensor in memory.tensors.items()} if restore else {}
+    saved = {name: tensor.clone() for name, tensor in memory.tensors.items()}
     readings = {name: _Reading(tensor, code) for name, tensor in memory.tensors.items() if name not in derived}
     try:
         for number in range(code.passes):
@@ -222,17 +145,13 @@ def trace(
             memory.tensors[name].copy_(tensor)
     _require_copied(readings)
     shapes = {meta.name: meta.shape for meta in metas}
-    tensors: dict[str, TracedTensor] = {}
+    found: dict[str, tuple[Place, tuple[Piece, ...]]] = {}
     while readings:  # each is freed before the next one is mapped
         name = next(iter(readings))
-        tensors[name] = readings.pop(name).traced(name, shapes, max_boxes=max_boxes)
-    return LoaderMap(
-        module=module,
-        tensors={name: tensor for name, tensor in tensors.items() if names is None or tensor.pieces},
-        shapes=shapes,
-        tied=memory.tied,
-        derived=derived,
-    )
+        reading = readings.pop(name)
+        if reading.touched and (pieces := _pieces(name, reading, shapes)):
+            found[name] = Place.of(reading.tensor), pieces
+    return LoaderMap(module=module, pieces=found, shapes=shapes)
 
 
 # -- Numbers in values -----------------------------------------------------------------------------------------------
@@ -375,40 +294,23 @@ class _Reading:
         strange = ~(self._copied | self._same | self._left)
         return strange.view(self.tensor.shape) if self.touched else strange
 
-    def traced(self, name: str, shapes: Mapping[str, tuple[int, ...]], *, max_boxes: int) -> TracedTensor:
-        """What the loader puts into the tensor, `name`; `shapes` are those of the checkpoint, as they were numbered."""
-        place = Place.of(self.tensor)
-        if not self.touched:
-            whole = (Region.whole(name, place.shape),) if self.tensor.numel() else ()
-            return TracedTensor(place=place, never_written=whole)
-        numbers = torch.where(self._copied, self._number, -1).view(place.shape)
-        alone, same = ~self._copied.view(place.shape), self._same.view(place.shape)
-        return TracedTensor(
-            place=place,
-            pieces=_pieces(name, numbers, shapes, strides=place.strides, max_boxes=max_boxes),
-            never_written=find_regions(name, alone & ~same),
-            filled=find_regions(name, alone & same),
-        )
+    def numbers(self) -> Tensor:
+        """Of each element the number of the checkpoint's that was copied there, −1 for none, of the tensor's shape."""
+        return torch.where(self._copied, self._number, -1).view(self.tensor.shape)
 
 
-def _pieces(
-    engine_name: str,
-    numbers: Tensor,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    strides: Sequence[int],
-    max_boxes: int,
-) -> tuple[Piece, ...]:
-    """The boxes of each checkpoint tensor that a tensor of the engine holds, given the number of each of its elements.
+def _pieces(engine_name: str, reading: _Reading, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Piece, ...]:
+    """The boxes of each checkpoint tensor, of `shapes` as they were numbered, that a tensor of the engine holds.
 
     The numbers are turned around: from each element of the checkpoint to its place in the engine. Of an element that
     the engine has several times one place is found in each round.
 
     Raises:
-        RefitError: They are more than `max_boxes`: single elements, and no boxes.
+        RefitError: They are too many: single elements, and no boxes.
     """
+    numbers = reading.numbers()
     memory = torch.zeros(numbers.shape, dtype=torch.int64)
-    for dim, (size, stride) in enumerate(zip(numbers.shape, strides, strict=True)):
+    for dim, (size, stride) in enumerate(zip(numbers.shape, reading.tensor.stride(), strict=True)):
         memory += (torch.arange(size) * stride).view(-1, *[1] * (numbers.dim() - dim - 1))
     mapped = numbers >= 0
     number, memory = numbers[mapped].to(torch.int64), memory[mapped]
@@ -429,13 +331,13 @@ def _pieces(
         places[number] = memory
         for name, start in reached:
             size = math.prod(shapes[name])
-            for region, first, steps in find_boxes(name, places[start - base :][:size].view(shapes[name])):
+            for region, first, steps in _boxes(name, places[start - base :][:size].view(shapes[name])):
                 found.append(Piece(region, first, steps))
-                if len(found) > max_boxes:
+                if len(found) > MAX_BOXES:
                     raise RefitError(
-                        f"{engine_name!r}, of shape {list(numbers.shape)}, is more than max_boxes={max_boxes:,} boxes "
-                        f"of checkpoint tensors such as {name!r}: the loader scatters single elements; feed it whole "
-                        f"through load_weights, or raise max_boxes",
+                        f"{engine_name!r}, of shape {list(numbers.shape)}, is more than {MAX_BOXES:,} boxes of "
+                        f"checkpoint tensors such as {name!r}: the loader scatters single elements; feed it whole "
+                        f"through load_weights",
                         tensor=engine_name,
                     )
         again = places[number] != memory
@@ -479,3 +381,64 @@ def _require_copied(readings: dict[str, _Reading]) -> None:
             "them after every refit." + "".join(f"\n  {line}" for line in lines.values()),
             tensor=next(iter(lines)),
         )
+
+
+# -- Boxes -----------------------------------------------------------------------------------------------------------
+
+
+def _boxes(
+    name: str, places: Tensor, offsets: tuple[int, ...] | None = None
+) -> Iterator[tuple[Region, int, tuple[int, ...]]]:
+    """The elements of tensor `name` that have a place, as boxes along each dim of which places are one step apart.
+
+    The tensor is cut along the dim that needs the fewest cuts, and its parts again.
+
+    Args:
+        name: Of the tensor.
+        places: Of each element; integers, and negative where it has none.
+        offsets: Of `places` within the tensor.
+
+    Yields:
+        The box, the place of its first element, and the step along each dim: 1 for a dim of one element.
+    """
+    offsets = offsets or (0,) * places.dim()
+    if places.numel() == 0:
+        return
+    cuts = {dim: _parts(places, dim) for dim in range(places.dim()) if places.shape[dim] > 1}
+    cuts = {dim: parts for dim, parts in cuts.items() if len(parts) > 1}
+    if not cuts:
+        first = int(places[(0,) * places.dim()])
+        if first >= 0:
+            steps = (
+                int(places.select(dim, 1).flatten()[0]) - first if n > 1 else 1 for dim, n in enumerate(places.shape)
+            )
+            yield Region(name, offsets, tuple(places.shape)), first, tuple(steps)
+        return
+    dim = min(cuts, key=lambda candidate: len(cuts[candidate]))
+    for start, stop in cuts[dim]:
+        where = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        yield from _boxes(name, places.narrow(dim, start, stop - start), where)
+
+
+def _parts(places: Tensor, dim: int) -> list[tuple[int, int]]:
+    """Where to cut `dim` so that within each part one step along it is the same step everywhere."""
+    flat = places.movedim(dim, 0).reshape(places.shape[dim], -1)
+    placed = flat >= 0
+    step, later = flat[1:] - flat[:-1], placed[1:]
+    common = step.gather(1, later.to(torch.uint8).argmax(1, keepdim=True))
+    same = (((step == common) | ~later) & (later == placed[:-1])).all(1)
+    forward = torch.where(later.any(1), common[:, 0], 0)  # none of the two slices has a place: they belong together
+    steps = torch.where(same & ((forward > 0) | ~later.any(1)), forward, _NO_STEP)
+    values, counts = torch.unique_consecutive(steps, return_counts=True)
+    starts, position, current = [0], 0, None
+    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+        if value == _NO_STEP:
+            starts += range(position + 1, position + count + 1)
+            current = None
+        elif current is None:
+            current = value
+        else:  # the first of these steps leads to the next part, the others are its own
+            starts.append(position + 1)
+            current = value if count > 1 else None
+        position += count
+    return list(itertools.pairwise([*starts, places.shape[dim]]))
