@@ -7,10 +7,11 @@ import math
 
 import pytest
 from refit_explainer.checkpoint import read_checkpoint
+from refit_explainer.command import busiest_link
 from refit_explainer.layouts import manifest_of_side, parse_axes
 from refit_tools import main
 
-from rl_refit.explain import describe_layout, explain_plan, figures_of, fold_names, human_size
+from rl_refit.explain import describe_layout, explain_plan, fold_names, human_size
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.plan import Topology, plan_refit
@@ -82,26 +83,20 @@ def test_many_patterns_and_long_names_stay_on_one_screen():
     assert "   120  … in 40 more patterns" in lines
 
 
-def test_figures_by_hand():
+def test_the_busiest_link_by_hand():
     """Each half of all (56 bytes) leaves one trainer once for the node, where without relays it would leave it for each
     of two or four engines; an engine takes 64 bytes, some from a relay."""
-    figures = figures_of(small_plan(), bucket_bytes=512, slots=3)
-    assert figures.into_nodes == {"b": (112, 256)}
-    assert figures.link_without_relays == 128
-    assert figures.link == 56
-    assert figures.ring == 3 * 512
-    assert figures.stage == 64
-    assert figures.above_bound == 0
-    without = figures_of(plan_refit(small_plan().source, small_plan().sink), bucket_bytes=512, slots=3)
-    assert without.link == without.link_without_relays == 128
-    assert without.into_nodes == {}
+    assert busiest_link(small_plan(), relays=True) == 56
+    assert busiest_link(small_plan(), relays=False) == 128
+    without = plan_refit(small_plan().source, small_plan().sink)
+    assert busiest_link(without, relays=True) == busiest_link(without, relays=False) == 128
 
 
 def test_what_stays_on_its_node_crosses_no_link():
     one_node = Topology(source_nodes=("a", "a"), sink_nodes=("a",) * 4)
-    figures = figures_of(plan_refit(small_plan().source, small_plan().sink, one_node), bucket_bytes=512, slots=2)
-    assert figures.link == figures.link_without_relays == 0
-    assert figures.into_nodes == {"a": (0, 0)}
+    plan = plan_refit(small_plan().source, small_plan().sink, one_node)
+    assert busiest_link(plan, relays=True) == busiest_link(plan, relays=False) == 0
+    assert "enter a node of the sink               0 B" in plan.explain()
 
 
 def test_layouts_in_words():
@@ -383,18 +378,13 @@ def test_the_command_explains_a_folder_on_one_screen(capsys, folder):
 
 
 def test_json_is_the_last_line_and_holds_the_figures(capsys, folder):
-    given = ["--source", "fsdp=2", "--sink", "dp=2", "--bucket-mb", "0.5", "--slots", "3", "--bandwidth-gbps", "8"]
+    given = ["--source", "fsdp=2", "--sink", "dp=2", "--bucket-mb", "0.5", "--bandwidth-gbps", "8"]
     code, out, _ = explain(capsys, folder, *given, "--json")
     figures = json.loads(out.splitlines()[-1])
     total = sum(SIZES[dtype] * math.prod(shape) for dtype, shape in tensors_of().values())
     assert code == 0
     assert figures["holds"] is True
-    assert figures["weights"] == total
-    assert figures["receives"]["total"] == figures["bound"]["total"] == 2 * total
-    assert figures["above_bound"] == 0
-    assert figures["ring"] == 3 * 2**19
-    assert figures["fed"] == len(tensors_of())
-    assert figures["balance"] == 1.0
+    assert figures["bytes"] == 2 * total
     assert figures["seconds"] == figures["link"] / 1e9 == total / 1e9  # each engine takes all of it at 1 GB/s
     plan = plan_refit(Manifest(tuple(side(folder, "fsdp=2").values())), Manifest(tuple(side(folder, "dp=2").values())))
     assert figures["plan_hash"] == plan.hash()
@@ -404,7 +394,7 @@ def test_nodes_that_both_sides_share_take_bytes_from_their_own(capsys, folder):
     code, out, _ = explain(capsys, folder, "--source", "dp=2", "--sink", "dp=2", "--nodes", "2", "--json")
     figures = json.loads(out.splitlines()[-1])
     assert code == 0
-    assert figures["into_nodes"] == {"node-0": [0, 0], "node-1": [0, 0]}
+    assert figures["link"] == 0
     assert figures["seconds"] == 0
 
 
@@ -451,7 +441,6 @@ def test_what_is_not_covered_is_listed_and_the_code_is_1(capsys, tmp_path, folde
         (["--sink", "tp=2", "--nodes", "0"], "--nodes is one number of nodes"),
         (["--sink", "tp=2", "--bucket-mb", "0"], "--bucket-mb must be positive; got 0"),
         (["--sink", "tp=2", "--bucket-mb", "0.0001"], "positive multiple of 512 bytes; got bucket_bytes=105"),
-        (["--sink", "tp=2", "--slots", "-1"], "--slots must be positive; got -1"),
         (["--sink", "tp=2", "--bandwidth-gbps", "nan"], "--bandwidth-gbps must be positive; got nan"),
     ],
 )

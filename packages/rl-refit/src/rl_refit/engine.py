@@ -317,7 +317,7 @@ class Driver:
             own = [each for each in failed if not each["heard"]]
             message = (own or failed)[0]
             if message["kind"] == "DeadlineError" and message["late"]:
-                raise DeadlineError(message["text"], phase="prepare", peer=message["about"], seconds=message["seconds"])
+                raise DeadlineError(message["text"], phase="prepare", peer=message["peer"], seconds=message["seconds"])
             raise error_from_message(message)
         report = said[0]["report"]
         return _add_unreadable(RefitReport(**{**report, "kept": tuple(report["kept"])}), said)

@@ -1,6 +1,6 @@
-"""A plan in figures, and as text of one screen: what is fed, in what pieces, and every rank beside its lower bound.
+"""A plan as text of one screen: what is fed, in what pieces, and every rank beside its lower bound.
 
-Knows plans and reads no weights. `docs/tools/refit_tools.py explain` makes one from a checkpoint's headers, before
+Knows plans and reads no weights. `docs/tools/refit_tools.py explain` makes a plan from a checkpoint's headers, before
 there are two sides.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
 from statistics import median
 
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
@@ -18,178 +17,12 @@ from rl_refit.manifest import TensorMeta
 from rl_refit.plan import RefitPlan
 from rl_refit.schedule import make_schedule
 
-__all__ = [
-    "DEFAULT_SLOTS",
-    "PlanFigures",
-    "Spread",
-    "describe_layout",
-    "explain_plan",
-    "figures_of",
-    "fold_names",
-    "human_size",
-    "plan_lines",
-]
+__all__ = ["describe_layout", "explain_plan", "fold_names", "human_size"]
 
-DEFAULT_SLOTS = 2
-"""Buckets that each side holds at once."""
-
+_SLOTS = 2
 _MAX_LINES = 20
 _MAX_RUNS = 3
 _NAME_WIDTH = 52
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """One number a rank, over all ranks of a side."""
-
-    least: int
-    median: float
-    most: int
-    total: int
-
-    busiest: int
-    """The lowest rank that has `most`; -1 where there are no ranks."""
-
-    ranks: int
-    """How many there are."""
-
-    @property
-    def balance(self) -> float:
-        """The most over the mean; 1 where all have the same."""
-        return self.most * self.ranks / self.total if self.total else 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFigures:
-    """What a plan costs. Bytes, unless a name says otherwise."""
-
-    fed: int
-    """Tensors that are sent."""
-
-    tied: int
-    """Tensors that share the memory of another."""
-
-    derived: int
-    """Tensors that the engine recomputes."""
-
-    constant: int
-    """Tensors that never change."""
-
-    in_boxes: int
-    """Tensors of which some sink rank holds more than one box: fused, stacked or permuted storage."""
-
-    weights: int
-    """All fed tensors, once."""
-
-    routes: int
-    """Boxes that are sent."""
-
-    buckets: int
-    """Buckets of all streams, when each sink rank gets what it needs."""
-
-    bucket_bytes: int
-    """Size of a bucket."""
-
-    slots: int
-    """Buckets that a rank holds at once."""
-
-    receives: Spread
-    """By a sink rank, from sources and relays."""
-
-    bound: Spread
-    """By a sink rank at least, whatever the plan."""
-
-    above_bound: int
-    """Most that any sink rank receives above its lower bound."""
-
-    sends: Spread
-    """By a source rank."""
-
-    relays: Spread
-    """By a sink rank, to others of its node."""
-
-    into_nodes: dict[str, tuple[int, int]]
-    """Node of the sink → what enters it from other nodes, with relays and if each rank pulled; empty where unknown."""
-
-    ring: int
-    """Slots of buckets, on each rank of both sides."""
-
-    stage: int
-    """Most that a sink rank holds beside, if it is staged: all that it is fed."""
-
-    link: int
-    """Most bytes through one rank's link to other nodes: no refit by this plan is faster than that link."""
-
-    link_without_relays: int
-    """The same, if every sink rank pulled its own copy."""
-
-
-def figures_of(plan: RefitPlan, *, bucket_bytes: int, slots: int) -> PlanFigures:
-    """Count.
-
-    Raises:
-        ValueError: `bucket_bytes` is not a positive multiple of 512.
-    """
-    schedule = make_schedule(plan, bucket_bytes=bucket_bytes)
-    sources, sinks = plan.source.ranks, plan.sink.ranks
-    fed = [meta for meta in plan.sink.tensors if meta.travels]
-    rest = Counter("tied" if meta.tied_to else meta.feeding for meta in plan.sink.tensors if not meta.travels)
-    bound = _spread(sinks, plan.lower_bound)
-    into_nodes, link, link_without_relays = _between_nodes(plan)
-    return PlanFigures(
-        fed=len(fed),
-        tied=rest["tied"],
-        derived=rest["derived"],
-        constant=rest["constant"],
-        in_boxes=sum(any(len(boxes) > 1 for boxes in meta.layout.boxes or ()) for meta in fed),
-        weights=sum(meta.total_bytes for meta in fed),
-        routes=plan.num_routes,
-        buckets=schedule.num_buckets,
-        bucket_bytes=bucket_bytes,
-        slots=slots,
-        receives=_spread(sinks, plan.bytes_received),
-        bound=bound,
-        above_bound=max((plan.bytes_received(rank) - plan.lower_bound(rank) for rank in sinks), default=0),
-        sends=_spread(sources, plan.bytes_sent),
-        relays=_spread(sinks, plan.bytes_relayed),
-        into_nodes=into_nodes,
-        ring=slots * bucket_bytes,
-        stage=bound.most,
-        link=link,
-        link_without_relays=link_without_relays,
-    )
-
-
-def _between_nodes(plan: RefitPlan) -> tuple[dict[str, tuple[int, int]], int, int]:
-    """`into_nodes`, `link` and `link_without_relays`; without a topology every rank is a node of its own."""
-    topology = plan.topology
-    into = {} if topology is None else {topology.sink_nodes[rank]: (0, 0) for rank in plan.sink.ranks}
-    relayed: Counter[tuple[str, int]] = Counter()
-    pulled: Counter[tuple[str, int]] = Counter()
-    for (source_rank, sink_ranks), nbytes in plan.bytes_by_way.items():
-        if topology is not None:
-            node = topology.sink_nodes[sink_ranks[0]]
-            if topology.source_nodes[source_rank] == node:
-                continue
-            into[node] = into[node][0] + nbytes, into[node][1] + nbytes * len(sink_ranks)
-        relayed.update({("source", source_rank): nbytes, ("sink", sink_ranks[0]): nbytes})
-        pulled.update({("source", source_rank): nbytes * len(sink_ranks)} | {("sink", r): nbytes for r in sink_ranks})
-    return into, max(relayed.values(), default=0), max(pulled.values(), default=0)
-
-
-def _spread(ranks: Iterable[int], bytes_of: Callable[[int], int]) -> Spread:
-    each = {rank: bytes_of(rank) for rank in ranks}
-    if not each:
-        return Spread(least=0, median=0, most=0, total=0, busiest=-1, ranks=0)
-    most = max(each.values())
-    return Spread(
-        least=min(each.values()),
-        median=median(each.values()),
-        most=most,
-        total=sum(each.values()),
-        busiest=min(rank for rank, nbytes in each.items() if nbytes == most),
-        ranks=len(each),
-    )
 
 
 def explain_plan(plan: RefitPlan, *, bucket_bytes: int | None = None) -> str:
@@ -202,22 +35,30 @@ def explain_plan(plan: RefitPlan, *, bucket_bytes: int | None = None) -> str:
     Raises:
         ValueError: `bucket_bytes` is not a positive multiple of 512.
     """
-    figures = figures_of(plan, bucket_bytes=bucket_bytes or DEFAULT_BUCKET_BYTES, slots=DEFAULT_SLOTS)
-    return "\n".join(plan_lines(plan, figures))
-
-
-def plan_lines(plan: RefitPlan, figures: PlanFigures) -> list[str]:
-    """The lines of `explain_plan`."""
-    kibibytes = figures.bucket_bytes / 2**10
+    bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES
+    num_buckets = make_schedule(plan, bucket_bytes=bucket_bytes).num_buckets
+    kibibytes = bucket_bytes / 2**10
     bucket = f"{kibibytes / 2**10:g} MiB" if kibibytes >= 2**10 else f"{kibibytes:g} KiB"
-    boxes = f" ({figures.in_boxes} in several boxes a rank: fused, stacked or permuted)" * bool(figures.in_boxes)
-    rest = f"{figures.tied} tied, {figures.derived} derived, {figures.constant} constant, 0 unmatched"
-    way = f"{human_size(figures.weights)} from {figures.sends.ranks} ranks to {figures.receives.ranks}"
-    pieces = f"{figures.routes} routes in {figures.buckets} buckets of at most {bucket}"
-    stage = f"a staged sink holds its new weights too, {human_size(figures.stage)} at most"
-    memory = f"extra memory: {figures.slots} slots of {bucket} on every rank; {stage}"
-    counts = [f"{figures.fed} tensors fed{boxes}, {rest}", f"{way}: {pieces}"]
-    return [*counts, "", *_tensor_table(plan), "", *_byte_table(figures), "", memory]
+    fed = [meta for meta in plan.sink.tensors if meta.travels]
+    rest = Counter("tied" if meta.tied_to else meta.feeding for meta in plan.sink.tensors if not meta.travels)
+    in_boxes = sum(any(len(boxes) > 1 for boxes in meta.layout.boxes or ()) for meta in fed)
+    boxes = f" ({in_boxes} in several boxes a rank: fused, stacked or permuted)" * bool(in_boxes)
+    weights = human_size(sum(meta.total_bytes for meta in fed))
+    bounds = [plan.lower_bound(rank) for rank in plan.sink.ranks]
+    stage = f"a staged sink holds its new weights too, {human_size(max(bounds, default=0))} at most"
+    others = f"{rest['tied']} tied, {rest['derived']} derived, {rest['constant']} constant, 0 unmatched"
+    way = f"{weights} from {len(plan.source.ranks)} ranks to {len(plan.sink.ranks)}"
+    lines = [
+        f"{len(fed)} tensors fed{boxes}, {others}",
+        f"{way}: {plan.num_routes} routes in {num_buckets} buckets of at most {bucket}",
+        "",
+        *_tensor_table(plan),
+        "",
+        *_byte_table(plan),
+        "",
+        f"extra memory: {_SLOTS} slots of {bucket} on every rank; {stage}",
+    ]
+    return "\n".join(lines)
 
 
 def human_size(nbytes: float) -> str:
@@ -268,22 +109,36 @@ def _tensor_table(plan: RefitPlan) -> list[str]:
     return lines
 
 
-def _byte_table(figures: PlanFigures) -> list[str]:
-    rows = [("a sink rank receives", figures.receives), ("  its lower bound", figures.bound)]
-    rows += [("a source rank sends", figures.sends)]
-    rows += [("a sink rank relays", figures.relays)] if figures.relays.most else []
-    table = [(title, (each.least, each.median, each.most, each.total), f"rank {each.busiest}") for title, each in rows]
-    for column, title in enumerate(("enter a node of the sink", "  if each rank pulled its own")):
-        into = sorted((both[column], node) for node, both in figures.into_nodes.items())
-        if into:
-            sizes = [size for size, _ in into]
-            table.append((title, (sizes[0], median(sizes), sizes[-1], sum(sizes)), into[-1][1]))
+def _byte_table(plan: RefitPlan) -> list[str]:
+    sends = {f"rank {rank}": plan.bytes_sent(rank) for rank in plan.source.ranks}
+    rows: list[tuple[str, Mapping[str, int]]] = [
+        ("a sink rank receives", {f"rank {rank}": plan.bytes_received(rank) for rank in plan.sink.ranks}),
+        ("  its lower bound", {f"rank {rank}": plan.lower_bound(rank) for rank in plan.sink.ranks}),
+        ("a source rank sends", sends),
+    ]
+    relays = {f"rank {rank}": plan.bytes_relayed(rank) for rank in plan.sink.ranks}
+    if any(relays.values()):
+        rows.append(("a sink rank relays", relays))
+    if plan.topology is not None:
+        nodes = plan.topology.sink_nodes
+        entering = {nodes[rank]: 0 for rank in plan.sink.ranks}
+        pulled = dict(entering)
+        for (source_rank, sink_ranks), nbytes in plan.bytes_by_way.items():
+            if plan.topology.source_nodes[source_rank] != (node := nodes[sink_ranks[0]]):
+                entering[node] += nbytes
+                pulled[node] += nbytes * len(sink_ranks)
+        rows += [("enter a node of the sink", entering), ("  if each rank pulled its own", pulled)]
     lines = [f"{'bytes':<32}{'least':>10}{'median':>10}{'most':>10}{'in all':>10}  busiest"]
-    lines += [f"{title:<32}{''.join(f'{human_size(n):>10}' for n in sizes)}  {who}" for title, sizes, who in table]
-    above = "no rank receives more than its bound"
-    if figures.above_bound:
-        above = f"a rank receives up to {human_size(figures.above_bound)} more than its bound"
-    return [*lines, f"{above}; the busiest source sends {figures.sends.balance:.2f} × the mean"]
+    for title, each in rows:
+        sizes = sorted(each.values()) or [0]
+        figures = (sizes[0], median(sizes), sizes[-1], sum(sizes))
+        busiest = max(each, key=lambda who: each[who], default="none")
+        lines.append(f"{title:<32}{''.join(f'{human_size(size):>10}' for size in figures)}  {busiest}")
+    excess = max((plan.bytes_received(rank) - plan.lower_bound(rank) for rank in plan.sink.ranks), default=0)
+    above = f"a rank receives up to {human_size(excess)} more than its bound" * bool(excess)
+    balance = max(sends.values()) * len(sends) / sum(sends.values()) if any(sends.values()) else 1.0
+    verdict = above or "no rank receives more than its bound"
+    return [*lines, f"{verdict}; the busiest source sends {balance:.2f} × the mean"]
 
 
 def fold_names(names: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Hashable, tuple[str, ...]]]:

@@ -407,7 +407,7 @@ class Party:
             return
         with contextlib.suppress(PeerError):
             if meeting.leads:
-                blamed = meeting.mine[-1] if torn else message.get("about") or meeting.leader
+                blamed = meeting.mine[-1] if torn else message.get("peer") or meeting.leader
                 control.post("committed/all", {"failed": {blamed: text}, "digest": None})
                 return
             for party in meeting.mine:
