@@ -10,9 +10,9 @@ from torch.distributed import HashStore
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, RefitError
-from rl_refit.bindings import Binding
 from rl_refit.errors import PeerError
 from rl_refit.layout import Region
+from rl_refit.module_tensors import Binding
 from rl_refit.transaction.control import Control
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))

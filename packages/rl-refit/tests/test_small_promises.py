@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed import HashStore
 
 from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, RefitError
-from rl_refit.bindings import Binding
 from rl_refit.digest import digest_regions
 from rl_refit.errors import AbortedError, DeadlineError, DigestError, PeerError
 from rl_refit.layout import Region
+from rl_refit.module_tensors import Binding
 from rl_refit.stores import BoundedStore, Line
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.base import Watch

@@ -45,8 +45,7 @@ from rl_refit.errors import (
 )
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous, host_store
-from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone
-from rl_refit.threads import in_thread
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone, in_thread
 from rl_refit.transaction.liveness import Peers
 
 if TYPE_CHECKING:

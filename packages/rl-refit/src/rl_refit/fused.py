@@ -15,8 +15,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from rl_refit.bindings import Binding
 from rl_refit.layout import Region
+from rl_refit.module_tensors import Binding
 
 __all__ = [
     "fused_gate_up",

@@ -38,8 +38,7 @@ from rl_refit.errors import DeadlineError, PeerError, RefitError, error_from_mes
 from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, slot_stream
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.replica import TRAINER_NAME, host_and_port
-from rl_refit.stores import BoundedStore
-from rl_refit.threads import in_thread
+from rl_refit.stores import BoundedStore, in_thread
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.liveness import LEFT, Peers
 from rl_refit.transaction.shared import SharedSource

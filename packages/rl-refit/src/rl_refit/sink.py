@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit import gpu
-from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage, WeightSource
 from rl_refit.digest import Digest, digest_views
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns, check_writable
+from rl_refit.module_tensors import Bindings, Holding, ModuleReader, ModuleTensors, Rename, as_patterns, check_writable
 
 __all__ = ["CommitMode", "ModuleSink", "VersionedSink", "assemble", "places_of", "read_box"]
 

@@ -22,10 +22,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from rl_refit.bindings import Binding
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.module_tensors import Binding
 from rl_refit.tracing.memory import EngineMemory, LoadWeights, Place, read_memory, storage_id
 
 __all__ = ["LoaderMap", "trace"]

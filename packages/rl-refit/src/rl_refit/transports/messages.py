@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 from rl_refit import gpu
 from rl_refit.buckets import ALIGNMENT
 from rl_refit.errors import PeerError, RefitError
-from rl_refit.threads import in_thread
+from rl_refit.stores import in_thread
 from rl_refit.transports.base import PATIENCE_S, Channel, Numbers, Watch
 from rl_refit.transports.peers import Peer, Peers
 
