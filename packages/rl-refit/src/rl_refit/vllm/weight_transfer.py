@@ -39,7 +39,7 @@ from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.sink import assemble
 from rl_refit.vllm.needs import DERIVED, NeedsConfig, find_needs, rows_of
-from rl_refit.vllm.sink import engine_of
+from rl_refit.vllm.sink import VllmEngine
 
 __all__ = ["SourceForVllm", "SourceFromVllm", "UpdateCheck"]
 
@@ -142,7 +142,7 @@ class UpdateCheck:
         loop: asyncio.AbstractEventLoop | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._engine, self._source = engine_of(engine, loop=loop, pause=None, timeout_s=timeout_s), source
+        self._engine, self._source = VllmEngine(engine, loop=loop, pause=None, timeout_s=timeout_s), source
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
         self._call("rl_refit_inspect", manifest.to_json())
