@@ -56,18 +56,6 @@ def test_swap_reaches_a_parameter_that_replaced_another_on_the_same_memory():
         assert torch.equal(engine.weight, policy.weight)
 
 
-def test_the_first_reason_of_a_poison_is_the_one_that_is_told():
-    sink = ModuleSink(square(2.0), mode="in_place")
-    sink.poison("the disk burnt")
-    source = ModuleSource(square(1.0))
-    sink.prepare(source.manifest())
-    for region, tensor in source.shards(["weight"]):
-        sink.stage(region, tensor)
-    sink.abort()
-    with pytest.raises(RefitError, match="the disk burnt"):
-        sink.check()
-
-
 def test_a_region_of_which_the_sink_has_a_part_only_has_no_digest():
     engine = holder(packed=torch.zeros(2))
     boxes = [Region("w", (0,), (1,)), Region("w", (3,), (1,))]

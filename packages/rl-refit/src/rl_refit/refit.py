@@ -119,7 +119,7 @@ class Refit:
         """Bring the source's present weights into the sink as `version`, the number of optimizer steps they have seen.
 
         Whatever is raised, the refit has been aborted at all parties before: up to and including verify every sink
-        keeps its old weights, bit for bit, and its old version, or is poisoned where it writes in place. What a source
+        keeps its old weights, bit for bit, and its old version. What a source
         or sink raises comes through as it is, with a note of phase, bucket and tensor; at the other parties an error of
         the same kind says which of them gave up, where, and why.
 

@@ -1,10 +1,9 @@
-"""An `nn.Module` as the sink of weights, in one of three modes.
+"""An `nn.Module` as the sink of weights, in one of two modes.
 
 What the modes do with new weights until all of them have arrived:
 
     staged      a copy of their own (or the transport's memory, where that stays); commit copies it into the module
     swap        a second set of tensors; commit gives the module these and keeps the old ones for the next refit
-    in_place    the module's own memory at once; a refit that fails after its first byte leaves the sink poisoned
 
 With "staged" the module's tensors keep their identity and their addresses, so that ties, captured graphs and whoever
 else refers to them see the new values. "swap" keeps the identity of parameters and buffers, and changes addresses.
@@ -32,7 +31,7 @@ from rl_refit.module_tensors import Bindings, Holding, ModuleReader, ModuleTenso
 
 __all__ = ["CommitMode", "ModuleSink", "VersionedSink", "assemble", "places_of", "read_box"]
 
-CommitMode = Literal["staged", "swap", "in_place"]
+CommitMode = Literal["staged", "swap"]
 
 
 @dataclass(slots=True)
@@ -51,9 +50,6 @@ class _Transaction:
 
     kept: dict[str, list[Holding]] = field(default_factory=dict)
     """Pieces in memory of the caller's that stays until the transaction is closed."""
-
-    touched: bool = False
-    """Whether the module's own memory was written."""
 
 
 class VersionedSink:
@@ -74,7 +70,7 @@ class VersionedSink:
 
     @property
     def poisoned(self) -> bool:
-        """Whether the weights may be torn: a commit, or a refit in place, failed and none has succeeded since."""
+        """Whether the weights may be torn: a commit failed and none has succeeded since."""
         return self._poison is not None
 
     @property
@@ -127,11 +123,11 @@ class ModuleSink(VersionedSink):
 
     "staged" and "swap" cost one more copy of the weights, from the first piece that does not stay. One thread
     at a time takes part in refits. Another that runs the module does so in `with sink.serving():`, which a commit waits
-    for, and "in_place" the first byte; or asks `check` before, where nothing can begin in between.
+    for; or asks `check` before, where nothing can begin in between.
 
     Args:
         module: The engine's own model, which nothing else trains.
-        mode: When the module gets the new weights: "staged", "swap", "in_place".
+        mode: When the module gets the new weights: "staged", "swap".
         before_commit: Called with the version when all is verified and nothing is touched yet, to stop an engine. If it
             raises, the old weights stay.
         on_commit: Called with the version at the end of every commit, when the module has the new weights: to tell an
@@ -191,7 +187,7 @@ class ModuleSink(VersionedSink):
         """Pass if the weights are whole: what an engine calls before it generates.
 
         Raises:
-            PoisonedError: They may be torn, or are being written in place.
+            PoisonedError: They may be torn, or are being written.
         """
         if self._poison is not None:
             raise PoisonedError(
@@ -315,13 +311,7 @@ class ModuleSink(VersionedSink):
             raise RefitError(f"{region} is staged a second time", phase="transfer", tensor=region.name)
         transaction.seen.add(region)
         transaction.missing[region.name] -= tensor.numel()
-        if self._mode == "in_place":
-            if not transaction.touched:
-                self._begin_writing()
-            transaction.touched = True
-            with torch.no_grad():
-                overwrite(live, region, tensor)
-        elif stays and self._mode != "swap":
+        if stays and self._mode != "swap":
             transaction.kept.setdefault(region.name, []).append((region, tensor))
         else:
             with torch.no_grad():
@@ -373,13 +363,12 @@ class ModuleSink(VersionedSink):
         assert transaction is not None
         if self._before_commit is not None:
             self._before_commit(version)
-        if not transaction.touched:
-            self._begin_writing()
+        self._begin_writing()
         try:
             with torch.no_grad():
                 if self._mode == "swap":
                     self._swap(transaction)
-                elif self._mode == "staged":
+                else:
                     for name, live in transaction.live.items():
                         for region, piece in self._staged(name, transaction):
                             overwrite(live, region, piece)
@@ -396,10 +385,7 @@ class ModuleSink(VersionedSink):
             self._end_writing()
 
     def abort(self) -> None:
-        """Close the transaction; the module keeps what it has, unless it was written in place, and the bank is kept."""
-        if self._open is not None and self._open.touched:
-            self._poison = self._poison or "a refit in place was given up after its first byte"
-            self._end_writing()
+        """Close the transaction; the module keeps what it has, and the bank is kept."""
         self._open = None
 
     def _swap(self, transaction: _Transaction) -> None:
@@ -411,8 +397,6 @@ class ModuleSink(VersionedSink):
     def _staged(self, name: str, transaction: _Transaction) -> Sequence[Holding]:
         """Where the new values of a tensor are, until they are committed."""
         live, kept = transaction.live[name], transaction.kept.get(name)
-        if self._mode == "in_place":
-            return live
         if kept is not None and sum(piece.numel() for _, piece in kept) == self._needed[name]:
             return kept
         bank = self._banked(name, live)

@@ -462,6 +462,6 @@ def annotate(error: BaseException, version: int | None, watch: Watch) -> None:
         error.peer = error.peer or watch.peer
     outcome = "the commit had begun, so ask the sink whether it is poisoned"
     if watch.phase_name != "commit":
-        outcome = "the old weights and the old version are intact, unless the sink writes in place, and is poisoned"
+        outcome = "the old weights and the old version are intact"
     wanted = "" if version is None else f" to version {version!r}"
     error.add_note(f"refit{wanted} aborted in {watch.where()}: {outcome}")
