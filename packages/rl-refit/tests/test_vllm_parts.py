@@ -16,11 +16,11 @@ from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
 from rl_refit.plan import plan_refit
+from rl_refit.tracing.layouts import find_landings
 from rl_refit.tracing.memory import Place
 from rl_refit.tracing.writes import record_writes
 from rl_refit.vllm import WORKER_EXTENSION
 from rl_refit.vllm.needs import NeedsConfig, prove_needs, rows_of, sink_meta
-from rl_refit.vllm.survey import surveyed
 
 
 def meta(name, shape=(4, 3), dtype="float32", tied_to=None):
@@ -87,15 +87,15 @@ def test_a_landing_says_where_each_box_of_a_source_goes_in_the_order_of_its_dims
         tensors["late"].copy_(loaded["half"])
         tensors["late"].mul_(2)
 
-    found = surveyed({}, recorded(tensors, *sources)(load), tensors)
+    found = find_landings(recorded(tensors, *sources)(load), tensors)
     values = torch.arange(12.0).view(4, 3)
-    (landing,) = found.landings["w"]
+    (landing,) = found.by_source["w"]
     assert (landing.box, landing.name) == (Region("w", (2, 0), (2, 3)), "fused")
     live = torch.zeros(SHAPES["fused"])
     live.as_strided(landing.box.shape, landing.strides, landing.offset).copy_(values[2:])
     assert torch.equal(live[:, 1:3], values[2:].t())
-    assert found.landings["b"][0].box == Region("b", (2,), (2,))
-    assert "norm" not in found.landings  # computed
+    assert found.by_source["b"][0].box == Region("b", (2,), (2,))
+    assert "norm" not in found.by_source  # computed
     assert found.users == {"w": ("fused",), "b": ("bias",), "norm": ("scale",), "half": ("late",)}
     assert found.changed == {"scale", "late"}  # these go through the loader
 
@@ -109,8 +109,9 @@ def test_what_is_written_to_one_place_or_cast_is_told():
         tensors["narrow"].copy_(loaded["wide"])
 
     sources = [meta("one", (2, 2)), meta("two", (1, 2)), meta("wide", (2,))]
-    answer = surveyed({}, recorded(tensors, *sources)(load), tensors).answer
-    assert answer == {"clashes": ["one and two are both written to both"], "casts": {"wide": "bfloat16"}}
+    found = find_landings(recorded(tensors, *sources)(load), tensors)
+    assert found.clashes == ["one and two are both written to both"]
+    assert found.casts == {"wide": "bfloat16"}
 
 
 SHAPES = {"fused": (3, 3), "bias": (2,), "scale": (2,), "late": (2,)}

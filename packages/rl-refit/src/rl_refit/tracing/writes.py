@@ -174,8 +174,8 @@ class Recorder(TorchDispatchMode):
         if (names or without_values) and _needs_values(func):
             raise _no_values(func, names)
         adds = kwargs.get("accumulate", False) is True or any(value is True for value in args[3:4])
-        copies = func is torch.ops.aten.copy_.default and read and storage_id(read[0]) in self._given
-        for target, is_out in written:
+        copies = func is torch.ops.aten.copy_.default and names and storage_id(read[0]) in self._given
+        for target, is_out in ((tensor, is_out) for tensor, is_out in written if tensor.numel()):
             mask, overwrites = None, operation in _OVERWRITING or is_out
             if operation in _AT_INDICES and not adds:
                 mask, overwrites = _mask(func, target, [*args[1:], *kwargs.values()]), True
@@ -261,8 +261,8 @@ def _mask(func: Any, target: Tensor, given: Sequence[Any]) -> Tensor:
 def _no_values(func: Any, names: set[str]) -> RefitError:
     what = f"of {', '.join(sorted(names)[:3])}" if names else "of a tensor"
     return RefitError(
-        f"load_weights asks for values {what}, with {func}; write tracing gives it tensors that have none. "
-        f"Use trace, which gives it numbers",
+        f"load_weights asks for values {what}, with {func}; tracing gives it tensors that have none: bind "
+        f"by hand what it does with them",
         tensor=min(names, default=None),
     )
 

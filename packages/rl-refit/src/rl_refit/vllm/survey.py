@@ -12,8 +12,7 @@ itself is only looked at. What the answer, plain data, says of the engine's tens
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,38 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit.errors import RefitError
-from rl_refit.layout import Layout, Region
+from rl_refit.layout import Layout
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.tracing.memory import Place, read_memory
-from rl_refit.tracing.writes import Recorder, Write, record_writes, trace_writes
+from rl_refit.tracing.layouts import Landings, find_landings
+from rl_refit.tracing.memory import read_memory
+from rl_refit.tracing.writes import Recorder, record_writes, trace_writes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Landing", "Survey", "survey", "surveyed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """Where a box of a source tensor goes, unchanged but for a cast, in a tensor of the engine as it is made."""
-
-    box: Region
-    """Of the source tensor."""
-
-    name: str
-    """The engine's name of its tensor."""
-
-    shape: tuple[int, ...]
-    """Of the engine's tensor."""
-
-    offset: int
-    """Of the box within the engine's tensor, in elements from its first."""
-
-    strides: tuple[int, ...]
-    """In the engine's tensor, in the order of the dims of the source tensor."""
-
-    same_dtype: bool
-    """Whether the bytes stay the same."""
+__all__ = ["Survey", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +38,8 @@ class Survey:
     """The answer, and what stays in the worker."""
 
     answer: dict[str, Any]
-
-    landings: dict[str, tuple[Landing, ...]]
-    """By source tensor, where all of its uses by this worker are plain copies."""
-
-    users: dict[str, tuple[str, ...]]
-    """The engine's tensors, each memory once, that are made from a source tensor; by source tensor."""
-
-    changed: frozenset[str]
-    """The engine's tensors that are not just copied and filled up."""
+    found: Landings | None
+    """None where the loader refused a tensor."""
 
 
 def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
@@ -99,9 +69,10 @@ def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
         with set_current_vllm_config(config):
             recorder = record_writes(load, model, sources)
     except Exception as error:  # noqa: BLE001  (whatever a model's loader raises is the answer)
-        return Survey({**answer, "refused": [offered, f"{type(error).__name__}: {error}"]}, {}, {}, frozenset())
-    answer |= {"refused": None, **_sorted_out(recorder, model, config)}
-    return surveyed(answer, recorder, read_memory(model).tensors)
+        return Survey({**answer, "refused": [offered, f"{type(error).__name__}: {error}"]}, None)
+    found = find_landings(recorder, read_memory(model).tensors)
+    answer |= {"refused": None, "clashes": found.clashes, "casts": found.casts}
+    return Survey(answer | _sorted_out(recorder, model, config), found)
 
 
 # -- The model that is traced ----------------------------------------------------------------------------------------
@@ -178,65 +149,3 @@ def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:
     except (RefitError, RuntimeError, AttributeError):  # it needs values, so nothing is proved
         return False
     return own_name in made.complete
-
-
-def surveyed(answer: dict[str, Any], recorder: Recorder, tensors: Mapping[str, Tensor]) -> Survey:
-    """The survey of what was written to `tensors`, the engine's own; adds clashes and casts to `answer`."""
-    landings: dict[str, list[Landing]] = {}
-    users: dict[str, dict[str, None]] = {}
-    kept: dict[str, torch.dtype] = {}
-    computed: set[str] = set()
-    changed: set[str] = set()
-    clashes: list[str] = []
-    for name, tensor in tensors.items():
-        copied: dict[tuple[str, Region], None] = {}
-        for write in recorder.writes_to(tensor):
-            for source in write.names:
-                users.setdefault(source, {})[name] = None
-                kept |= {source: write.target.dtype} if len(write.names) == 1 else {}
-            into = write.target.box_in(Place.of(tensor))
-            if write.source is not None and into is not None:
-                copied[write.source, into] = None
-            if (landing := _landing(write, recorder.sources, name=name, tensor=tensor)) is not None:
-                landings.setdefault(landing.box.name, []).append(landing)
-            elif write.names:
-                computed |= write.names
-                changed.add(name)
-            # Padding reads no source, and leaves alone what was copied before.
-            elif not write.fills or (copied and (into is None or any(into.intersect(box) for _, box in copied))):
-                changed.add(name)
-        if sum(box.numel for _, box in copied) > tensor.numel():  # only one of two can survive at the same elements
-            pairs = itertools.combinations(copied, 2)
-            clashing = {(one, two) for (one, box), (two, other) in pairs if one != two and box.intersect(other)}
-            clashes += [f"{one} and {two} are both written to {name}" for one, two in sorted(clashing)]
-    casts = {
-        name: str(dtype).removeprefix("torch.") for name, dtype in kept.items() if dtype != recorder.sources[name].dtype
-    }
-    return Survey(
-        {**answer, "clashes": clashes, "casts": casts},
-        {source: tuple(dict.fromkeys(each)) for source, each in landings.items() if source not in computed},
-        {source: tuple(names) for source, names in users.items()},
-        frozenset(changed),
-    )
-
-
-def _landing(write: Write, sources: Mapping[str, Tensor], *, name: str, tensor: Tensor) -> Landing | None:
-    """Where a write puts a box of one source tensor, if it is a plain copy of a box."""
-    if write.origin is None or write.source is None:
-        return None
-    whole = Place.of(sources[write.source])
-    box, dims = write.origin.box_in(whole, write.source), write.origin.dims_in(whole)
-    if box is None or dims is None:
-        return None
-    strides = [0] * len(whole.shape)
-    for dim, stride in zip(dims, write.target.strides, strict=True):
-        if dim is not None:
-            strides[dim] = stride
-    return Landing(
-        box=box,
-        name=name,
-        shape=tuple(tensor.shape),
-        offset=write.target.offset - int(tensor.storage_offset()),
-        strides=tuple(strides),
-        same_dtype=write.origin.dtype == write.target.dtype,
-    )

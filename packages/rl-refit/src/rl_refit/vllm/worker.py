@@ -25,10 +25,11 @@ from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
 from rl_refit.sink import places_of, read_box
 from rl_refit.staged import StagedSink
+from rl_refit.tracing.layouts import Landing, Landings
 from rl_refit.tracing.memory import read_memory
 from rl_refit.vllm import reload
 from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
-from rl_refit.vllm.survey import Landing, Survey, survey
+from rl_refit.vllm.survey import survey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +57,7 @@ class WorkerSink(StagedSink):
         self._worker, self._ask = worker, ask
         self.source: Manifest | None = None
         """The source that is being asked about, or was last."""
-        self._found: Survey | None = None
+        self._found: Landings | None = None
         self._known = ""
         self._direct: dict[str, tuple[Landing, ...]] = {}
         self._reloaded: dict[str, TensorMeta] = {}
@@ -109,9 +110,10 @@ class WorkerSink(StagedSink):
         assert self.source is not None
         reload.must_repair()  # or refuse now what cannot be repaired later
         rows = rows_of(self.source, config, ties=ties)
-        self._found = found = survey(self._worker.vllm_config, rows)
+        surveyed = survey(self._worker.vllm_config, rows)
+        self._found = surveyed.found
         model = self._worker.model_runner.get_model()
-        return {**found.answer, "live_ties": read_memory(model).tied}
+        return {**surveyed.answer, "live_ties": read_memory(model).tied}
 
     def settle(self, config: NeedsConfig, fed: Sequence[str], *, room: bool = True) -> Answer:
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
@@ -132,7 +134,7 @@ class WorkerSink(StagedSink):
         for meta in self.source.tensors:
             if meta.name not in set(fed) or meta.name not in found.users:
                 continue
-            landings = found.landings.get(meta.name, ())
+            landings = found.by_source.get(meta.name, ())
             boxes = list(dict.fromkeys(landing.box for landing in landings))
             disjoint = all(one.intersect(two) is None for n, one in enumerate(boxes) for two in boxes[:n])
             whole = Region.whole(meta.name, meta.shape)
@@ -197,7 +199,7 @@ class WorkerSink(StagedSink):
         """Where a box lies in the engine's own memory, in the order of the source's dims."""
         owner, _, name = landing.name.rpartition(".")
         tensor: Tensor = getattr(model.get_submodule(owner), name).detach()
-        return tensor.as_strided(landing.box.shape, landing.strides, tensor.storage_offset() + landing.offset)
+        return landing.view_in(tensor)
 
     def _resident(self, region: Region) -> Tensor | None:
         """What the engine's own memory holds of a box; None where that cannot be read."""
@@ -212,7 +214,7 @@ class WorkerSink(StagedSink):
         return read_box(held, region)
 
 
-def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]]:
+def _reloaded(found: Landings, model: nn.Module) -> tuple[dict[str, str], set[str]]:
     """The engine's tensors that must go through the loader, with the reason, and the source tensors they are made from.
 
     Whole layers go, and whatever is made from the same source tensors.
@@ -220,7 +222,7 @@ def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    shapes = {landing.name: landing.shape for each in found.landings.values() for landing in each}
+    shapes = {landing.name: landing.shape for each in found.by_source.values() for landing in each}
     latent = {  # latent attention keeps products of its projections beside them, made when weights are loaded
         name.rpartition(".")[0]
         for name, layer in model.named_modules()
@@ -253,7 +255,7 @@ def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]
         through = {
             source
             for source, names in found.users.items()
-            if source not in found.landings or reasons.keys() & set(names)
+            if source not in found.by_source or reasons.keys() & set(names)
         }
         users = (names for source, names in found.users.items() if source in through)
         more = dict.fromkeys(itertools.chain(*users), "loaded together with others")
