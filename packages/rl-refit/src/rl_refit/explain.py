@@ -7,8 +7,9 @@ there are two sides.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
@@ -17,11 +18,10 @@ from rl_refit.manifest import TensorMeta
 from rl_refit.plan import RefitPlan
 from rl_refit.schedule import make_schedule
 
-__all__ = ["describe_layout", "explain_plan", "fold_names", "human_size"]
+__all__ = ["describe_layout", "explain_plan", "human_size"]
 
 _SLOTS = 2
 _MAX_LINES = 20
-_MAX_RUNS = 3
 _NAME_WIDTH = 52
 
 
@@ -85,9 +85,7 @@ def describe_layout(layout: Layout, num_dims: int) -> str:
 
 
 def _tensor_table(plan: RefitPlan) -> list[str]:
-    def key(meta: TensorMeta) -> tuple[object, ...]:
-        source = plan.source.by_name[meta.name].layout if meta.travels else None
-        return meta.shape, meta.dtype, meta.feeding, meta.tied_to, source, meta.layout
+    """A line for each kind of tensor: those whose names differ in numbers alone, and that go the same way."""
 
     def way(meta: TensorMeta) -> str:
         if not meta.travels:
@@ -95,17 +93,18 @@ def _tensor_table(plan: RefitPlan) -> list[str]:
         layouts = plan.source.by_name[meta.name].layout, meta.layout
         return " → ".join(describe_layout(layout, len(meta.shape)) for layout in layouts)
 
-    folded = fold_names([(meta.name, key(meta)) for meta in plan.sink.tensors])
-    shown, hidden = folded[:_MAX_LINES], folded[_MAX_LINES:]
-    patterns = [name if len(name) <= _NAME_WIDTH else f"…{name[-_NAME_WIDTH + 1 :]}" for name, _, _ in shown]
-    width = max(map(len, patterns), default=0)
+    kinds = Counter(
+        (re.sub(r"(?<=\.)\d+(?=\.|$)", "*", meta.name), f"[{', '.join(map(str, meta.shape))}]", meta.dtype, way(meta))
+        for meta in plan.sink.tensors
+    )
+    shown = [*kinds.items()][:_MAX_LINES]
+    names = [f"…{name[1 - _NAME_WIDTH :]}" if len(name) > _NAME_WIDTH else name for (name, *_), _ in shown]
+    width = max(map(len, names), default=0)
     lines = [f"{'':>6}  {'tensor':<{width}}  {'shape':<16}  {'dtype':<8}  source → sink"]
-    for pattern, (_, _, names) in zip(patterns, shown, strict=True):
-        meta = plan.sink.by_name[names[0]]
-        shape = f"[{', '.join(map(str, meta.shape))}]"
-        lines.append(f"{len(names):>6}  {pattern:<{width}}  {shape:<16}  {meta.dtype:<8}  {way(meta)}")
-    if hidden:
-        lines.append(f"{sum(len(names) for _, _, names in hidden):>6}  … in {len(hidden)} more patterns")
+    for name, ((_, shape, dtype, how), count) in zip(names, shown, strict=True):
+        lines.append(f"{count:>6}  {name:<{width}}  {shape:<16}  {dtype:<8}  {how}")
+    if rest := len(kinds) - len(shown):
+        lines.append(f"{sum(kinds.values()) - sum(count for _, count in shown):>6}  … in {rest} more patterns")
     return lines
 
 
@@ -139,38 +138,3 @@ def _byte_table(plan: RefitPlan) -> list[str]:
     balance = max(sends.values()) * len(sends) / sum(sends.values()) if any(sends.values()) else 1.0
     verdict = above or "no rank receives more than its bound"
     return [*lines, f"{verdict}; the busiest source sends {balance:.2f} × the mean"]
-
-
-def fold_names(names: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Hashable, tuple[str, ...]]]:
-    """Fold names that differ in numbers between dots alone and come with equal keys: `layers.{0..35}.up_proj.weight`.
-
-    Returns:
-        The pattern, the key and the names, in the order of the first name of each.
-    """
-    groups: dict[tuple[tuple[str, ...], Hashable], list[str]] = {}
-    for name, key in names:
-        template = tuple("#" if part.isdecimal() else part for part in name.split("."))
-        groups.setdefault((template, key), []).append(name)
-    folded: list[tuple[str, Hashable, tuple[str, ...]]] = []
-    for (template, key), members in groups.items():
-        columns = zip(*(name.split(".") for name in members), strict=True)
-        parts = (
-            _span(sorted({int(part) for part in column})) if fixed == "#" else fixed
-            for fixed, column in zip(template, columns, strict=True)
-        )
-        folded.append((".".join(parts), key, tuple(members)))
-    return folded
-
-
-def _span(numbers: list[int]) -> str:
-    """Sorted numbers as runs: `7`, `{0..35}`, `{0..2,5,7..9,…}`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    if len(numbers) == 1:
-        return str(numbers[0])
-    shown = ["..".join(map(str, run)) for run in runs[:_MAX_RUNS]]
-    return "{" + ",".join(shown + ["…"] * (len(runs) > _MAX_RUNS)) + "}"
