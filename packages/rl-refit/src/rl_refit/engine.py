@@ -196,7 +196,7 @@ class EngineSink(ABC):
     def _leave(self) -> None:
         """Have the workers leave the refits of all but the drivers that are left."""
         with contextlib.suppress(Exception):  # the engine may have ended before
-            self._engine.call("rl_refit_leave", self._token, [each.name for each in self._drivers])
+            self._engine.call("rl_refit", self._token, "leave", [each.name for each in self._drivers])
 
     def _commit(self, driver: Driver) -> None:
         """Pause, have every worker commit, forget what was cached, resume.
@@ -207,7 +207,7 @@ class EngineSink(ABC):
         self._engine.pause()
         paused_at, self._failure = time.monotonic(), None
         try:
-            answers = self._engine.call("rl_refit_run", self._token, driver.name)
+            answers = self._engine.call("rl_refit", self._token, "run", driver.name)
             raise_errors(answers, phase="commit")
             self._engine.renew(str(answers[0]["version"]))
         except BaseException as error:
@@ -422,7 +422,7 @@ class Driver:
             "host": socket.gethostname(),
         }
         living = [each.name for each in sink._drivers]  # noqa: SLF001
-        sink.call("rl_refit_join", message, living)
+        sink.call("rl_refit", "join", message, living)
         self._store = BoundedStore(PrefixStore(meeting.name, store), Line(meeting.liveness_s, meeting.lost))
 
     def _begin_receiving(self, timeout_s: float) -> None:
@@ -430,7 +430,7 @@ class Driver:
             sink = self._sink
             notes, sink._notes = sink._notes, {}  # noqa: SLF001
             timeout = None if math.isinf(timeout_s) else timeout_s
-            sink.call("rl_refit_receive", self.name, timeout, notes)
+            sink.call("rl_refit", "receive", self.name, timeout, notes)
             self._receiving = True
 
     def _attend_until(self, is_over: Callable[[], bool]) -> list[dict[str, Any]] | None:
@@ -620,41 +620,52 @@ class _Seat:
 
 
 class WorkerEnd:
-    """A worker's end of an engine's refits.
+    """A worker's end of an engine's refits: the driver calls `rl_refit` in each worker, which hands it to `do`.
 
     Args:
         rank: Of the worker among those of its engine.
+        make_sink: Makes the worker's sink, anew for each sink of the driver's. It also has `version` and
+            `poison_reason`.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, make_sink: Callable[[WorkerEnd], Any]) -> None:
+        self.rank, self._make_sink = rank, make_sink
         self._token = ""
         self._seats: dict[str, _Seat] = {}
         self.busy = threading.Lock()
         self.seat: _Seat | None = None
         self.sink: Any = None
 
-    def join(  # noqa: PLR0917  (as it comes over RPC)
-        self, token: str, message: Mapping[str, Any], living: Sequence[str], sink: Callable[[], Any]
-    ) -> None:
-        """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left.
+    @answering
+    def do(self, token: str, what: str, *args: Any) -> Answer:
+        """What the driver's sink `token` asks of its workers' main threads: "join", "receive", "run" or "leave".
 
-        Args:
-            token: Of the driver's sink. A new one takes the engine from the one before, with a sink of its own.
-            message: Of the driver.
-            living: Names of the driver's other `Refit`s.
-            sink: Makes the worker's sink. It also has `version` and `poison_reason`.
+        A new token takes the engine from the one before, with a sink of its own.
         """
-        self.leave(living if token == self._token else ())
-        if token != self._token or self.sink is None:
-            self._token, self.sink = token, sink()
-        self._seats[message["driver"]] = _Seat(self, message, rank=self._rank)
+        if what == "join":
+            self._join(token, *args)
+        elif what == "leave":
+            if self.belongs(token):
+                self._leave(*args)
+        elif not self.belongs(token):
+            raise RefitError("another sink has taken this engine since this one did; make a new sink")
+        elif what == "receive":
+            self._receive(*args)
+        else:
+            assert what == "run"
+            return {"version": self._run(*args)}
+        return {}
 
-    def receive(  # noqa: PLR0917  (as it comes over RPC)
-        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
-    ) -> None:
+    def _join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> None:
+        """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left."""
+        self._leave(living if token == self._token else ())
+        if token != self._token or self.sink is None:
+            self._token, self.sink = token, self._make_sink(self)
+        self._seats[message["driver"]] = _Seat(self, message, rank=self.rank)
+
+    def _receive(self, driver: str, timeout_s: float | None, notes: Mapping[str, Any]) -> None:
         """Wait for the trainer in a thread, and take part; at most one at a time."""
-        sink = self._require(token)
+        sink = self.sink
         if "poison" in notes:
             sink.poison(notes["poison"])
         if notes.get("repeat"):
@@ -663,13 +674,8 @@ class WorkerEnd:
             sink.rewind(notes["rewind"])
         self._seats[driver].receive(timeout_s)
 
-    def run(self, token: str, driver: str) -> object:
-        """In the main thread: do what the worker's own thread asked for.
-
-        Raises:
-            Exception: What that raised; the thread raises it too.
-        """
-        self._require(token)
+    def _run(self, driver: str) -> object:
+        """Do what the worker's own thread asked for; what that raises, the thread raises too."""
         asked = self._seats[driver].asked
         if asked is None:
             raise RefitError("this worker has given up meanwhile, and asks for nothing")
@@ -686,7 +692,7 @@ class WorkerEnd:
 
         Args:
             what: "survey", "ready" or "commit".
-            job: What the main thread is to do when the driver calls `run`.
+            job: What the main thread is to do when the driver says "run".
 
         Raises:
             RefitError: What the driver answers, or it did not within its `timeout_s`.
@@ -698,17 +704,12 @@ class WorkerEnd:
         """Whether the driver's sink `token` has the engine."""
         return token == self._token and self.sink is not None
 
-    def leave(self, living: Sequence[str]) -> None:
+    def _leave(self, living: Sequence[str]) -> None:
         """Leave all `Refit`s of the driver's but `living`."""
         for name in [name for name in self._seats if name not in living]:
             seat = self._seats.pop(name)
             with contextlib.suppress(RefitError, RuntimeError):
                 seat.refit.close()
-
-    def _require(self, token: str) -> Any:
-        if token != self._token or self.sink is None:
-            raise RefitError("another sink has taken this engine since this one did; make a new sink")
-        return self.sink
 
 
 @final

@@ -64,7 +64,7 @@ def find_needs(
     """
     tied = any(meta.tied_to for meta in source.tensors)
     for given in ties:
-        answers = call("rl_refit_survey", asdict(config), given)
+        answers = call("survey", asdict(config), given)
         if not (tied and any(answer["never"] or answer["partial"] for answer in answers if not answer["refused"])):
             break
     return prove_needs(source, rows_of(source, config, ties=given), answers=answers, config=config)

@@ -14,6 +14,7 @@ import pkgutil
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal, TypeVar, final
 
 from rl_refit.engine import Answer, EngineSink
@@ -79,10 +80,10 @@ class VllmSink(EngineSink):
 
     def survey(self) -> None:
         """Ask the workers what the engine needs of the source that they have been given, and have them make room."""
-        (text,) = (answer["manifest"] for answer in self.call("rl_refit_source") if answer["manifest"])
-        source = Manifest.from_json(text)
-        fed = find_needs(self.call, source, self._config)
-        settled = self.call("rl_refit_settle", asdict(self._config), fed, True)
+        ask = partial(self.call, "rl_refit_ask")
+        (text,) = (answer["manifest"] for answer in ask("told") if answer["manifest"])
+        fed = find_needs(ask, Manifest.from_json(text), self._config)
+        settled = ask("settle", asdict(self._config), fed, True)
         self._unreadable = {name: why for room in settled for name, why in room["unreadable"].items()}
 
 

@@ -22,6 +22,7 @@ import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -146,8 +147,9 @@ class UpdateCheck:
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
         self._call("rl_refit_inspect", manifest.to_json())
-        fed = find_needs(self._call, manifest, config, ties=[source.ties])
-        settled = self._call("rl_refit_settle", asdict(config), fed, False)
+        ask = partial(self._call, "rl_refit_ask")
+        fed = find_needs(ask, manifest, config, ties=[source.ties])
+        settled = ask("settle", asdict(config), fed, False)
         self._boxes = [
             tuple(Region(name, tuple(offsets), tuple(shape)) for name, offsets, shape in each["boxes"])
             for each in settled
@@ -165,7 +167,7 @@ class UpdateCheck:
         """
         sent = [self._source.digest(boxes) for boxes in self._boxes]
         differing: dict[str, None] = {}
-        for ours, answer in zip(sent, self._call("rl_refit_digest"), strict=True):
+        for ours, answer in zip(sent, self._call("rl_refit_ask", "digests"), strict=True):
             held = answer["digests"]
             differing |= {
                 name: None

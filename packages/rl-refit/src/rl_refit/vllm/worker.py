@@ -105,17 +105,21 @@ class WorkerSink(StagedSink):
 
     # -- The survey, in the main thread -------------------------------------------------------------------------
 
-    def survey(self, config: NeedsConfig, *, ties: bool) -> Answer:
-        """Trace what the engine does with the source's tensors, without memory."""
+    def told(self) -> Answer:
+        """The source that the engine has been given, of the first worker."""
+        return {"manifest": self.source.to_json() if self.source is not None and self._worker.rank == 0 else ""}
+
+    def survey(self, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
+        """Trace what the engine does with the source's tensors, without memory; `config` is a `NeedsConfig`."""
         assert self.source is not None
         reload.must_repair()  # or refuse now what cannot be repaired later
-        rows = rows_of(self.source, config, ties=ties)
+        rows = rows_of(self.source, NeedsConfig(**config), ties=ties)
         surveyed = survey(self._worker.vllm_config, rows)
         self._found = surveyed.found
         model = self._worker.model_runner.get_model()
         return {**surveyed.answer, "live_ties": read_memory(model).tied}
 
-    def settle(self, config: NeedsConfig, fed: Sequence[str], *, room: bool = True) -> Answer:
+    def settle(self, config: Mapping[str, Any], fed: Sequence[str], room: bool) -> Answer:  # noqa: FBT001  (over RPC)
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
 
         Without `room` nothing can be staged, and only `digest` is of use.
@@ -149,20 +153,24 @@ class WorkerSink(StagedSink):
                     unreadable[meta.name] = "cast by the engine"
         rank = self._worker.rank
         metas = (
-            sink_meta(meta, config, boxes=wanted.get(meta.name), fed=meta.name in wanted, rank=rank)
+            sink_meta(meta, NeedsConfig(**config), boxes=wanted.get(meta.name), fed=meta.name in wanted, rank=rank)
             for meta in self.source.tensors
         )
         kept = [meta for meta in metas if meta is not None]
         roots = {meta.name for meta in kept if meta.tied_to is None}
         self._manifest = Manifest(tuple(meta for meta in kept if meta.tied_to is None or meta.tied_to in roots))
         self._allocate(wanted if room else {})
-        fed_boxes = [] if room else self.fed_boxes()
+        fed_boxes = [] if room else self._fed_boxes()
         return {
             "unreadable": unreadable,
             "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in fed_boxes],
         }
 
-    def fed_boxes(self) -> list[Region]:
+    def digests(self) -> Answer:
+        """By tensor, the digest of what the parameters now hold of its boxes, without what cannot be read."""
+        return {"digests": dict(self.digest(self._fed_boxes()).tensors)}
+
+    def _fed_boxes(self) -> list[Region]:
         """Those that this worker holds of the tensors which must be sent."""
         fed = (meta for meta in self._manifest.tensors if meta.travels)
         return [box for meta in fed for box in meta.regions_on(self._worker.rank)]
@@ -280,67 +288,22 @@ class RefitWorker:
     _rl_refit_check: Mapping[str, WorkerSink] = MappingProxyType({})
     """The latest `UpdateCheck`'s, by its token."""
 
-    @answering
-    def rl_refit_join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> Answer:
-        """Take part in the refits of a `Refit` of the driver."""
+    def rl_refit(self, token: str, what: str, *args: object) -> Answer:
+        """Take part in the refits of a driver; see `WorkerEnd.do`."""
         if self._rl_refit_end is None:
-            self._rl_refit_end = WorkerEnd(self.rank)
-        end = self._rl_refit_end
+            self._rl_refit_end = WorkerEnd(self.rank, self._rl_refit_make_sink)
+        return self._rl_refit_end.do(token, what, *args)
 
-        def make() -> InMainThread:
-            self._rl_refit_sink = WorkerSink(self, end.ask)
-            return InMainThread(self._rl_refit_sink, end)
-
-        end.join(token, message, living, make)
-        return {}
-
-    @answering
-    def rl_refit_receive(  # noqa: PLR0917  (over RPC)
-        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
-    ) -> Answer:
-        """Wait for the trainer, and take part, in a thread."""
-        self._end.receive(token, driver, timeout_s, notes)
-        return {}
-
-    @answering
-    def rl_refit_run(self, token: str, driver: str) -> Answer:
-        """Do what that thread asked for."""
-        return {"version": self._end.run(token, driver)}
-
-    @answering
-    def rl_refit_survey(self, token: str, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
-        """What the engine needs of the source; see `rl_refit.vllm.survey`."""
-        return self._sink(token).survey(NeedsConfig(**config), ties=ties)
-
-    @answering
-    def rl_refit_source(self, token: str) -> Answer:
-        """The source that the engine has been given, of the first worker."""
-        source = self._sink(token).source
-        return {"manifest": source.to_json() if source is not None and self.rank == 0 else ""}
-
-    @answering
-    def rl_refit_settle(  # noqa: PLR0917  (over RPC)
-        self,
-        token: str,
-        config: Mapping[str, Any],
-        fed: Sequence[str],
-        room: bool,  # noqa: FBT001
-    ) -> Answer:
-        """See `WorkerSink.settle`."""
-        return self._sink(token).settle(NeedsConfig(**config), fed, room=room)
-
-    @answering
-    def rl_refit_leave(self, token: str, living: Sequence[str]) -> Answer:
-        """Leave the refits of others than `living`."""
-        if self._rl_refit_end is not None and self._rl_refit_end.belongs(token):
-            self._rl_refit_end.leave(living)
-        return {}
-
-    # For weights that come by another way than a refit; see `rl_refit.vllm.weight_transfer`.
+    def _rl_refit_make_sink(self, end: WorkerEnd) -> InMainThread:
+        self._rl_refit_sink = WorkerSink(self, end.ask)
+        return InMainThread(self._rl_refit_sink, end)
 
     @answering
     def rl_refit_inspect(self, token: str, source: str) -> Answer:
-        """Look at the engine beside the source that has this manifest; from now on `token` is the engine's check."""
+        """Look at the engine beside the source that has this manifest, for weights that come by another way.
+
+        From now on `token` is the engine's check; see `rl_refit.vllm.weight_transfer`.
+        """
 
         def ask(what: str) -> None:
             raise RefitError(f"nothing is refitted here, so there is no driver to {what}")
@@ -351,22 +314,17 @@ class RefitWorker:
         return {}
 
     @answering
-    def rl_refit_digest(self, token: str) -> Answer:
-        """By tensor, the digest of what the parameters now hold of its boxes, without what cannot be read."""
-        reader = self._rl_refit_check.get(token)
-        if reader is None:
-            raise RefitError("another UpdateCheck was made of this engine since this one; make a new one")
-        return {"digests": dict(reader.digest(reader.fed_boxes()).tensors)}
-
-    @property
-    def _end(self) -> WorkerEnd:
-        if self._rl_refit_end is None:
-            raise RefitError("this worker has not joined")
-        return self._rl_refit_end
-
-    def _sink(self, token: str) -> WorkerSink:
-        if token in self._rl_refit_check:
-            return self._rl_refit_check[token]
-        if not self._end.belongs(token):
-            raise RefitError("another sink has taken this engine since this one did; make a new sink")
-        return self._rl_refit_sink
+    def rl_refit_ask(self, token: str, what: str, *args: Any) -> Answer:
+        """What the worker's sink for the driver's sink, or check, `token` answers to one of its methods."""
+        sink = self._rl_refit_check.get(token)
+        if sink is None:
+            if self._rl_refit_end is None or not self._rl_refit_end.belongs(token):
+                raise RefitError("another sink or UpdateCheck was made of this engine since this one; make a new one")
+            sink = self._rl_refit_sink
+        methods: dict[str, Callable[..., Answer]] = {
+            "told": sink.told,
+            "survey": sink.survey,
+            "settle": sink.settle,
+            "digests": sink.digests,
+        }
+        return methods[what](*args)
