@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -96,6 +96,8 @@ class ModuleReader:
         complete: Whether bindings must cover every element of the tensors that they touch, for a sink.
     """
 
+    tensors_stay = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -124,6 +126,16 @@ class ModuleReader:
         """Where the module's first tensor is."""
         tensors = itertools.chain(self._module.parameters(), self._module.buffers())
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def manifest(self) -> Manifest:
+        """Of the module's tensors now; as `read`."""
+        return self.read().manifest
+
+    def shards(self, names: Iterable[str]) -> Iterator[Holding]:
+        """The boxes of each tensor of `names` that this rank holds, in the module's own memory: a `WeightSource`'s."""
+        held = self.read().held
+        for name in names:
+            yield from held[name]
 
     def read(self) -> ModuleTensors:
         """The module's tensors now.

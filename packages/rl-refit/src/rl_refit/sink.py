@@ -253,7 +253,7 @@ class ModuleSink(VersionedSink):
 
         To be read while no transaction is open.
         """
-        return _Weights(self._reader)
+        return self._reader
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction. Allowed, and needed, when the sink is poisoned.
@@ -418,28 +418,6 @@ class ModuleSink(VersionedSink):
                 ]
             self._bank[name] = bank
         return bank
-
-
-@final
-class _Weights:
-    """What a module holds, as a `WeightSource`."""
-
-    tensors_stay = True
-
-    def __init__(self, reader: ModuleReader) -> None:
-        self._reader = reader
-
-    @property
-    def device(self) -> torch.device:
-        return self._reader.device
-
-    def manifest(self) -> Manifest:
-        return self._reader.read().manifest
-
-    def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
-        held = self._reader.read().held
-        for name in names:
-            yield from held[name]
 
 
 def places_of(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
