@@ -38,13 +38,13 @@ from rl_refit.contracts import WeightSource
 from rl_refit.errors import (
     AbortedError,
     DeadlineError,
-    PoisonedError,
     RefitError,
     error_from_message,
     error_to_message,
 )
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous, host_store
+from rl_refit.sink import VersionedSink
 from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone, in_thread
 from rl_refit.transaction.liveness import Peers
 
@@ -89,7 +89,7 @@ class Engine(Protocol):
         """Generate again."""
 
 
-class EngineSink(ABC):
+class EngineSink(VersionedSink, ABC):
     """An engine of one or many workers as the sink of a `Refit`; each worker is a rank of the sink.
 
     The process that made the engine gives it to its `Refit`, which carries no weights here. With a `Rendezvous`, its
@@ -102,11 +102,10 @@ class EngineSink(ABC):
     """
 
     def __init__(self, engine: Engine, *, timeout_s: float) -> None:
+        super().__init__()
         self._engine, self._timeout_s = engine, timeout_s
         self._token = secrets.token_hex(8)
         self._drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
-        self._version: int | None = None
-        self._poison: str | None = None
         self._failure: str | None = None
         """How the last commit failed, as the driver saw it, which knows the worker; None if it did not."""
         self._notes: dict[str, Any] = {}
@@ -125,31 +124,6 @@ class EngineSink(ABC):
     def num_ranks(self) -> int:
         """Workers of the engine: ranks of the sink."""
         return self._engine.num_ranks
-
-    @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first. Says nothing about a poisoned sink."""
-        return self._version
-
-    @property
-    def poisoned(self) -> bool:
-        """Whether the engine's weights may be torn: a commit failed half-way, and none has succeeded since."""
-        return self._poison is not None
-
-    def check(self) -> None:
-        """Pass if the weights are whole: what calls the engine asks this before it generates.
-
-        A commit needs no such question: the engine is paused while one works.
-
-        Raises:
-            PoisonedError: They may be torn.
-        """
-        if self._poison is not None:
-            raise PoisonedError(
-                f"{self._poison}, so the engine's weights may be part old and part new; refit successfully before it "
-                f"generates",
-                phase="commit",
-            )
 
     def poison(self, reason: str) -> None:
         """Refuse to be used until a refit succeeds: for whoever knows that this engine is not what its peers are.
@@ -229,7 +203,7 @@ class EngineSink(ABC):
         elif all("report" in each for each in said):
             self._poison = None
         if not self.poisoned:
-            self._version = said[0]["version"]
+            self.version = said[0]["version"]
 
 
 def raise_errors(answers: Sequence[Answer], *, phase: str = "prepare") -> None:
@@ -569,7 +543,7 @@ class _Seat:
                 report = self.refit.receive(timeout_s=timeout_s)
                 end["report"] = {**asdict(report), "seconds": dict(report.seconds)}
             except BaseException as error:  # noqa: BLE001  (the driver raises it)
-                message = error_to_message(error, party=f"sink {self._sink_rank}", where=_where(error))
+                message = error_to_message(error, party=f"sink {self._sink_rank}")
                 message["heard"] = " gave up in " in str(error) or isinstance(error, AbortedError)
                 message["late"] = "no refit began within" in str(error)
                 end["error"] = message
@@ -743,11 +717,6 @@ class InMainThread:
             if committed:
                 self._sink.poison(f"this worker has committed, and its engine has failed: {error}")
             raise
-
-
-def _where(error: BaseException) -> str:
-    phase = getattr(error, "phase", None)
-    return f"phase {phase}" if phase else "a worker of the engine"
 
 
 def _own_address(address: str) -> str:

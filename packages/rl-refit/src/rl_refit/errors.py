@@ -122,13 +122,13 @@ _KINDS: dict[str, type[RefitError]] = {
 _DETAILS = ("phase", "tensor", "bucket", "peer", "unfed", "unmapped", "mismatched", "tensors", "seconds")
 
 
-def error_to_message(error: BaseException, *, party: str, where: str) -> dict[str, Any]:
+def error_to_message(error: BaseException, *, party: str, where: str | None = None) -> dict[str, Any]:
     """What others need to know: the kind, the text, who failed where, and what attributes an error of ours has."""
     return {
         "kind": type(error).__name__,
         "text": str(error) or type(error).__name__,
         "party": (isinstance(error, AbortedError) and error.peer) or party,
-        "where": where,
+        "where": where or (f"phase {phase}" if (phase := getattr(error, "phase", None)) else "its refit"),
         **{name: getattr(error, name) for name in _DETAILS if isinstance(error, RefitError) and hasattr(error, name)},
     }
 

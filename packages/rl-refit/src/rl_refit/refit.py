@@ -26,7 +26,7 @@ from rl_refit.transaction.control import Control
 from rl_refit.transaction.party import Party, annotate
 from rl_refit.transports.base import InProcess, Transport, Watch
 
-__all__ = ["LONGEST_NAP_S", "Refit", "RefitReport", "slot_stream"]
+__all__ = ["LONGEST_NAP_S", "Refit", "RefitReport", "require_version", "slot_stream"]
 
 _DEFAULTS = RefitConfig()
 LONGEST_NAP_S = 5e-3
@@ -133,8 +133,7 @@ class Refit:
         """
         if self._source is None:
             raise RefitError("this process has no source of weights; wait for a refit with receive()")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
+        require_version(version)
         return self._run(version)
 
     def receive(self, *, timeout_s: float | None = None) -> RefitReport:
@@ -364,6 +363,12 @@ class RefitReport:
             f"{1e3 * self.total_seconds:.1f} ms ({phases}), verified {self.verified}{rest}{digest}"
             + "".join(f", {note}" for note in notes)
         )
+
+
+def require_version(version: object) -> None:
+    """Pass if `version` is an int ≥ 0."""
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
 
 
 def slot_stream() -> Transport:

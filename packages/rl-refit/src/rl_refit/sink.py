@@ -78,6 +78,18 @@ class VersionedSink:
         """Why it is poisoned; None where it is not."""
         return self._poison
 
+    def check(self) -> None:
+        """Pass if the weights are whole: what an engine calls before it generates.
+
+        Raises:
+            PoisonedError: They may be torn.
+        """
+        if self._poison is not None:
+            raise PoisonedError(
+                f"{self._poison}, so the weights may be part old and part new; refit successfully before using them",
+                phase="commit",
+            )
+
     def poison(self, reason: str) -> None:
         """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
 
@@ -189,11 +201,7 @@ class ModuleSink(VersionedSink):
         Raises:
             PoisonedError: They may be torn, or are being written.
         """
-        if self._poison is not None:
-            raise PoisonedError(
-                f"{self._poison}, so the weights may be part old and part new; refit successfully before using them",
-                phase="commit",
-            )
+        super().check()
         if self._writing:
             raise PoisonedError("new weights are being written; generate when they have been committed", phase="commit")
 
