@@ -216,7 +216,8 @@ class ModuleReader:
                     name=name,
                     shape=shapes[name],
                     dtype=_dtype(held[name], tensors.get(name)),
-                    layout=layouts.get(name) or _layout_of(held[name], rank),
+                    layout=layouts.get(name)
+                    or Layout.from_boxes({rank: dict.fromkeys(region for region, _ in held[name])}),
                     tied_to=None if root == name else root,
                     feeding=feeding.get(root, "fed"),
                 )
@@ -352,10 +353,6 @@ def _matching(patterns: tuple[str, ...], names: Iterable[str], *, strict: bool =
             raise RefitError(f"the pattern {pattern!r} fits no tensor of the module; names look like {names[:3]}")
         found.update(matches)
     return found
-
-
-def _layout_of(holdings: list[Holding], rank: int) -> Layout:
-    return Layout.from_boxes({rank: dict.fromkeys(region for region, _ in holdings)})
 
 
 def _dtype(holdings: list[Holding], tensor: Tensor | None) -> str:

@@ -374,10 +374,12 @@ class ModuleSink(VersionedSink):
         self._begin_writing()
         try:
             with torch.no_grad():
-                if self._mode == "swap":
-                    self._swap(transaction)
-                else:
-                    for name, live in transaction.live.items():
+                for name, live in transaction.live.items():
+                    if self._mode == "swap":
+                        for (region, old), (_, fresh) in zip(live, self._banked(name, live), strict=True):
+                            transaction.tensors.objects[name].data = fresh
+                            self._bank[name] = [(region, old)]
+                    else:
                         for region, piece in self._staged(name, transaction):
                             overwrite(live, region, piece)
             if self._on_commit is not None:
@@ -395,12 +397,6 @@ class ModuleSink(VersionedSink):
     def abort(self) -> None:
         """Close the transaction; the module keeps what it has, and the bank is kept."""
         self._open = None
-
-    def _swap(self, transaction: _Transaction) -> None:
-        for name, live in transaction.live.items():
-            for (region, old), (_, fresh) in zip(live, self._banked(name, live), strict=True):
-                transaction.tensors.objects[name].data = fresh
-                self._bank[name] = [(region, old)]
 
     def _staged(self, name: str, transaction: _Transaction) -> Sequence[Holding]:
         """Where the new values of a tensor are, until they are committed."""

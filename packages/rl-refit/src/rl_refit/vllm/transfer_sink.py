@@ -105,16 +105,13 @@ class TransferSink(StagedSink):
         self._client.label, self._client.finished = str(version), False
         try:
             with self._paused():
-                self._send()
+                self._trainer.send_weights()
+                if not self._client.finished:
+                    raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")  # noqa: TRY301
+                self._source.digest()  # raises where it has not taken all
         except BaseException:
             self._trainer, self._torn = None, self._client.under_way  # where it has not ended, it is torn for good
             raise
-
-    def _send(self) -> None:
-        self._trainer.send_weights()
-        if not self._client.finished:
-            raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")
-        self._source.digest()  # raises where it has not taken all
 
 
 @final
