@@ -13,13 +13,13 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from rl_refit.errors import CoverageError, RefitError
-from rl_refit.layout import Layout, Region, this_rank
+from rl_refit.layout import Layout, Region, is_dtensor, local_part, this_rank
 from rl_refit.manifest import Feeding, Manifest, TensorMeta
 
 __all__ = ["Binding", "Bindings", "Holding", "ModuleReader", "ModuleTensors", "Rename", "as_patterns", "check_writable"]
@@ -155,8 +155,6 @@ class ModuleReader:
                     submodule.reshard()
 
         # The named tensors, and this rank's part of each: detached, in the same memory.
-        # Where DTensor is not imported no tensor is one, and importing it would take a second.
-        dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         tensors: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         marks: list[object] = []
@@ -168,12 +166,8 @@ class ModuleReader:
                 raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
             if tensor.is_meta:
                 raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
-            tensors[name], local, placements = tensor, tensor, None
-            if isinstance(tensor, dtensor):
-                placements = tensor.placements
-                with torch.no_grad():
-                    local = tensor.to_local()
-            local = parts[name] = local.detach()
+            tensors[name], placements = tensor, getattr(tensor, "placements", None)
+            local = parts[name] = local_part(tensor)
             # Equal as long as a tensor is the same object, in the same memory, and lies on the same ranks.
             marks.append((name, id(tensor), tensor.shape, placements, local.data_ptr(), local.shape, local.stride()))
             marks.append((local.dtype, local.device))
@@ -326,7 +320,7 @@ def check_writable(live: Mapping[str, tuple[Holding, ...]], *, tensors: ModuleTe
         return
     advice, objects = "use mode='staged'", tensors.objects
     for name, held in live.items():
-        if type(objects[name]).__name__ == "DTensor":
+        if is_dtensor(objects[name]):
             raise RefitError(f"{name!r} is a DTensor, whose memory cannot be exchanged; {advice}", tensor=name)
         if any(tensor.untyped_storage().nbytes() != tensor.nbytes for _, tensor in held):
             raise RefitError(f"{name!r} is part of a larger tensor, and cannot be exchanged; {advice}", tensor=name)

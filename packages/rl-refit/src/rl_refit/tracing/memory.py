@@ -6,14 +6,13 @@ Parameters come first, then buffers, persistent or not; each memory once; DTenso
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.layout import Region
+from rl_refit.layout import Region, local_part
 
 __all__ = ["EngineMemory", "LoadWeights", "Place", "read_memory", "storage_id"]
 
@@ -40,7 +39,7 @@ def read_memory(module: nn.Module) -> EngineMemory:
     for name, tensor in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
-        local = _local_tensor(tensor)
+        local = local_part(tensor)
         root = first.setdefault((storage_id(local), Place.of(local)), name) if local.numel() else name
         if root == name:
             tensors[name] = local
@@ -53,16 +52,6 @@ def storage_id(tensor: Tensor) -> int:
     """The same for tensors of one storage, for as long as it lives; `data_ptr` is 0 for all on the meta device."""
     address: int = tensor.untyped_storage()._cdata  # noqa: SLF001  as torch's own code tells storages apart
     return address
-
-
-def _local_tensor(tensor: Tensor) -> Tensor:
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor):
-            with torch.no_grad():
-                return tensor.to_local().detach()
-    return tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
