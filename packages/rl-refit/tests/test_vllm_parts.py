@@ -20,7 +20,7 @@ from rl_refit.tracing.layouts import find_landings
 from rl_refit.tracing.memory import Place
 from rl_refit.tracing.writes import record_writes
 from rl_refit.vllm import WORKER_EXTENSION
-from rl_refit.vllm.needs import NeedsConfig, prove_needs, rows_of, sink_meta
+from rl_refit.vllm.survey import NeedsConfig, offered, prove_needs, sink_meta
 
 
 def meta(name, shape=(4, 3), dtype="float32", tied_to=None):
@@ -137,9 +137,9 @@ WHOLE = {
 def needs(*answers, ties=False, **options):
     """The tensors that are fed."""
     config = NeedsConfig(**options)
-    rows = rows_of(SOURCE, config, ties=ties)
+    given = offered(SOURCE, config, ties=ties)
     answers = [{**WHOLE, **answer} for answer in answers]
-    return prove_needs(SOURCE, rows, answers=answers, config=config)
+    return prove_needs(SOURCE, given, answers=answers, config=config)
 
 
 def manifest_of(fed, *, boxes=None, rank=0):

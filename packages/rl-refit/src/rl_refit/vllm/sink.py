@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, final
 from rl_refit.engine import Answer, EngineSink
 from rl_refit.errors import RefitError
 from rl_refit.manifest import Manifest
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, find_needs
+from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs
 
 __all__ = ["WORKER_EXTENSION", "Pause", "VllmEngine", "VllmSink", "call_async", "loop_of"]
 

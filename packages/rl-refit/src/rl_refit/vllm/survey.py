@@ -1,8 +1,9 @@
-"""What one worker's engine needs of a source, proved by tracing `load_weights` on a model without memory.
+"""What an engine needs of a source, proved by tracing `load_weights` on a model without memory.
 
-Runs in a worker. A second instance of the engine's model class is made on the meta device from a copy of its
-configuration; its `load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine
-itself is only looked at. What the answer, plain data, says of the engine's tensors, by the names they have in vLLM:
+Each worker makes a second instance of the engine's model class on the meta device, from a copy of its configuration;
+its `load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine itself is only
+looked at. The driver combines the answers: what is to be sent, or an error that lists every problem. What an answer,
+plain data, says of the engine's tensors, by the names they have in vLLM:
 
     never       nothing of a source is written there, and the engine does not make it itself: buffers that no checkpoint
                 holds, and what a layer of attention writes when it processes its weights after loading
@@ -12,16 +13,17 @@ itself is only looked at. What the answer, plain data, says of the engine's tens
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.errors import RefitError
-from rl_refit.layout import Layout
+from rl_refit.errors import CoverageError, RefitError
+from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.tracing.layouts import Landings, find_landings
 from rl_refit.tracing.memory import read_memory
@@ -30,37 +32,164 @@ from rl_refit.tracing.writes import Recorder, record_writes, trace_writes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Survey", "survey"]
+__all__ = ["DERIVED", "NeedsConfig", "find_needs", "offered", "prove_needs", "sink_meta", "survey"]
+
+DERIVED = ("*inv_freq", "*embed_scale")
+"""Buffers of Hugging Face models that no checkpoint holds: an engine computes its own from the configuration."""
+
+Answer = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The answer, and what stays in the worker."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedsConfig:
+    """What the user declares; patterns are those of `fnmatch`."""
 
-    answer: dict[str, Any]
-    found: Landings | None
-    """None where the loader refused a tensor."""
+    derived: tuple[str, ...] = DERIVED
+    """Source tensors that the engine computes itself: they are not sent."""
+
+    constant: tuple[str, ...] = ()
+    """Engine tensors that never change, or whose unwritten elements do not matter."""
+
+    cast: bool = False
+    """Whether the engine may keep a tensor in another dtype than the source's."""
 
 
-def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
-    """Trace what an engine of `config` does with source tensors, given as rows of name, dtype and shape."""
-    from vllm.config import set_current_vllm_config
-
-    sources = Manifest(
+def offered(source: Manifest, config: NeedsConfig, *, ties: bool) -> Manifest:
+    """What a loader is given, whole: all that is not derived; what is tied to another only with `ties`."""
+    return Manifest(
         tuple(
-            TensorMeta(name=name, dtype=dtype, shape=tuple(shape), layout=Layout.whole()) for name, dtype, shape in rows
+            replace(meta, layout=Layout.whole(), tied_to=None)
+            for meta in source.tensors
+            if (ties or meta.tied_to is None) and not _matches(meta.name, config.derived)
         )
     )
+
+
+def find_needs(
+    call: Callable[..., Sequence[Answer]],
+    source: Manifest,
+    config: NeedsConfig,
+    *,
+    ties: Sequence[bool] = (False, True),
+) -> tuple[str, ...]:
+    """The tensors that the engine needs of `source`, as its workers say, which `call` asks.
+
+    First without tied tensors; with them where that leaves something of the engine unwritten.
+
+    Raises:
+        CoverageError: As for `prove_needs`.
+    """
+    tied = any(meta.tied_to for meta in source.tensors)
+    for given in ties:
+        answers = call("survey", asdict(config), given)
+        if not (tied and any(answer["never"] or answer["partial"] for answer in answers if not answer["refused"])):
+            break
+    return prove_needs(source, offered(source, config, ties=given), answers=answers, config=config)
+
+
+def prove_needs(
+    source: Manifest, given: Manifest, *, answers: Sequence[Answer], config: NeedsConfig
+) -> tuple[str, ...]:
+    """The tensors that the engine needs of `source`, of which the workers' loaders were `given` some.
+
+    Raises:
+        CoverageError: An engine tensor is not wholly written, the engine has no place for a source tensor, two are
+            written to the same place, or one would be cast without leave.
+    """
+    architecture = answers[0]["architecture"]
+    refused = [answer["refused"] for answer in answers if answer["refused"]]
+    if refused:
+        name, error = refused[0]
+        raise CoverageError(
+            f"the load_weights of vLLM's {architecture} refuses {name!r}: {error}\nGive the source the names of the "
+            f"checkpoint (rename=, bindings=), or say what the engine computes itself (derived=)",
+            unmapped=(name,),
+        )
+    unused = set.intersection(*(set(answer["unused"]) for answer in answers))
+    mismatched = _mismatches(answers, source, config)
+    lacking: dict[str, None] = {}  # of any worker, what is not wholly written
+    for answer in answers:
+        loose = {name: f"{name}: never written" for name in answer["never"]}
+        for name, (missing, total) in answer["partial"].items():
+            loose[name] = f"{name}: {missing:,} of {total:,} elements are never written"
+        lacking |= dict.fromkeys(line for name, line in loose.items() if not _matches(name, config.constant))
+    unfed = tuple(lacking)
+    unmapped = tuple(meta.name for meta in source.tensors if meta.name in unused and meta.tied_to is None)
+    if unfed or unmapped or mismatched:
+        lists = {"are not fed": unfed, "have no place in the engine": unmapped, "cannot go as they are": mismatched}
+        told = "\n".join(
+            f"{len(lines)} {title}:" + "".join(f"\n  {x}" for x in lines) for title, lines in lists.items() if lines
+        )
+        raise CoverageError(
+            f"the source and vLLM's {architecture} do not hold the same tensors.\n{told}",
+            unfed=unfed,
+            unmapped=unmapped,
+            mismatched=mismatched,
+        )
+    return tuple(name for name in given.by_name if name not in unused)
+
+
+def sink_meta(
+    meta: TensorMeta, config: NeedsConfig, *, boxes: Sequence[Region] | None, fed: bool, rank: int
+) -> TensorMeta | None:
+    """A tensor of the source as worker `rank` holds it: `boxes` that are fed, tied, or derived; None for nothing."""
+    if fed:
+        assert boxes is not None
+        whole = Region.whole(meta.name, meta.shape)
+        layout = Layout.whole(rank) if list(boxes) == [whole] else Layout.from_boxes({rank: boxes})
+        return replace(meta, layout=layout, tied_to=None)
+    if _matches(meta.name, config.derived):
+        return replace(meta, layout=Layout.whole(rank), tied_to=None, feeding="derived")
+    return replace(meta, layout=Layout.whole(rank)) if meta.tied_to is not None else None
+
+
+def _mismatches(answers: Iterable[Answer], source: Manifest, config: NeedsConfig) -> tuple[str, ...]:
+    lines: dict[str, None] = {}
+    for answer in answers:
+        lines |= dict.fromkeys(answer["clashes"])
+        for name, dtype in () if config.cast else answer["casts"].items():
+            lines[f"{name}: {source.by_name[name].dtype} in the source, {dtype} in the engine; cast=True allows it"] = (
+                None
+            )
+        for name, root in answer["live_ties"].items() - answer["ties"].items():
+            if _root(source, name) != _root(source, root):
+                lines[
+                    f"{name}: the engine tied it to {root} when it loaded equal values for both; give its "
+                    f"configuration tie_word_embeddings=False and load it again"
+                ] = None
+    return tuple(lines)
+
+
+def _root(source: Manifest, name: str) -> str:
+    meta = source.by_name.get(name)
+    return name if meta is None else meta.tied_to or name
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# -- In a worker -----------------------------------------------------------------------------------------------------
+
+
+def survey(config: VllmConfig, sources: Manifest) -> tuple[dict[str, Any], Landings | None]:
+    """Trace what an engine of `config` does with the tensors of `sources`.
+
+    Returns:
+        The answer, and what stays in the worker: None where the loader refused a tensor.
+    """
+    from vllm.config import set_current_vllm_config
+
     config = _copy_of(config)
     model: Any = _on_meta(config)
     answer: dict[str, Any] = {"architecture": type(model).__name__, "ties": read_memory(model).tied}
-    offered = ""
+    latest = ""
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
         def offer() -> Iterator[tuple[str, Tensor]]:
-            nonlocal offered
+            nonlocal latest
             for name, tensor in weights:
-                offered = name
+                latest = name
                 yield name, tensor
 
         model.load_weights(offer())
@@ -69,10 +198,10 @@ def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
         with set_current_vllm_config(config):
             recorder = record_writes(load, model, sources)
     except Exception as error:  # noqa: BLE001  (whatever a model's loader raises is the answer)
-        return Survey({**answer, "refused": [offered, f"{type(error).__name__}: {error}"]}, None)
+        return {**answer, "refused": [latest, f"{type(error).__name__}: {error}"]}, None
     found = find_landings(recorder, read_memory(model).tensors)
     answer |= {"refused": None, "clashes": found.clashes, "casts": found.casts}
-    return Survey(answer | _sorted_out(recorder, model, config), found)
+    return answer | _sorted_out(recorder, model, config), found
 
 
 # -- The model that is traced ----------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ from rl_refit.errors import DigestError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.sink import assemble
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, find_needs, rows_of
 from rl_refit.vllm.sink import VllmEngine
+from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs, offered
 
 __all__ = ["SourceForVllm", "SourceFromVllm", "UpdateCheck"]
 
@@ -63,8 +63,8 @@ class SourceForVllm(TransferSource):  # type: ignore[misc]
     def __init__(self, source: WeightSource, *, derived: Sequence[str] = DERIVED, ties: bool = False) -> None:
         self.source, self.ties, self.config = source, ties, NeedsConfig(derived=tuple(derived))
         manifest = source.manifest()
-        rows = rows_of(manifest, self.config, ties=ties)
-        metas = {name: manifest.by_name[name] for name, _, shape in rows if math.prod(shape)}
+        names = offered(manifest, self.config, ties=ties).by_name
+        metas = {name: meta for name in names if math.prod((meta := manifest.by_name[name]).shape)}
         for name, meta in metas.items():
             held = [sum(box.numel for box in boxes) for boxes in meta.regions().values()]
             if max(held) < math.prod(meta.shape):

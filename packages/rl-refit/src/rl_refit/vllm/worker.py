@@ -28,8 +28,7 @@ from rl_refit.staged import StagedSink
 from rl_refit.tracing.layouts import Landing, Landings
 from rl_refit.tracing.memory import read_memory
 from rl_refit.vllm import reload
-from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
-from rl_refit.vllm.survey import survey
+from rl_refit.vllm.survey import NeedsConfig, offered, sink_meta, survey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,11 +112,10 @@ class WorkerSink(StagedSink):
         """Trace what the engine does with the source's tensors, without memory; `config` is a `NeedsConfig`."""
         assert self.source is not None
         reload.must_repair()  # or refuse now what cannot be repaired later
-        rows = rows_of(self.source, NeedsConfig(**config), ties=ties)
-        surveyed = survey(self._worker.vllm_config, rows)
-        self._found = surveyed.found
+        given = offered(self.source, NeedsConfig(**config), ties=ties)
+        answer, self._found = survey(self._worker.vllm_config, given)
         model = self._worker.model_runner.get_model()
-        return {**surveyed.answer, "live_ties": read_memory(model).tied}
+        return {**answer, "live_ties": read_memory(model).tied}
 
     def settle(self, config: Mapping[str, Any], fed: Sequence[str], room: bool) -> Answer:  # noqa: FBT001  (over RPC)
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
