@@ -47,6 +47,7 @@ from rl_refit.rendezvous import Rendezvous, host_store
 from rl_refit.sink import VersionedSink
 from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone, in_thread
 from rl_refit.transaction.liveness import Peers
+from rl_refit.transports.stream import SlotStream
 
 if TYPE_CHECKING:
     from rl_refit.refit import Refit, RefitReport
@@ -509,7 +510,6 @@ class _Seat:
 
     def __init__(self, end: WorkerEnd, message: Mapping[str, Any], *, rank: int) -> None:
         from rl_refit.refit import Refit
-        from rl_refit.transports.stream import SlotStream
 
         self._end, self._message = end, message
         self._sink_rank = message["first_rank"] + rank

@@ -25,8 +25,9 @@ from rl_refit.rendezvous import Rendezvous
 from rl_refit.transaction.control import Control
 from rl_refit.transaction.party import Party, annotate
 from rl_refit.transports.base import InProcess, Transport, Watch
+from rl_refit.transports.stream import SlotStream
 
-__all__ = ["LONGEST_NAP_S", "Refit", "RefitReport", "require_version", "slot_stream"]
+__all__ = ["LONGEST_NAP_S", "Refit", "RefitReport", "require_version"]
 
 _DEFAULTS = RefitConfig()
 LONGEST_NAP_S = 5e-3
@@ -71,7 +72,7 @@ class Refit:
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
         if transport is None and (rendezvous is not None or isinstance(sink, EngineSink)):
-            transport = slot_stream()
+            transport = SlotStream()
         self.interruption: BaseException | None = None
         """Why whoever made this Refit, such as an engine's driver, ends what it does, wherever it waits."""
         self.look_also: Callable[[], None] = lambda: None
@@ -371,13 +372,6 @@ def require_version(version: object) -> None:
         raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
 
 
-def slot_stream() -> Transport:
-    """A `SlotStream`, which is imported when it is needed."""
-    from rl_refit.transports.stream import SlotStream
-
-    return SlotStream()
-
-
 # -- What goes together ----------------------------------------------------------------------------------------------
 
 
@@ -410,8 +404,6 @@ def _check_sides(
     if rendezvous is not None and not isinstance(rendezvous, Rendezvous):
         raise TypeError(f"rendezvous is a {type(rendezvous).__name__}; write Rendezvous(address, num_sources=…, …)")
     if isinstance(sink, EngineSink):
-        from rl_refit.transports.stream import SlotStream
-
         if not isinstance(transport, SlotStream):
             raise TypeError(f"the workers of an engine take a SlotStream; got {type(transport).__name__}")
         if rendezvous is None and source is None:

@@ -35,7 +35,7 @@ from rl_refit import gpu
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSource
 from rl_refit.errors import DeadlineError, PeerError, RefitError, error_from_message, error_to_message
-from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, require_version, slot_stream
+from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, require_version
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.replica import TRAINER_NAME, host_and_port
 from rl_refit.stores import BoundedStore, in_thread
@@ -43,6 +43,7 @@ from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.liveness import LEFT, Peers
 from rl_refit.transaction.shared import SharedSource
 from rl_refit.transports.base import PATIENCE_S, Transport, Watch
+from rl_refit.transports.stream import SlotStream
 
 __all__ = ["Replicas", "ReplicasReport"]
 
@@ -186,7 +187,7 @@ class Replicas:
         num_sources: int = 1,
         source_rank: int = 0,
         at_least: int = 1,
-        transport: Callable[[], Transport] = slot_stream,
+        transport: Callable[[], Transport] = SlotStream,
         liveness_s: float = 30.0,
         name: str = TRAINER_NAME,
         bucket_bytes: int = _DEFAULTS.bucket_bytes,
