@@ -404,7 +404,7 @@ class ModuleSink(VersionedSink):
         if kept is not None and sum(piece.numel() for _, piece in kept) == self._needed[name]:
             return kept
         bank = self._banked(name, live)
-        for region, piece in kept or ():  # part of it stays, part was copied
+        for region, piece in transaction.kept.pop(name, ()):  # part of it stays, part was copied: once, then all was
             overwrite(bank, region, piece)
         return bank
 
