@@ -119,7 +119,7 @@ class Party:
                 raise error_from_message(decision)
             self.control.over()
         self.outbox = None if self.source is None else Outbox(self.source, schedule, watch, refit=0)
-        self.inbox = None if self.sink is None else Inbox(self.sink, schedule, self.sink_rank or 0, watch, refit=0)
+        self.inbox = None if self.sink is None else Inbox(self.sink, schedule, watch, refit=0)
         mine = schedule.of(source_rank=self.source_rank, sink_rank=self.sink_rank)
         self.num_buckets = sum(len(stream.buckets) for stream in mine)
         boxes: dict[tuple[int, int], list[tuple[Region, int]]] = {}
