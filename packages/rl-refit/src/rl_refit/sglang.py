@@ -20,14 +20,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, final
 from urllib.parse import urlsplit
 
-from rl_refit.digest import Digest, digest_regions, digest_tensor
+from rl_refit.digest import digest_tensor
 from rl_refit.errors import DigestError, PoisonedError, RefitError
-from rl_refit.layout import Region
 from rl_refit.staged import StagedSink, empty_like
 
 __all__ = ["SglangSink"]
@@ -104,9 +103,6 @@ class SglangSink(StagedSink):
         if self._written is not None and self._written not in self._told:
             shutil.rmtree(self._written, ignore_errors=True)
         self._written = None
-
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
-        return digest_regions(regions, lambda _: None)  # nothing can be read back, and the refit's report says so
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Write the staged weights as a checkpoint folder, and read it back, if the server answers."""

@@ -52,7 +52,6 @@ class StagedSink(VersionedSink, ABC):
         self._missing: dict[str, int] | None = None
         """Elements still to be staged in the open transaction."""
 
-    @abstractmethod
     def _prepare_to_hand_over(self, version: int) -> None:
         """All is staged and verified, and nothing decided yet: what may fail here fails nobody's weights."""
 
@@ -60,9 +59,9 @@ class StagedSink(VersionedSink, ABC):
     def _hand_over(self, version: int) -> None:
         """Give the engine what is staged. Where it raises, the sink is poisoned."""
 
-    @abstractmethod
     def _digest_engine(self, regions: Iterable[Region]) -> Digest:
-        """Of what the engine holds, without what cannot be read back."""
+        """Of what the engine holds, without what cannot be read back: all of it, unless a sink knows better."""
+        return digest_regions(regions, lambda _: None)
 
     @property
     def device(self) -> torch.device:

@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_regions
+from rl_refit.digest import Digest
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
@@ -92,7 +92,7 @@ class TransferSink(StagedSink):
     def _digest_engine(self, regions: Iterable[Region]) -> Digest:
         """Of what was handed over and all workers were just found to hold; raises where they hold something else."""
         if self._check is None:
-            return digest_regions(regions, lambda _: None)
+            return super()._digest_engine(regions)
         self._check()
         return self._digest_staged(region for region in regions if region.name not in self._check.unreadable)
 

@@ -81,9 +81,6 @@ class WorkerSink(StagedSink):
             self._known = manifest.hash()
         return super().prepare(manifest)
 
-    def _prepare_to_hand_over(self, version: int) -> None:
-        """Nothing: the engine is asked by `InMainThread`."""
-
     @torch.no_grad()
     def _hand_over(self, version: int) -> None:
         """Give the model what is staged. In the worker's main thread, while the engine is paused."""
