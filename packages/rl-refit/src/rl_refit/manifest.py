@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -119,6 +119,18 @@ class Manifest:
             tuple(
                 dataclasses.replace(meta, layout=dataclasses.replace(meta.layout, ranks=(rank,)))
                 for meta in self.tensors
+            )
+        )
+
+    @classmethod
+    def of_whole(cls, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> Manifest:
+        """Of one rank that holds every tensor whole: name, dtype and shape of each."""
+        return cls(
+            tuple(
+                TensorMeta(
+                    name=name, shape=tuple(shape), dtype=str(dtype).removeprefix("torch."), layout=Layout.whole()
+                )
+                for name, dtype, shape in tensors
             )
         )
 

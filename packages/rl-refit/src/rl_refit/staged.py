@@ -17,8 +17,8 @@ from torch import Tensor
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
 from rl_refit.errors import PoisonedError, RefitError
-from rl_refit.layout import Layout, Region
-from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding
 from rl_refit.sink import VersionedSink, places_of, read_box
 
@@ -36,16 +36,7 @@ class StagedSink(VersionedSink, ABC):
     def __init__(self, tensors: Mapping[str, Tensor], *, engine: str) -> None:
         super().__init__()
         self._fresh, self._engine_name = dict(tensors), engine
-        metas = (
-            TensorMeta(
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                layout=Layout.whole(),
-            )
-            for name, tensor in self._fresh.items()
-        )
-        self._manifest = Manifest(tuple(metas))
+        self._manifest = Manifest.of_whole((name, each.dtype, each.shape) for name, each in self._fresh.items())
         self._bank: dict[str, list[Holding]] = {
             name: [(Region.whole(name, tensor.shape), tensor)] for name, tensor in self._fresh.items()
         }

@@ -36,8 +36,8 @@ from rl_refit.contracts import WeightSource
 from rl_refit.digest import Digest, combine_digests, digest_tensor
 from rl_refit.engine import raise_errors
 from rl_refit.errors import DigestError, RefitError
-from rl_refit.layout import Layout, Region
-from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
 from rl_refit.sink import assemble
 from rl_refit.vllm.sink import VllmEngine
 from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs, offered
@@ -219,17 +219,7 @@ class SourceFromVllm:
 
     def manifest(self) -> Manifest:
         """What `metadata()` says, without ties."""
-        return Manifest(
-            tuple(
-                TensorMeta(
-                    name=meta.name,
-                    shape=tuple(meta.shape),
-                    dtype=str(meta.dtype).removeprefix("torch."),
-                    layout=Layout.whole(),
-                )
-                for meta in self._source.metadata()
-            )
-        )
+        return Manifest.of_whole((meta.name, meta.dtype, meta.shape) for meta in self._source.metadata())
 
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
         """Each tensor whole, from a fresh pass.
