@@ -1,4 +1,4 @@
-"""`python -m rl_refit simulate`: a refit on machines that you do not have, and how much to believe it.
+"""`python docs/tools/refit_tools.py simulate`: a refit on machines that you do not have, and how much to believe it.
 
 Exit codes: 0, or 1 where `--within` is given and the prediction is slower; 2 for a value that is refused.
 """

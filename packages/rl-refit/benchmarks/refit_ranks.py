@@ -3,7 +3,7 @@
 A trainer of two FSDP-like ranks feeds an engine of one rank, and one of two tensor-parallel ranks, all on this machine.
 Three ways are measured in turns, in every round, and the medians of the rounds are compared:
 
-* `SlotStream` over gloo, through `Refit`, in place, without digests;
+* `SlotStream` over gloo, through `Refit`, into a second set of tensors, without digests;
 * `full_tensor()` on the trainer, a broadcast of each tensor, and a copy of the rank's part into the engine.
 
 Every round changes all tensors; after each way each element of the engine is compared. Bytes are those that a rank of
@@ -131,7 +131,7 @@ class ByRefit:
         self.place, self.transport = place, TRANSPORTS[name]()
         self.refit = Refit(
             ModuleSource(module) if place.source_rank is not None else None,
-            ModuleSink(module, mode="in_place") if place.sink_rank is not None else None,
+            ModuleSink(module, mode="swap") if place.sink_rank is not None else None,
             self.transport,
             rendezvous=Rendezvous(
                 PrefixStore(name, place.store),

@@ -10,9 +10,9 @@ from torch.distributed import HashStore
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, RefitError
-from rl_refit.bindings import Binding
 from rl_refit.errors import PeerError
 from rl_refit.layout import Region
+from rl_refit.module_tensors import Binding
 from rl_refit.transaction.control import Control
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
@@ -45,7 +45,7 @@ def test_a_weight_that_was_transposed_in_its_own_memory_arrives_as_the_module_se
     assert torch.equal(engine.weight, policy.weight)
 
 
-@pytest.mark.parametrize("mode", ["staged", "in_place", "swap"])
+@pytest.mark.parametrize("mode", ["staged", "swap"])
 def test_weights_that_a_module_gave_up_are_freed(mode):
     policy, engine = square(1.0), square(2.0)
     refit = Refit(ModuleSource(policy), ModuleSink(engine, mode=mode))
@@ -83,7 +83,7 @@ def test_a_refit_under_inference_mode_does_not_spoil_the_next():
         assert not engine.weight.is_inference()
 
 
-@pytest.mark.parametrize("mode", ["staged", "swap", "in_place"])
+@pytest.mark.parametrize("mode", ["staged", "swap"])
 def test_a_trainer_and_an_engine_that_share_memory_are_refused_with_nothing_touched(mode):
     policy = holder(a=torch.zeros(3), b=torch.ones(3))
     engine = holder(a=policy.b, b=policy.a)

@@ -52,7 +52,7 @@ def test_each_worker_receives_its_own_rows_and_nothing_else(engine, sink):
 
 def test_the_driver_makes_one_call_while_the_engine_is_paused(engine, sink):
     refit_to(sink, 2)(version=1)
-    assert [name for name, paused in engine.log if paused] == ["rl_refit_run", "renew 1"]
+    assert [name for name, paused in engine.log if paused] == ["rl_refit", "renew 1"]
     assert not engine.paused
 
 

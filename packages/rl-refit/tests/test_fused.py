@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, Region, plan_refit
+from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, plan_refit
 from rl_refit.fused import (
     fused_gate_up,
     fused_qkv,
@@ -24,7 +25,10 @@ from rl_refit.fused import (
 from rl_refit.tracing import trace
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
-from toy_engine import HuggingFace, Shape, ToyEngine, checkpoint, manifest
+from toy_engine import HuggingFace, ToyEngine, checkpoint, manifest
+from toy_engine import Shape as AnyShape
+
+Shape = partial(AnyShape, transposed=False)  # transposed storage has no function, and is traced
 
 
 def bindings_of(engine, *, tp=1, rank=0, ep=False):
@@ -48,11 +52,10 @@ def bindings_of(engine, *, tp=1, rank=0, ep=False):
         yield from sharded(layer.mlp.down_proj.weight, f"{prefix}mlp.down_proj.weight", dim=1, **slices)
         experts = [f"{prefix}experts.{expert}." for expert in range(shape.experts)]
         spread = {"ep_rank": rank, "ep_size": tp} if ep else slices
-        common = {"transposed": shape.transposed, **spread}
         pairs = [(f"{expert}gate_proj.weight", f"{expert}up_proj.weight") for expert in experts]
-        yield from stacked_experts(layer.experts.w13_weight, pairs, part="gate_up", order=halves, **common)
+        yield from stacked_experts(layer.experts.w13_weight, pairs, part="gate_up", order=halves, **spread)
         names = [f"{expert}down_proj.weight" for expert in experts]
-        yield from stacked_experts(layer.experts.w2_weight, names, part="down", **common)
+        yield from stacked_experts(layer.experts.w2_weight, names, part="down", **spread)
 
 
 def element_map(bindings):
@@ -79,7 +82,7 @@ def agree(shape, *, tp=1, rank=0, ep=False):
 @pytest.mark.parametrize("megatron", [False, True])
 @pytest.mark.parametrize(("tp", "ep"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
 def test_bindings_equal_the_traced_map_on_every_rank(tp, ep, megatron):
-    shape = Shape(hidden=3, kv_heads=4 if megatron else 2, megatron=megatron, up_first=ep, transposed=not megatron)
+    shape = Shape(hidden=3, kv_heads=4 if megatron else 2, megatron=megatron, up_first=ep)
     for rank in range(tp):
         agree(shape, tp=tp, rank=rank, ep=ep)
 
@@ -100,41 +103,8 @@ def test_bindings_equal_the_traced_map_for_any_shape(data):
         expert_intermediate=tp * data.draw(st.integers(1, 2)),
         megatron=kv_heads % tp == 0 and data.draw(st.booleans()),
         up_first=data.draw(st.booleans()),
-        transposed=data.draw(st.booleans()),
     )
     agree(shape, tp=tp, rank=data.draw(st.integers(0, tp - 1)), ep=data.draw(st.booleans()))
-
-
-@pytest.mark.parametrize("order", ["gate_up", "up_gate"])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_experts_may_be_stacked_in_the_checkpoint_too(order, transposed):
-    experts, inner, hidden, ranks = 4, 6, 3, 2
-    gate_up, down = torch.randn(experts, 2 * inner, hidden), torch.randn(experts, hidden, inner)
-    for ep_rank in range(ranks):
-        for tp_rank in range(ranks):
-            mine, columns = slice(2 * ep_rank, 2 * ep_rank + 2), slice(3 * tp_rank, 3 * tp_rank + 3)
-            halves = [gate_up[mine, :inner][:, columns], gate_up[mine, inner:][:, columns]]
-            for part, name, whole, expected in (
-                ("gate_up", "experts.gate_up_proj", gate_up, torch.cat(halves[:: 1 if order == "gate_up" else -1], 1)),
-                ("down", "experts.down_proj", down, down[mine, :, columns]),
-            ):
-                param = torch.zeros_like(expected.mT if transposed else expected)
-                bindings = stacked_experts(
-                    param,
-                    name,
-                    part=part,
-                    order=order,
-                    transposed=transposed,
-                    num_experts=experts,
-                    tp_rank=tp_rank,
-                    tp_size=ranks,
-                    ep_rank=ep_rank,
-                    ep_size=ranks,
-                )
-                for binding in bindings:
-                    assert binding.shape == whole.shape
-                    binding.tensor.copy_(whole[binding.region.index_within(Region(name, (0, 0, 0), binding.shape))])
-                assert torch.equal(param.mT if transposed else param, expected)
 
 
 def test_key_and_value_heads_are_replicated_when_there_are_fewer_than_ranks():
@@ -145,15 +115,6 @@ def test_key_and_value_heads_are_replicated_when_there_are_fewer_than_ranks():
         for rank in range(4)
     ]
     assert rows == [[0, 0, 0], [8, 0, 0], [16, 2, 2], [24, 2, 2]]
-
-
-def test_uneven_slices_are_cut_as_torch_chunk_cuts():
-    whole = torch.arange(7)
-    for rank, part in enumerate([*whole.chunk(4), torch.zeros(0)]):
-        bindings = sharded(part, "w", dim=0, tp_rank=rank, tp_size=5, global_size=7)
-        assert [binding.shape for binding in bindings] == [(7,)] * (len(part) > 0)
-        for binding in bindings:
-            assert whole[binding.region.offsets[0] :][: len(part)].equal(part)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +140,10 @@ def test_storage_that_does_not_fit_is_refused():
         fused_gate_up(torch.zeros(4, 2), ("gate", "up"), order="up")
     with pytest.raises(ValueError, match="vocabulary_size=9 rows, and tp_size=2 ranks of 4 rows hold 8"):
         padded_vocabulary(torch.zeros(4, 2), "embed", vocabulary_size=9, tp_size=2)
-    with pytest.raises(ValueError, match=r"w: this rank holds 2 in dim 0, and the tensor is \[3\]"):
-        sharded(torch.zeros(3), "w", dim=0, tp_rank=2, tp_size=3, global_size=8)
     with pytest.raises(ValueError, match="ep_size=2 must divide the 3 experts"):
         stacked_experts(torch.zeros(3, 2, 2), ["a", "b", "c"], part="down", ep_size=2)
     with pytest.raises(ValueError, match="part='down' needs a name an expert"):
         stacked_experts(torch.zeros(1, 2, 2), [("a", "b")], part="down")
-    with pytest.raises(ValueError, match="num_experts goes with one name"):
-        stacked_experts(torch.zeros(1, 2, 2), "experts", part="down")
 
 
 CONSTANT = ("embed.weight", "lm_head.weight", "normalizer")

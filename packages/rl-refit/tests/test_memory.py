@@ -54,7 +54,7 @@ def test_a_refit_that_fails_leaves_no_more_than_one_that_succeeds():
     assert len(addresses) == 2  # the two banks, in turn
 
 
-@pytest.mark.parametrize(("mode", "copies"), [("staged", 0), ("swap", 1), ("in_place", 0)])
+@pytest.mark.parametrize(("mode", "copies"), [("staged", 0), ("swap", 1)])
 def test_what_a_mode_allocates(monkeypatch, mode, copies):
     """Counted where torch allocates: every torch.empty that the package asks for."""
     allocated = []

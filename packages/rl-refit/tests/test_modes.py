@@ -27,7 +27,7 @@ def stage(sink, source_model, *, names=("weight", "bias")):
         sink.stage(region, tensor)
 
 
-@pytest.mark.parametrize("mode", ["staged", "swap", "in_place"])
+@pytest.mark.parametrize("mode", ["staged", "swap"])
 def test_a_committed_refit_serves_the_new_weights_and_the_next_does_too(mode):
     engine = linear(1.0)
     sink = ModuleSink(engine, mode=mode)
@@ -46,24 +46,6 @@ def test_a_refit_that_is_given_up_leaves_the_old_weights(mode):
     sink.abort()
     assert values(engine) == {1.0}
     sink.check()
-
-
-def test_in_place_poisons_from_its_first_byte_and_no_earlier():
-    engine = linear(1.0)
-    sink = ModuleSink(engine, mode="in_place")
-    sink.prepare(ModuleSource(linear(2.0)).manifest())
-    sink.abort()
-    sink.check()
-    stage(sink, linear(2.0), names=("weight",))
-    with pytest.raises(PoisonedError, match="new weights are being written"):
-        sink.check()
-    sink.abort()
-    assert values(engine) == {1.0, 2.0}
-    with pytest.raises(PoisonedError, match="a refit in place was given up after its first byte"):
-        sink.check()
-    Refit(ModuleSource(linear(3.0)), sink)(version=1)
-    sink.check()
-    assert values(engine) == {3.0}
 
 
 def test_swap_keeps_parameters_and_exchanges_their_memory_between_two_banks():
@@ -105,7 +87,7 @@ def test_swap_refuses_what_it_would_tear():
 
 
 def test_an_unknown_mode_is_refused_by_name():
-    with pytest.raises(ValueError, match="mode='copy' is none of staged, swap, in_place"):
+    with pytest.raises(ValueError, match="mode='copy' is none of staged, swap"):
         ModuleSink(linear(1.0), mode="copy")
 
 

@@ -51,7 +51,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("mode", ["staged", "swap", "in_place"])
+@pytest.mark.parametrize("mode", ["staged", "swap"])
 def test_every_byte_of_every_tensor_arrives(mode):
     policy, engine = Model(0), Model(1)
     report = Refit(ModuleSource(policy), ModuleSink(engine, mode=mode))(version=0)

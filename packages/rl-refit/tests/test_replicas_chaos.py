@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from replicas_world import PATIENCE_S, World, free_address
 
-MODES = {"a": "staged", "b": "swap", "c": "in_place", "d": "staged"}
+MODES = {"a": "staged", "b": "swap", "c": "swap", "d": "staged"}
 POINTS = ["prepare", "stage", "digest", "ready", "commit"]
 CASES = 20
 LIVENESS_S = 4.0  # whoever is not stopped must show a sign of life within it, however busy the machine is

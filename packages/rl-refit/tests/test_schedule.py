@@ -106,7 +106,7 @@ def play(schedule):
     plan, watch = schedule.plan, Watch(deadline_s=60.0)
     outboxes = {rank: Outbox(Source(plan.source, rank), schedule, watch, refit=1) for rank in plan.source.ranks}
     sinks = {rank: Sink(plan.sink, rank) for rank in plan.sink.ranks}
-    inboxes = {rank: Inbox(sink, schedule, rank, watch, refit=1) for rank, sink in sinks.items()}
+    inboxes = {rank: Inbox(sink, schedule, watch, refit=1) for rank, sink in sinks.items()}
     for stream in schedule.streams:
         slots = [torch.zeros(size_of(bucket), dtype=torch.uint8) for bucket in stream.buckets]
         for number, piece, tensor in outboxes[stream.source_rank].pieces(stream):

@@ -43,7 +43,7 @@ class OneProcess:
         watch = Watch(deadline_s=60.0)
         self.sink.prepare(self.source.manifest())
         outbox = Outbox(self.source, self.schedule, watch, self.refits)
-        inbox = Inbox(self.sink, self.schedule, 0, watch, self.refits)
+        inbox = Inbox(self.sink, self.schedule, watch, self.refits)
         self.transport.transfer(outbox, inbox, watch)
         self.sink.commit(self.refits)
         self.transport.finish()

@@ -1,20 +1,16 @@
-"""`python -m rl_refit simulate`: what it prints, what it refuses, how it exits; and the document that quotes it."""
+"""`refit_tools.py simulate`: what it prints, what it refuses, how it exits; and the document that quotes it."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-
-from rl_refit.command import main
+from refit_tools import main
 
 SMALL = "--model qwen3-8b --train-gpus 8 --train-layout fsdp=8 --engine-gpus 8 --engine-layout tp=4"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "scaling-refit.md"
@@ -80,7 +76,7 @@ def test_a_limit_that_does_not_hold_exits_with_1(capsys):
 def test_a_wrong_value_exits_with_2_and_says_what_is_allowed(capsys, arguments, said):
     code, printed = run(capsys, arguments)
     assert code == 2
-    assert printed.err.startswith("rl-refit simulate: ")
+    assert printed.err.startswith("simulate: ")
     assert said in printed.err
 
 
@@ -117,27 +113,25 @@ def test_costs_and_bandwidths_can_be_given(capsys):
     assert second["serial_seconds"]["tensors"] == pytest.approx(first["serial_seconds"]["tensors"] / 36e-6 * 1e-3)
 
 
-def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "rl_refit", "simulate", *shlex.split(SMALL)]
-    paths = os.pathsep.join([str(DOCUMENT.parent / "tools"), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+def test_it_runs_as_a_program():
+    program = [sys.executable, str(DOCUMENT.parent / "tools" / "refit_tools.py")]
+    result = subprocess.run([*program, "simulate", *shlex.split(SMALL)], capture_output=True, text=True, check=True)
     assert "predicted" in result.stdout
-    refused = subprocess.run([sys.executable, "-m", "rl_refit"], capture_output=True, text=True, check=False)
+    refused = subprocess.run(program, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "simulate" in refused.stderr
 
 
 def test_the_document_quotes_commands():
     assert len(QUOTED) >= 8
-    assert all("python -m rl_refit simulate" in command for command, _ in QUOTED)
+    assert all("python docs/tools/refit_tools.py simulate" in command for command, _ in QUOTED)
 
 
 @pytest.mark.parametrize(("command", "shown"), QUOTED, ids=[f"{place}" for place in range(len(QUOTED))])
 def test_the_document_shows_what_its_commands_print(capsys, command, shown):
     words = shlex.split(command.replace("\\\n", " "))
-    assert words[:3] == ["python", "-m", "rl_refit"]
-    main(words[3:])
+    assert words[:2] == ["python", "docs/tools/refit_tools.py"]
+    main(words[2:])
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     quoted = [line.rstrip() for line in shown.splitlines()]
     if "…" in quoted:  # lines between are left out
@@ -152,17 +146,3 @@ def test_every_second_in_the_documents_prose_is_in_an_output():
     said = re.findall(r"\d+\.\d{3}|\d+\.\d GB|\d{1,3}(?:,\d{3})+", prose)
     assert len(said) > 5
     assert [figure for figure in said if figure not in printed] == []
-
-
-def test_the_console_script_is_this_command():
-    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    module, _, function = pyproject["project"]["scripts"]["rl-refit"].partition(":")
-    assert getattr(import_module(module), function) is main
-
-
-def test_without_the_tool_the_command_says_where_it_is(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "refit_simulator", None)
-    monkeypatch.delitem(sys.modules, "refit_simulator.command", raising=False)
-    code, printed = run(capsys, SMALL)
-    assert code == 2
-    assert "docs/tools on PYTHONPATH" in printed.err

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed import HashStore
 
 from rl_refit import CoverageError, ModuleSink, ModuleSource, Refit, RefitError
-from rl_refit.bindings import Binding
 from rl_refit.digest import digest_regions
 from rl_refit.errors import AbortedError, DeadlineError, DigestError, PeerError
 from rl_refit.layout import Region
+from rl_refit.module_tensors import Binding
 from rl_refit.stores import BoundedStore, Line
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.base import Watch
@@ -54,18 +54,6 @@ def test_swap_reaches_a_parameter_that_replaced_another_on_the_same_memory():
             policy.weight.add_(1)
         refit(version=version)
         assert torch.equal(engine.weight, policy.weight)
-
-
-def test_the_first_reason_of_a_poison_is_the_one_that_is_told():
-    sink = ModuleSink(square(2.0), mode="in_place")
-    sink.poison("the disk burnt")
-    source = ModuleSource(square(1.0))
-    sink.prepare(source.manifest())
-    for region, tensor in source.shards(["weight"]):
-        sink.stage(region, tensor)
-    sink.abort()
-    with pytest.raises(RefitError, match="the disk burnt"):
-        sink.check()
 
 
 def test_a_region_of_which_the_sink_has_a_part_only_has_no_digest():

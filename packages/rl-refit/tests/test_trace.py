@@ -1,8 +1,7 @@
-"""What an unmodified loader does with a checkpoint, found by running it on digits."""
+"""Where an unmodified loader puts each box of a checkpoint, found by running it without data."""
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -88,39 +87,17 @@ def test_any_shape_of_engine_is_mapped_bit_for_bit(data):
     assert same_bits(bits(engine), bits(loaded))
 
 
-def test_what_is_never_written_is_found_element_by_element():
-    shape = Shape()
-    engine = ToyEngine(shape)
-    found = trace(engine.load_weights, engine, manifest(shape))
-    assert found.never_written == {
-        "embed.weight": (Region("embed.weight", (11, 0), (1, 8)),),
-        "normalizer": (Region("normalizer", (), ()),),
-    }
-    assert found.filled == {}
-    assert found.unused == ()
-    assert found.tied == {"lm_head.weight": "embed.weight"}
+def test_an_engine_on_the_meta_device_is_traced_for_one_that_is_not():
+    shape = Shape(up_first=True)
+    with torch.device("meta"):
+        empty = ToyEngine(shape)
+    engine, loaded = ToyEngine(shape), ToyEngine(shape)
+    loaded.load_weights(checkpoint(shape).items())
+    apply(trace(empty.load_weights, empty, manifest(shape)).bindings(engine), checkpoint(shape))
+    assert same_bits(bits(engine), bits(loaded))
 
 
-def test_the_experts_of_other_ranks_are_unused_here():
-    shape = Shape()
-    engine = ToyEngine(shape, tp=4, rank=1, ep=True)
-    unused = trace(engine.load_weights, engine, manifest(shape)).unused
-    assert len(unused) == 9
-    assert not any(".experts.1." in name for name in unused)
-
-
-def test_the_fewest_boxes_are_found():
-    shape = Shape(megatron=True)
-    engine = ToyEngine(shape)
-    tensors = trace(engine.load_weights, engine, manifest(shape)).tensors
-    counts = {name: len(tensor.pieces) for name, tensor in tensors.items()}
-    assert counts["layers.0.self_attn.qkv_proj.weight"] == 6  # q, k, v of two groups
-    assert counts["layers.0.experts.w13_weight"] == 8
-    assert counts["layers.0.experts.w2_weight"] == 4
-    assert counts["embed.weight"] == 1
-
-
-def test_the_engine_has_its_own_values_afterwards_also_after_an_error():
+def test_the_engine_keeps_its_own_values():
     shape = Shape()
     engine = ToyEngine(shape)
     engine.load_weights(checkpoint(shape, seed=3).items())
@@ -129,25 +106,14 @@ def test_the_engine_has_its_own_values_afterwards_also_after_an_error():
     assert same_bits(bits(engine), before)
     assert engine.normalizer.item() == pytest.approx(shape.hidden**0.5)
 
-    def fail(weights):
-        engine.load_weights(weights)
-        raise OSError("the disk")
-
-    with pytest.raises(OSError, match="the disk"):
-        trace(fail, engine, manifest(shape))
-    assert same_bits(bits(engine), before)
-    trace(engine.load_weights, engine, manifest(shape), restore=False)
-    assert not same_bits(bits(engine), before)
-
 
 def test_a_layer_can_be_traced_alone():
     shape = Shape(layers=2)
     engine = ToyEngine(shape)
-    names = [meta.name for meta in manifest(shape).tensors if ".layers.1." in meta.name]
-    found = trace(engine.load_weights, engine, manifest(shape), names=names)
-    assert all(name.startswith("layers.1.") for name in found.tensors)
-    assert {binding.region.name for binding in found.bindings()} == set(names)
-    assert found.never_written == {}
+    layer = Manifest(tuple(meta for meta in manifest(shape).tensors if ".layers.1." in meta.name))
+    found = trace(engine.load_weights, engine, layer)
+    assert all(name.startswith("layers.1.") for name in found.places)
+    assert {binding.region.name for binding in found.bindings()} == set(layer.by_name)
 
 
 def test_bindings_can_be_of_another_module_of_the_same_form():
@@ -170,41 +136,33 @@ def loader(engine, change):
     return load
 
 
-CHANGES_ONE = [
+CHANGES = [
     lambda w: w * 2,
-    lambda w: w / 2,
     lambda w: -w,
-    lambda w: w + 1,
     lambda w: w @ w.t(),
     lambda w: w.bfloat16() + 0.5,
     lambda w: w + torch.randn(()),
-    lambda w: 257 - w,
-]
-CHANGES_SEVERAL = [
     lambda w: w.float().exp().log(),
-    lambda w: (w + w.flip(0)) / 2,
     lambda w: w.maximum(w.flip(0)),
     lambda w: w.cumsum(0),
-    lambda w: w.remainder(16),
+    lambda w: w.flip(0),
+    lambda w: torch.cat([w[:2], w[1:3]]),
+    lambda w: w[0].expand(4, 4),
+    lambda w: w[:, ::2].repeat(1, 2),
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "size"),
-    [(change, size) for change in CHANGES_ONE for size in (1, 2, 20)]
-    + [(change, size) for change in CHANGES_SEVERAL for size in (3, 20)],
-)
-def test_a_loader_that_computes_is_refused_by_name(change, size):
-    engine = holding(plain=torch.zeros(size, size), strange=torch.zeros(size, size).bfloat16())
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loader_that_computes_is_refused_by_name(change):
+    engine = holding(plain=torch.zeros(4, 4), strange=torch.zeros(4, 4).bfloat16())
 
     def load(weights):
         for name, weight in weights:
             getattr(engine, name).copy_(weight if name == "plain" else change(weight))
 
-    with pytest.raises(RefitError, match="hold values that are no element") as caught:
-        trace(load, engine, metas(plain=(size, size), strange=(size, size)))
+    with pytest.raises(RefitError, match="hold what is no copy of a box of the checkpoint: strange;") as caught:
+        trace(load, engine, metas(plain=(4, 4), strange=(4, 4)))
     assert caught.value.tensor == "strange"
-    assert "plain" not in str(caught.value)
 
 
 def test_what_adds_to_old_values_is_no_copy():
@@ -214,27 +172,39 @@ def test_what_adds_to_old_values_is_no_copy():
         for name, weight in weights:
             getattr(engine, name).add_(weight)
 
-    with pytest.raises(RefitError, match=r"total: 3 of 3 elements, the first at \[0\]"):
+    with pytest.raises(RefitError, match="no copy of a box of the checkpoint: total"):
         trace(load, engine, metas(total=(3,)))
     assert engine.total.tolist() == [1, 1, 1]
 
 
+def test_two_tensors_for_one_place_are_refused():
+    engine = holding(both=torch.zeros(2, 2))
+
+    def load(weights):
+        for name, weight in weights:
+            engine.both[: 2 if name == "one" else 1].copy_(weight)
+
+    with pytest.raises(RefitError, match="one and two are both written to both"):
+        trace(load, engine, metas(one=(2, 2), two=(1, 2)))
+
+
 def test_a_tensor_that_the_loader_computes_can_be_named_derived():
     engine = holding(plain=torch.zeros(3), decay=torch.zeros(3))
-    load = loader(engine, lambda w: -w.exp())
-    with pytest.raises(RefitError, match=r"\n  plain: .*\n  decay: "):
+
+    def load(weights):
+        for name, weight in weights:
+            getattr(engine, name).copy_(-weight.exp() if name == "decay" else weight)
+
+    with pytest.raises(RefitError, match="no copy of a box of the checkpoint: decay"):
         trace(load, engine, metas(plain=(3,), decay=(3,)))
-    with pytest.raises(RefitError, match="these tensors of the engine hold values"):
-        trace(load, engine, metas(plain=(3,), decay=(3,)), derived=["decay"])
-    found = trace(load, engine, metas(decay=(3,)), derived=["decay"])
-    assert found.bindings() == []
-    assert found.unused == ("decay",)
+    found = trace(load, engine, metas(plain=(3,), decay=(3,)), derived=["decay"])
+    assert [binding.region.name for binding in found.bindings()] == ["plain"]
     with pytest.raises(ValueError, match="derived has 'missing'"):
         trace(load, engine, metas(decay=(3,)), derived=["missing"])
 
 
-@pytest.mark.parametrize("constant", [0, 1, 2, 255, -1, -2, 0.5, float("nan")])
-def test_what_the_loader_sets_by_itself_is_told_apart(constant):
+@pytest.mark.parametrize("constant", [0, 1, 0.5, float("nan")])
+def test_what_the_loader_sets_by_itself_is_not_bound(constant):
     engine = holding(padded=torch.zeros(4, 2).bfloat16())
 
     def load(weights):
@@ -242,42 +212,28 @@ def test_what_the_loader_sets_by_itself_is_told_apart(constant):
             engine.padded[:3] = weight
             engine.padded[3:] = constant
 
-    if math.isnan(constant):
-        with pytest.raises(RefitError, match=r"padded: 2 of 8 elements, the first at \[3, 0\]"):
-            trace(load, engine, metas(padded=(3, 2)))
-        return
     found = trace(load, engine, metas(padded=(3, 2)))
-    assert found.filled == {"padded": (Region("padded", (3, 0), (1, 2)),)}
-    assert found.never_written == {}
     assert [binding.region for binding in found.bindings()] == [Region("padded", (0, 0), (3, 2))]
 
 
 @pytest.mark.parametrize(
-    ("store", "boxes"),
+    "store",
     [
-        (lambda w: w, 1),
-        (lambda w: w.t().contiguous(), 1),
-        (lambda w: w.flatten(), 1),
-        (lambda w: w.view(2, 3, 5), 1),
-        (lambda w: w.view(6, 1, 5, 1), 1),
-        (lambda w: w.view(2, 3, 5).transpose(0, 1).contiguous(), 2),  # every second row of three
-        (lambda w: w.flip(0), 6),
-        (lambda w: w[[3, 0, 1, 2, 5, 4]], 3),
-        (lambda w: w[:, ::2].contiguous(), 3),
-        (lambda w: torch.cat([w[:2], w[1:3]]), 3),  # the row that is there twice makes one box more than needed
-        (lambda w: w[0].expand(3, 5).contiguous(), 3),
-        (lambda w: torch.cat([w[:3], w[3:]], dim=1), 2),
-        (lambda w: torch.block_diag(w[:2], w[2:]), 2),
-        (lambda w: w.flatten()[3:17], 3),  # the end of a row, whole rows, the start of one
-        (lambda w: w[2, 3], 1),
+        lambda w: w,
+        lambda w: w.t(),
+        lambda w: w.view(6, 1, 5, 1),
+        lambda w: w[1:4],
+        lambda w: w[1:4, 2:].t(),
+        lambda w: w[2, 3],
+        lambda w: w[:, 2],
     ],
 )
-def test_copies_of_any_form_become_boxes(store, boxes):
-    engine, values = holding(weight=store(torch.zeros(6, 5))), torch.randn(6, 5)
+def test_a_box_that_is_copied_in_any_form_is_bound(store):
+    engine, values = holding(weight=torch.zeros_like(store(torch.zeros(6, 5)))), torch.randn(6, 5)
     found = trace(loader(engine, store), engine, metas(weight=(6, 5)))
     apply(found.bindings(), {"weight": values})
     assert torch.equal(engine.weight, store(values))
-    assert len(found.bindings()) == boxes
+    assert len(found.bindings()) == 1
 
 
 def test_memory_with_strides_of_its_own_is_bound_as_it_lies():
@@ -304,14 +260,6 @@ def test_neighbours_of_one_length_are_not_taken_for_one_tensor():
     assert [binding.region for binding in bindings] == [Region(name, (0, 0), (2, 3)) for name in names]
 
 
-def test_a_scattering_loader_is_refused_by_name():
-    order = torch.randperm(400, generator=torch.Generator().manual_seed(0))
-    engine = holding(scattered=torch.zeros(400))
-    with pytest.raises(RefitError, match=r"'scattered', of shape \[400\], is more than max_boxes=100 boxes") as caught:
-        trace(loader(engine, lambda w: w[order]), engine, metas(scattered=(400,)), max_boxes=100)
-    assert caught.value.tensor == "scattered"
-
-
 def test_a_loader_that_replaces_memory_is_refused_by_name():
     engine = nn.Linear(3, 2)
 
@@ -322,51 +270,17 @@ def test_a_loader_that_replaces_memory_is_refused_by_name():
         trace(load, engine, metas(weight=(2, 3), bias=(2,)))
 
 
-def test_a_loader_that_is_not_the_same_every_time_is_refused():
-    engine, passes = holding(weight=torch.zeros(3)), []
-
-    def load(weights):
-        passes.append(len(passes))
-        if passes[-1]:
-            loader(engine, lambda w: w)(weights)
-
-    with pytest.raises(RefitError, match="weight: 3 of 3 elements"):
-        trace(load, engine, metas(weight=(3,)))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "uint8", "int64", "float8_e4m3fn"])
+def test_casts_are_seen_through(dtype):
+    engine = holding(weight=torch.zeros(4, 5).to(getattr(torch, dtype)))
+    found = trace(loader(engine, lambda w: w), engine, metas("float32", weight=(4, 5)))
+    assert [binding.region for binding in found.bindings()] == [Region("weight", (0, 0), (4, 5))]
 
 
-def test_dtypes_that_hold_few_integers_are_refused_only_where_they_matter():
-    engine = holding(mask=torch.zeros(3, dtype=torch.bool), scale=torch.zeros(2).to(torch.float8_e4m3fn))
-    found = trace(list, engine, metas(weight=(3,)))
-    assert set(found.never_written) == {"mask", "scale"}
-    assert found.unused == ("weight",)
-    with pytest.raises(RefitError, match="dtype that holds too few integers to number elements with: scale"):
-        trace(loader(engine, lambda w: w), engine, metas(scale=(2,)))
-    with pytest.raises(RefitError, match=r"weight \(float8_e4m3fn\)"):
-        trace(list, engine, metas("float8_e4m3fn", weight=(3,)))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "passes"), [("bfloat16", 4), ("float16", 3), ("float32", 3), ("uint8", 4), ("int64", 3)]
-)
-def test_wider_dtypes_need_fewer_passes_and_casts_are_seen_through(dtype, passes):
-    engine, calls = holding(weight=torch.zeros(40, 50, dtype=getattr(torch, dtype))), []
-
-    def load(weights):
-        calls.append(1)
-        loader(engine, lambda w: w)(weights)
-
-    found = trace(load, engine, metas("float32", weight=(40, 50)))
-    assert [binding.region for binding in found.bindings()] == [Region("weight", (0, 0), (40, 50))]
-    assert len(calls) == passes
-
-
-def test_tensors_that_cannot_be_read_back_are_refused():
-    with pytest.raises(RefitError, match=r"'weight' is on the meta device .* use trace_writes"):
-        trace(list, nn.Linear(2, 2, device="meta"), metas(weight=(2, 2)))
-    with pytest.raises(RefitError, match="'mask' is expanded"):
-        trace(list, holding(mask=torch.zeros(1).expand(3)), metas(weight=(2, 2)))
-    with pytest.raises(ValueError, match="names has 'other', which the manifest does not"):
-        trace(list, nn.Linear(2, 2), metas(weight=(2, 2)), names=["other"])
+def test_a_loader_that_asks_for_values_is_refused():
+    engine = holding(weight=torch.zeros(2, 2))
+    with pytest.raises(RefitError, match="asks for values of weight"):
+        trace(loader(engine, lambda w: w[w > 0]), engine, metas(weight=(2, 2)))
 
 
 def test_tied_tensors_are_given_once():
@@ -387,18 +301,6 @@ def test_nothing_to_trace_is_no_error():
     assert found.bindings() == []
     engine = holding(empty=torch.zeros(0, 3))
     assert trace(loader(engine, lambda w: w), engine, metas(empty=(0, 3))).bindings() == []
-
-
-def test_explain_says_where_everything_comes_from():
-    shape = Shape(layers=2, experts=2)
-    engine = ToyEngine(shape, tp=2, ep=True)
-    lines = trace(engine.load_weights, engine, manifest(shape)).explain().splitlines()
-    assert lines[0].split("  ")[0] == "times"
-    assert any(line.split()[:2] == ["2", "layers.*.experts.w13_weight"] for line in lines)
-    assert "tied: lm_head.weight is the memory of embed.weight" in lines
-    assert "unused here: model.layers.*.experts.*.gate_proj.weight (2)" in lines
-    (normalizer,) = (line for line in lines if "normalizer" in line)
-    assert normalizer.split()[-2:] == ["1", "nothing"]
 
 
 def test_a_hugging_face_module_is_mapped_to_itself():

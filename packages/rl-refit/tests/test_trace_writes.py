@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from rl_refit import Layout, Manifest, RefitError, Region, TensorMeta
-from rl_refit.tracing import trace, trace_writes
+from rl_refit import Layout, Manifest, RefitError, TensorMeta
+from rl_refit.tracing import trace_writes
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 from toy_engine import Shape, ToyEngine, manifest
@@ -49,39 +47,9 @@ def test_a_complete_loader_is_proved_complete_and_the_rest_is_named():
     found = trace_writes(engine.load_weights, engine, manifest(engine.shape))
     assert found.never == ("normalizer",)
     assert found.partial == {"embed.weight": 8, "lm_head.weight": 8}
-    assert found.gaps["embed.weight"] == (Region("embed.weight", (11, 0), (1, 8)),)
     assert found.unused == ()
     names = {name for name, _ in engine.named_parameters(remove_duplicate=False)}
     assert set(found.complete) == names - {"embed.weight", "lm_head.weight"}
-
-
-@given(data=st.data())
-@settings(max_examples=20)
-def test_it_agrees_with_dyes_on_any_engine(data):
-    tp = data.draw(st.sampled_from([1, 2, 4]))
-    kv_heads = data.draw(st.sampled_from([1, 2, 4]))
-    shape = Shape(
-        hidden=data.draw(st.integers(1, 5)),
-        kv_heads=kv_heads,
-        vocabulary=data.draw(st.integers(1, 9)),
-        megatron=kv_heads % tp == 0 and data.draw(st.booleans()),
-        transposed=data.draw(st.booleans()),
-    )
-    given = {"tp": tp, "rank": data.draw(st.integers(0, tp - 1)), "ep": data.draw(st.booleans())}
-    broken = data.draw(st.sets(st.sampled_from([meta.name for meta in manifest(shape).tensors]), max_size=3))
-
-    def without(engine):
-        return lambda weights: engine.load_weights((n, w) for n, w in weights if n not in broken)
-
-    engine, real = on_meta(shape, **given), ToyEngine(shape, **given)
-    found = trace_writes(without(engine), engine, manifest(shape))
-    dyed = trace(without(real), real, manifest(shape))
-    stale = {name: sum(box.numel for box in boxes) for name, boxes in dyed.never_written.items()}
-    stale |= {name: stale[root] for name, root in dyed.tied.items() if root in stale}
-    sizes = {name: dyed.tensors[dyed.tied.get(name, name)] for name in [*dyed.tensors, *dyed.tied]}
-    assert found.partial == {n: count for n, count in stale.items() if sizes[n].fed}
-    assert set(found.never) == {n for n in stale if not sizes[n].fed}
-    assert set(found.unused) == set(dyed.unused)
 
 
 def assign_rows(w, sources):
@@ -150,7 +118,6 @@ def test_every_way_to_write_is_seen_for_what_it_reaches(store, missing):
     found = written(store)
     assert found.partial == ({"w": missing} if 0 < missing < 30 else {})
     assert (found.never == ("w",)) == (missing == 30)
-    assert sum(box.numel for box in found.gaps.get("w", ())) == found.partial.get("w", 0)
 
 
 def test_names_are_followed_through_what_a_loader_makes_of_them():
@@ -176,8 +143,6 @@ def test_a_part_of_a_larger_storage_is_followed():
 
     found = trace_writes(load, engine, metas(a=(3, 8)))
     assert found.partial == {"left": 20, "turned": 20}
-    assert found.gaps["left"] == (Region("left", (3, 0), (5, 4)),)
-    assert found.gaps["turned"] == (Region("turned", (0, 3), (4, 5)),)
     assert found.never == ("far",)
 
 
@@ -237,15 +202,6 @@ def test_a_loader_that_asks_for_values_is_told_so(store, complaint):
         written(store)
 
 
-def test_explain_names_what_is_not_written():
-    engine = on_meta(Shape(), tp=4, rank=2)
-    text = trace_writes(engine.load_weights, engine, manifest(engine.shape)).explain()
-    lines = text.splitlines()
-    assert lines[0] == "8 of 11 engine tensors are written whole"
-    assert "  in part: embed.weight, 8 elements are not: [3:4, 0:8]" in lines
-    assert "  never: normalizer" in lines
-
-
 def test_a_large_engine_costs_no_memory():
     engine = holding(stack=torch.empty(256, 4096, 7168, device="meta"))
 
@@ -256,4 +212,4 @@ def test_a_large_engine_costs_no_memory():
 
     shapes = {f"{expert}_{part}": (2048, 7168) for part in ("gate", "up") for expert in range(255)}
     found = trace_writes(load, engine, metas(**shapes))
-    assert found.gaps == {"stack": (Region("stack", (255, 0, 0), (1, 4096, 7168)),)}
+    assert found.partial == {"stack": 4096 * 7168}

@@ -16,11 +16,11 @@ from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
 from rl_refit.plan import plan_refit
+from rl_refit.tracing.layouts import find_landings
 from rl_refit.tracing.memory import Place
 from rl_refit.tracing.writes import record_writes
 from rl_refit.vllm import WORKER_EXTENSION
-from rl_refit.vllm.needs import NeedsConfig, explain_needs, prove_needs, rows_of, sink_meta
-from rl_refit.vllm.survey import surveyed
+from rl_refit.vllm.survey import NeedsConfig, offered, prove_needs, sink_meta
 
 
 def meta(name, shape=(4, 3), dtype="float32", tied_to=None):
@@ -87,15 +87,15 @@ def test_a_landing_says_where_each_box_of_a_source_goes_in_the_order_of_its_dims
         tensors["late"].copy_(loaded["half"])
         tensors["late"].mul_(2)
 
-    found = surveyed({}, recorded(tensors, *sources)(load), tensors)
+    found = find_landings(recorded(tensors, *sources)(load), tensors)
     values = torch.arange(12.0).view(4, 3)
-    (landing,) = found.landings["w"]
+    (landing,) = found.by_source["w"]
     assert (landing.box, landing.name) == (Region("w", (2, 0), (2, 3)), "fused")
     live = torch.zeros(SHAPES["fused"])
     live.as_strided(landing.box.shape, landing.strides, landing.offset).copy_(values[2:])
     assert torch.equal(live[:, 1:3], values[2:].t())
-    assert found.landings["b"][0].box == Region("b", (2,), (2,))
-    assert "norm" not in found.landings  # computed
+    assert found.by_source["b"][0].box == Region("b", (2,), (2,))
+    assert "norm" not in found.by_source  # computed
     assert found.users == {"w": ("fused",), "b": ("bias",), "norm": ("scale",), "half": ("late",)}
     assert found.changed == {"scale", "late"}  # these go through the loader
 
@@ -109,8 +109,9 @@ def test_what_is_written_to_one_place_or_cast_is_told():
         tensors["narrow"].copy_(loaded["wide"])
 
     sources = [meta("one", (2, 2)), meta("two", (1, 2)), meta("wide", (2,))]
-    answer = surveyed({}, recorded(tensors, *sources)(load), tensors).answer
-    assert answer == {"clashes": ["one and two are both written to both"], "casts": {"wide": "bfloat16"}}
+    found = find_landings(recorded(tensors, *sources)(load), tensors)
+    assert found.clashes == ["one and two are both written to both"]
+    assert found.casts == {"wide": "bfloat16"}
 
 
 SHAPES = {"fused": (3, 3), "bias": (2,), "scale": (2,), "late": (2,)}
@@ -121,7 +122,6 @@ SOURCE = Manifest(
     (meta("embed.weight"), meta("up.weight"), meta("rotary.inv_freq"), meta("head.weight", tied_to="embed.weight"))
 )
 WHOLE = {
-    "vllm": "0",
     "architecture": "Toy",
     "refused": None,
     "unused": [],
@@ -129,23 +129,17 @@ WHOLE = {
     "casts": {},
     "ties": {},
     "live_ties": {},
-    "complete": ["embed.weight", "up.weight"],
-    "padded": [],
-    "derived": [],
     "never": [],
     "partial": {},
-    "repaired": False,
 }
 
 
 def needs(*answers, ties=False, **options):
-    """The tensors that are fed, and the text."""
+    """The tensors that are fed."""
     config = NeedsConfig(**options)
-    rows = rows_of(SOURCE, config, ties=ties)
+    given = offered(SOURCE, config, ties=ties)
     answers = [{**WHOLE, **answer} for answer in answers]
-    fed = prove_needs(SOURCE, rows, answers=answers, config=config)
-    settled = [{"bytes": 48, "reloaded": 0, "unreadable": {}}] * len(answers)
-    return fed, explain_needs(SOURCE, fed, answers=answers, settled=settled, config=config)
+    return prove_needs(SOURCE, given, answers=answers, config=config)
 
 
 def manifest_of(fed, *, boxes=None, rank=0):
@@ -159,7 +153,7 @@ def manifest_of(fed, *, boxes=None, rank=0):
 
 
 def test_what_is_fed_tied_and_derived_is_in_the_manifest():
-    manifest = manifest_of(needs({})[0])
+    manifest = manifest_of(needs({}))
     assert [(each.name, each.travels, each.tied_to, each.feeding) for each in manifest.tensors] == [
         ("embed.weight", True, None, "fed"),
         ("up.weight", True, None, "fed"),
@@ -169,12 +163,12 @@ def test_what_is_fed_tied_and_derived_is_in_the_manifest():
 
 
 def test_a_tied_tensor_that_the_engine_has_apart_travels_on_its_own():
-    by_name = manifest_of(needs({}, ties=True)[0]).by_name
+    by_name = manifest_of(needs({}, ties=True)).by_name
     assert (by_name["head.weight"].tied_to, by_name["head.weight"].travels) == (None, True)
 
 
 def test_workers_hold_the_boxes_of_their_own_shards_and_together_all():
-    fed = needs({})[0]
+    fed = needs({})
     halves = [
         {name: [Region(name, (2 * rank, 0), (2, 3))] for name in ("embed.weight", "up.weight")} for rank in (0, 1)
     ]
@@ -185,7 +179,7 @@ def test_workers_hold_the_boxes_of_their_own_shards_and_together_all():
 
 
 def test_a_tensor_that_one_worker_of_two_uses_has_a_place():
-    assert "up.weight" in needs({"unused": ["up.weight"]}, {})[0]
+    assert "up.weight" in needs({"unused": ["up.weight"]}, {})
     with pytest.raises(CoverageError, match=r"1 have no place in the engine:\n  up\.weight"):
         needs({"unused": ["up.weight"]}, {"unused": ["up.weight"]})
 
@@ -195,7 +189,7 @@ def test_a_tensor_that_any_worker_lacks_is_named_unless_it_is_constant():
     with pytest.raises(CoverageError) as caught:
         needs({}, lacks)
     assert caught.value.unfed == ("scale: never written", "fused.weight: 3 of 9 elements are never written")
-    assert "  declared constant: scale" in needs({}, lacks, constant=("scale", "fused.*"))[1]
+    assert "up.weight" in needs({}, lacks, constant=("scale", "fused.*"))
 
 
 def test_two_sources_for_one_place_a_cast_and_a_tie_of_the_engines_own_are_refused():
@@ -205,7 +199,7 @@ def test_two_sources_for_one_place_a_cast_and_a_tie_of_the_engines_own_are_refus
         "a and b are both written to c",
         "up.weight: float32 in the source, bfloat16 in the engine; cast=True allows it",
     )
-    assert "  cast to bfloat16: up.weight" in needs({"casts": {"up.weight": "bfloat16"}}, cast=True)[1]
+    assert "up.weight" in needs({"casts": {"up.weight": "bfloat16"}}, cast=True)
     with pytest.raises(
         CoverageError, match=r"the engine tied it to embed\.weight when it loaded equal values for both"
     ):

@@ -1,7 +1,6 @@
 """Fresh policy weights into a running engine as a transaction: all of them verified, or none.
 
-Knows tensors, names and layouts; does not know trainers, engines or networks. Needs torch alone. What moves the bytes
-between processes, and what only explains or predicts, is loaded when its name is first used.
+Knows tensors, names and layouts; does not know trainers, engines or networks. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rl_refit.adapters import AdapterSink
-from rl_refit.bindings import Binding
 from rl_refit.config import RefitConfig
 from rl_refit.contracts import Coverage, NamedShard, ShardBox, WeightSink, WeightSource
 from rl_refit.counted import CountedRefit
@@ -27,6 +25,7 @@ from rl_refit.errors import (
 )
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
+from rl_refit.module_tensors import Binding
 from rl_refit.plan import RefitPlan, Route, Topology, plan_refit
 from rl_refit.refit import Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
@@ -34,19 +33,12 @@ from rl_refit.replica import Replica
 from rl_refit.replicas import Replicas, ReplicasReport
 from rl_refit.sink import ModuleSink
 from rl_refit.source import ModuleSource, StateDictSource
+from rl_refit.tracing import trace, trace_writes
 from rl_refit.transports.base import Transport
+from rl_refit.transports.stream import SlotStream
 
 if TYPE_CHECKING:
     from refit_simulator import simulate
-
-    from rl_refit.tracing import trace, trace_writes
-    from rl_refit.transports.stream import SlotStream
-
-_HOMES = {
-    "SlotStream": "transports.stream",
-    "trace": "tracing",
-    "trace_writes": "tracing",
-}
 
 __all__ = [
     "AbortedError",
@@ -98,10 +90,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "simulate":  # a tool of the repository, in docs/tools; not in the wheel
         return import_module("refit_simulator").simulate
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"rl_refit.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,16 +38,16 @@ from rl_refit.contracts import WeightSource
 from rl_refit.errors import (
     AbortedError,
     DeadlineError,
-    PoisonedError,
     RefitError,
     error_from_message,
     error_to_message,
 )
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous, host_store
-from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone
-from rl_refit.threads import in_thread
+from rl_refit.sink import VersionedSink
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone, in_thread
 from rl_refit.transaction.liveness import Peers
+from rl_refit.transports.stream import SlotStream
 
 if TYPE_CHECKING:
     from rl_refit.refit import Refit, RefitReport
@@ -90,7 +90,7 @@ class Engine(Protocol):
         """Generate again."""
 
 
-class EngineSink(ABC):
+class EngineSink(VersionedSink, ABC):
     """An engine of one or many workers as the sink of a `Refit`; each worker is a rank of the sink.
 
     The process that made the engine gives it to its `Refit`, which carries no weights here. With a `Rendezvous`, its
@@ -103,11 +103,10 @@ class EngineSink(ABC):
     """
 
     def __init__(self, engine: Engine, *, timeout_s: float) -> None:
+        super().__init__()
         self._engine, self._timeout_s = engine, timeout_s
         self._token = secrets.token_hex(8)
         self._drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
-        self._version: int | None = None
-        self._poison: str | None = None
         self._failure: str | None = None
         """How the last commit failed, as the driver saw it, which knows the worker; None if it did not."""
         self._notes: dict[str, Any] = {}
@@ -126,31 +125,6 @@ class EngineSink(ABC):
     def num_ranks(self) -> int:
         """Workers of the engine: ranks of the sink."""
         return self._engine.num_ranks
-
-    @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first. Says nothing about a poisoned sink."""
-        return self._version
-
-    @property
-    def poisoned(self) -> bool:
-        """Whether the engine's weights may be torn: a commit failed half-way, and none has succeeded since."""
-        return self._poison is not None
-
-    def check(self) -> None:
-        """Pass if the weights are whole: what calls the engine asks this before it generates.
-
-        A commit needs no such question: the engine is paused while one works.
-
-        Raises:
-            PoisonedError: They may be torn.
-        """
-        if self._poison is not None:
-            raise PoisonedError(
-                f"{self._poison}, so the engine's weights may be part old and part new; refit successfully before it "
-                f"generates",
-                phase="commit",
-            )
 
     def poison(self, reason: str) -> None:
         """Refuse to be used until a refit succeeds: for whoever knows that this engine is not what its peers are.
@@ -197,7 +171,7 @@ class EngineSink(ABC):
     def _leave(self) -> None:
         """Have the workers leave the refits of all but the drivers that are left."""
         with contextlib.suppress(Exception):  # the engine may have ended before
-            self._engine.call("rl_refit_leave", self._token, [each.name for each in self._drivers])
+            self._engine.call("rl_refit", self._token, "leave", [each.name for each in self._drivers])
 
     def _commit(self, driver: Driver) -> None:
         """Pause, have every worker commit, forget what was cached, resume.
@@ -208,7 +182,7 @@ class EngineSink(ABC):
         self._engine.pause()
         paused_at, self._failure = time.monotonic(), None
         try:
-            answers = self._engine.call("rl_refit_run", self._token, driver.name)
+            answers = self._engine.call("rl_refit", self._token, "run", driver.name)
             raise_errors(answers, phase="commit")
             self._engine.renew(str(answers[0]["version"]))
         except BaseException as error:
@@ -230,7 +204,7 @@ class EngineSink(ABC):
         elif all("report" in each for each in said):
             self._poison = None
         if not self.poisoned:
-            self._version = said[0]["version"]
+            self.version = said[0]["version"]
 
 
 def raise_errors(answers: Sequence[Answer], *, phase: str = "prepare") -> None:
@@ -317,7 +291,7 @@ class Driver:
             own = [each for each in failed if not each["heard"]]
             message = (own or failed)[0]
             if message["kind"] == "DeadlineError" and message["late"]:
-                raise DeadlineError(message["text"], phase="prepare", peer=message["about"], seconds=message["seconds"])
+                raise DeadlineError(message["text"], phase="prepare", peer=message["peer"], seconds=message["seconds"])
             raise error_from_message(message)
         report = said[0]["report"]
         return _add_unreadable(RefitReport(**{**report, "kept": tuple(report["kept"])}), said)
@@ -423,7 +397,7 @@ class Driver:
             "host": socket.gethostname(),
         }
         living = [each.name for each in sink._drivers]  # noqa: SLF001
-        sink.call("rl_refit_join", message, living)
+        sink.call("rl_refit", "join", message, living)
         self._store = BoundedStore(PrefixStore(meeting.name, store), Line(meeting.liveness_s, meeting.lost))
 
     def _begin_receiving(self, timeout_s: float) -> None:
@@ -431,7 +405,7 @@ class Driver:
             sink = self._sink
             notes, sink._notes = sink._notes, {}  # noqa: SLF001
             timeout = None if math.isinf(timeout_s) else timeout_s
-            sink.call("rl_refit_receive", self.name, timeout, notes)
+            sink.call("rl_refit", "receive", self.name, timeout, notes)
             self._receiving = True
 
     def _attend_until(self, is_over: Callable[[], bool]) -> list[dict[str, Any]] | None:
@@ -536,7 +510,6 @@ class _Seat:
 
     def __init__(self, end: WorkerEnd, message: Mapping[str, Any], *, rank: int) -> None:
         from rl_refit.refit import Refit
-        from rl_refit.transports.stream import SlotStream
 
         self._end, self._message = end, message
         self._sink_rank = message["first_rank"] + rank
@@ -570,7 +543,7 @@ class _Seat:
                 report = self.refit.receive(timeout_s=timeout_s)
                 end["report"] = {**asdict(report), "seconds": dict(report.seconds)}
             except BaseException as error:  # noqa: BLE001  (the driver raises it)
-                message = error_to_message(error, party=f"sink {self._sink_rank}", where=_where(error))
+                message = error_to_message(error, party=f"sink {self._sink_rank}")
                 message["heard"] = " gave up in " in str(error) or isinstance(error, AbortedError)
                 message["late"] = "no refit began within" in str(error)
                 end["error"] = message
@@ -621,41 +594,52 @@ class _Seat:
 
 
 class WorkerEnd:
-    """A worker's end of an engine's refits.
+    """A worker's end of an engine's refits: the driver calls `rl_refit` in each worker, which hands it to `do`.
 
     Args:
         rank: Of the worker among those of its engine.
+        make_sink: Makes the worker's sink, anew for each sink of the driver's. It also has `version` and
+            `poison_reason`.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, make_sink: Callable[[WorkerEnd], Any]) -> None:
+        self.rank, self._make_sink = rank, make_sink
         self._token = ""
         self._seats: dict[str, _Seat] = {}
         self.busy = threading.Lock()
         self.seat: _Seat | None = None
         self.sink: Any = None
 
-    def join(  # noqa: PLR0917  (as it comes over RPC)
-        self, token: str, message: Mapping[str, Any], living: Sequence[str], sink: Callable[[], Any]
-    ) -> None:
-        """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left.
+    @answering
+    def do(self, token: str, what: str, *args: Any) -> Answer:
+        """What the driver's sink `token` asks of its workers' main threads: "join", "receive", "run" or "leave".
 
-        Args:
-            token: Of the driver's sink. A new one takes the engine from the one before, with a sink of its own.
-            message: Of the driver.
-            living: Names of the driver's other `Refit`s.
-            sink: Makes the worker's sink. It also has `version` and `poison_reason`.
+        A new token takes the engine from the one before, with a sink of its own.
         """
-        self.leave(living if token == self._token else ())
-        if token != self._token or self.sink is None:
-            self._token, self.sink = token, sink()
-        self._seats[message["driver"]] = _Seat(self, message, rank=self._rank)
+        if what == "join":
+            self._join(token, *args)
+        elif what == "leave":
+            if self.belongs(token):
+                self._leave(*args)
+        elif not self.belongs(token):
+            raise RefitError("another sink has taken this engine since this one did; make a new sink")
+        elif what == "receive":
+            self._receive(*args)
+        else:
+            assert what == "run"
+            return {"version": self._run(*args)}
+        return {}
 
-    def receive(  # noqa: PLR0917  (as it comes over RPC)
-        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
-    ) -> None:
+    def _join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> None:
+        """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left."""
+        self._leave(living if token == self._token else ())
+        if token != self._token or self.sink is None:
+            self._token, self.sink = token, self._make_sink(self)
+        self._seats[message["driver"]] = _Seat(self, message, rank=self.rank)
+
+    def _receive(self, driver: str, timeout_s: float | None, notes: Mapping[str, Any]) -> None:
         """Wait for the trainer in a thread, and take part; at most one at a time."""
-        sink = self._require(token)
+        sink = self.sink
         if "poison" in notes:
             sink.poison(notes["poison"])
         if notes.get("repeat"):
@@ -664,13 +648,8 @@ class WorkerEnd:
             sink.rewind(notes["rewind"])
         self._seats[driver].receive(timeout_s)
 
-    def run(self, token: str, driver: str) -> object:
-        """In the main thread: do what the worker's own thread asked for.
-
-        Raises:
-            Exception: What that raised; the thread raises it too.
-        """
-        self._require(token)
+    def _run(self, driver: str) -> object:
+        """Do what the worker's own thread asked for; what that raises, the thread raises too."""
         asked = self._seats[driver].asked
         if asked is None:
             raise RefitError("this worker has given up meanwhile, and asks for nothing")
@@ -687,7 +666,7 @@ class WorkerEnd:
 
         Args:
             what: "survey", "ready" or "commit".
-            job: What the main thread is to do when the driver calls `run`.
+            job: What the main thread is to do when the driver says "run".
 
         Raises:
             RefitError: What the driver answers, or it did not within its `timeout_s`.
@@ -699,17 +678,12 @@ class WorkerEnd:
         """Whether the driver's sink `token` has the engine."""
         return token == self._token and self.sink is not None
 
-    def leave(self, living: Sequence[str]) -> None:
+    def _leave(self, living: Sequence[str]) -> None:
         """Leave all `Refit`s of the driver's but `living`."""
         for name in [name for name in self._seats if name not in living]:
             seat = self._seats.pop(name)
             with contextlib.suppress(RefitError, RuntimeError):
                 seat.refit.close()
-
-    def _require(self, token: str) -> Any:
-        if token != self._token or self.sink is None:
-            raise RefitError("another sink has taken this engine since this one did; make a new sink")
-        return self.sink
 
 
 @final
@@ -743,11 +717,6 @@ class InMainThread:
             if committed:
                 self._sink.poison(f"this worker has committed, and its engine has failed: {error}")
             raise
-
-
-def _where(error: BaseException) -> str:
-    phase = getattr(error, "phase", None)
-    return f"phase {phase}" if phase else "a worker of the engine"
 
 
 def _own_address(address: str) -> str:

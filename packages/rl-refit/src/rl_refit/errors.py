@@ -119,37 +119,26 @@ _KINDS: dict[str, type[RefitError]] = {
     kind.__name__: kind for kind in (CoverageError, DigestError, DeadlineError, PeerError, RefitError)
 }
 """Those that arrive as what they are; whatever else a party raises arrives as an `AbortedError` that quotes it."""
-_LISTS = ("unfed", "unmapped", "mismatched", "tensors")
-"""The attributes of some kinds that are tuples of names."""
+_DETAILS = ("phase", "tensor", "bucket", "peer", "unfed", "unmapped", "mismatched", "tensors", "seconds")
 
 
-def error_to_message(error: BaseException, *, party: str, where: str) -> dict[str, Any]:
-    """What others need to know: the kind, the text, and who failed where."""
-    message: dict[str, Any] = {
+def error_to_message(error: BaseException, *, party: str, where: str | None = None) -> dict[str, Any]:
+    """What others need to know: the kind, the text, who failed where, and what attributes an error of ours has."""
+    return {
         "kind": type(error).__name__,
         "text": str(error) or type(error).__name__,
         "party": (isinstance(error, AbortedError) and error.peer) or party,
-        "where": where,
+        "where": where or (f"phase {phase}" if (phase := getattr(error, "phase", None)) else "its refit"),
+        **{name: getattr(error, name) for name in _DETAILS if isinstance(error, RefitError) and hasattr(error, name)},
     }
-    if isinstance(error, RefitError):
-        message |= {"phase": error.phase, "tensor": error.tensor, "bucket": error.bucket, "about": error.peer}
-        message |= {name: list(getattr(error, name)) for name in _LISTS if hasattr(error, name)}
-    if isinstance(error, DeadlineError):
-        message["seconds"] = error.seconds
-    return message
 
 
 def error_from_message(message: dict[str, Any]) -> RefitError:
     """The error to raise at a party that did not fail itself; of the same kind where it is one of ours."""
     kind = _KINDS.get(message["kind"])
     quoted = message["text"] if kind is not None else f"{message['kind']}: {message['text']}"
-    text = f"{message['party']} gave up in {message['where']}: {quoted}"
-    error = AbortedError(text) if kind is None else kind(text)
-    error.phase, error.tensor, error.bucket = message.get("phase"), message.get("tensor"), message.get("bucket")
-    error.peer = message.get("about") or message["party"]
-    if isinstance(error, DeadlineError):
-        error.seconds = message["seconds"]
-    for name in _LISTS:
-        if name in message and hasattr(error, name):
-            setattr(error, name, tuple(message[name]))
+    error = (kind or AbortedError)(f"{message['party']} gave up in {message['where']}: {quoted}")
+    for name in message.keys() & set(_DETAILS):
+        setattr(error, name, tuple(message[name]) if isinstance(message[name], list) else message[name])
+    error.peer = error.peer or message["party"]
     return error

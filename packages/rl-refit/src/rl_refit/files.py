@@ -105,19 +105,15 @@ def read_version(sink: WeightSink, directory: Path | str, version: int, *, rank:
                 continue
             for key, box, digest in boxes[route.source_rank, route.region.name]:
                 if box.intersect(route.region) == route.region:
-                    whole = _verified(opened[route.source_rank].get_tensor(key), box, digest)
+                    whole: Tensor = opened[route.source_rank].get_tensor(key)
+                    if digest_tensor(whole) != digest:
+                        raise DigestError(f"{box} in its file is not what was written", tensors=(box.name,))  # noqa: TRY301
                     sink.stage(route.region, whole[route.region.index_within(box)])
                     break
         sink.commit(version)
     except BaseException:
         sink.abort()
         raise
-
-
-def _verified(tensor: Tensor, box: Region, digest: str) -> Tensor:
-    if digest_tensor(tensor) != digest:
-        raise DigestError(f"{box} in its file is not what was written", tensors=(box.name,))
-    return tensor
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:

@@ -15,8 +15,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from rl_refit.bindings import Binding
 from rl_refit.layout import Region
+from rl_refit.module_tensors import Binding
 
 __all__ = [
     "fused_gate_up",
@@ -34,9 +34,7 @@ _Rows = tuple[str, int, int, int]
 """Name, first row, number of rows, and rows of the whole tensor."""
 
 
-def sharded(
-    param: Tensor, name: str, *, dim: int | None, tp_rank: int = 0, tp_size: int = 1, global_size: int | None = None
-) -> list[Binding]:
+def sharded(param: Tensor, name: str, *, dim: int | None, tp_rank: int = 0, tp_size: int = 1) -> list[Binding]:
     """One tensor cut along `dim`: row-parallel and column-parallel weights; whole on every rank where `dim` is None.
 
     Args:
@@ -44,21 +42,13 @@ def sharded(
         name: The tensor's Hugging Face name.
         dim: Which dim of it is cut; None for none, and the other numbers do not matter.
         tp_rank: Which slice.
-        tp_size: How many slices.
-        global_size: Of that dim, where slices are not equal: they are then cut as `torch.chunk` does.
-
-    Raises:
-        ValueError: `param` does not have the size of its slice.
+        tp_size: How many equal slices.
     """
     _check_rank("tp", tp_rank, tp_size)
     shape = list(param.shape)
     offsets = [0] * len(shape)
     if dim is not None:
-        size = shape[dim] * tp_size if global_size is None else global_size
-        chunk = -(-size // tp_size)
-        start = min(tp_rank * chunk, size)
-        _check_size(param, name, dim=dim, expected=min(chunk, size - start))
-        offsets[dim], shape[dim] = start, size
+        offsets[dim], shape[dim] = tp_rank * shape[dim], tp_size * shape[dim]
     return _bound(param, Region(name, tuple(offsets), tuple(param.shape)), tuple(shape))
 
 
@@ -114,7 +104,7 @@ def fused_qkv(
     """
     _check_rank("tp", tp_rank, tp_size)
     heads, kv_heads = _local_heads(num_heads, num_kv_heads, tp_size=tp_size, order=order)
-    _check_size(param, ", ".join(names), dim=0, expected=(heads + 2 * kv_heads) * head_dim)
+    _check_rows(param, ", ".join(names), (heads + 2 * kv_heads) * head_dim)
     first = (tp_rank * heads, *2 * (tp_rank * num_kv_heads // tp_size,))
     count, total = (heads, kv_heads, kv_heads), (num_heads, num_kv_heads, num_kv_heads)
     groups = 1 if order == "q_k_v" else kv_heads
@@ -193,50 +183,38 @@ def mixtral_bindings(module: nn.Module) -> Iterator[Binding]:
 
 def stacked_experts(
     param: Tensor,
-    names: str | Sequence[str] | Sequence[tuple[str, str]],
+    names: Sequence[str] | Sequence[tuple[str, str]],
     *,
     part: Literal["gate_up", "down"],
     order: GateUp = "gate_up",
-    transposed: bool = False,
     tp_rank: int = 0,
     tp_size: int = 1,
     ep_rank: int = 0,
     ep_size: int = 1,
-    num_experts: int | None = None,
 ) -> list[Binding]:
     """The experts of a layer in one: w13 `[E / ep, 2 I / tp, H]`, or w2 `[E / ep, H, I / tp]`.
 
     Args:
         param: This rank's part.
-        names: Of all E experts in their order: pairs of gate and up, or the names of down; or one name, where the
-            checkpoint too has them stacked, as `[E, 2 I, H]` with gate first, or `[E, H, I]`.
+        names: Of all E experts in their order: pairs of gate and up, or the names of down.
         part: Which of the two `param` is.
         order: Which half of w13 comes first in memory.
-        transposed: Whether `param` has its last two dims exchanged, `[E / ep, H, 2 I / tp]` or `[E / ep, I / tp, H]`.
         tp_rank: This rank's slice of I.
         tp_size: How many slices of I.
         ep_rank: This rank's run of experts.
         ep_size: How many equal runs.
-        num_experts: E, where `names` is one name.
 
     Raises:
         ValueError: `ep_size` does not divide E, or `param` does not have the experts of its run.
     """
     _check_rank("tp", tp_rank, tp_size)
     _check_rank("ep", ep_rank, ep_size)
-    if isinstance(names, str) == (num_experts is None):
-        raise ValueError(f"num_experts goes with one name for all experts; got {num_experts=} and names={names!r:.80}")
-    total = len(names) if num_experts is None else num_experts
-    if total % ep_size:
-        raise ValueError(f"ep_size={ep_size} must divide the {total} experts")
-    local = total // ep_size
-    stored = param.mT if transposed else param
-    _check_size(param, f"{part} of {total} experts", dim=0, expected=local)
-    first = ep_rank * local
-    if isinstance(names, str):
-        return _from_stack(stored, names, part=part, order=order, first=first, total=total, tp=(tp_rank, tp_size))
+    if len(names) % ep_size:
+        raise ValueError(f"ep_size={ep_size} must divide the {len(names)} experts")
+    local = len(names) // ep_size
+    _check_rows(param, f"{part} of {len(names)} experts", local)
     bindings: list[Binding] = []
-    for expert, name in zip(stored, names[first : first + local], strict=True):
+    for expert, name in zip(param, names[ep_rank * local : (ep_rank + 1) * local], strict=True):
         if isinstance(name, str) != (part == "down"):
             raise ValueError(
                 f"part={part!r} needs {'a name' if part == 'down' else 'two names'} an expert; got {name!r}"
@@ -245,24 +223,6 @@ def stacked_experts(
             bindings += sharded(expert, name, dim=1, tp_rank=tp_rank, tp_size=tp_size)
         else:
             bindings += fused_gate_up(expert, (name[0], name[1]), tp_rank=tp_rank, tp_size=tp_size, order=order)
-    return bindings
-
-
-def _from_stack(
-    stored: Tensor, name: str, *, part: str, order: GateUp, first: int, total: int, tp: tuple[int, int]
-) -> list[Binding]:
-    """The same where the checkpoint has one tensor for all experts."""
-    rank, size = tp
-    if part == "down":
-        rows, inner = stored.shape[1:]
-        return _bound(stored, Region(name, (first, 0, rank * inner), tuple(stored.shape)), (total, rows, size * inner))
-    halves = fused_gate_up(stored.transpose(0, 1), ("gate", "up"), tp_rank=rank, tp_size=size, order=order)
-    bindings: list[Binding] = []
-    for half in halves:  # gate, then up, are the halves of the checkpoint's dim 1
-        inner, view = half.shape[0], half.tensor.transpose(0, 1)
-        start = half.region.offsets[0] + inner * (half.region.name == "up")
-        box = Region(name, (first, start, 0), tuple(view.shape))
-        bindings += _bound(view, box, (total, 2 * inner, *stored.shape[2:]))
     return bindings
 
 
@@ -302,6 +262,6 @@ def _check_rank(axis: str, rank: int, size: int) -> None:
         raise ValueError(f"{axis}_rank must be at least 0 and less than {axis}_size; got {rank} of {size}")
 
 
-def _check_size(param: Tensor, name: str, *, dim: int, expected: int) -> None:
-    if param.shape[dim] != expected:
-        raise ValueError(f"{name}: this rank holds {expected} in dim {dim}, and the tensor is {list(param.shape)}")
+def _check_rows(param: Tensor, name: str, expected: int) -> None:
+    if param.shape[0] != expected:
+        raise ValueError(f"{name}: this rank holds {expected} in dim 0, and the tensor is {list(param.shape)}")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_refit.errors import DeadlineError
-from rl_refit.threads import in_thread
+from rl_refit.stores import in_thread
 
 __all__ = [
     "communicator",

@@ -18,13 +18,14 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_refit.errors import RefitError
 
-__all__ = ["Layout", "Region"]
+__all__ = ["Layout", "Region", "is_dtensor", "local_part", "this_rank"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape."""
@@ -166,31 +167,26 @@ class Layout:
         )
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor) -> Layout:
+    def from_tensor(cls, tensor: Any) -> Layout:
         """The layout of a DTensor, or of a plain tensor, which this process's rank holds whole.
 
         Raises:
             RefitError: The DTensor has a placement that `from_placements` refuses, or its local tensor is not the piece
                 that its placements promise.
         """
-        if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor import DTensor
-
-            if isinstance(tensor, DTensor):
-                mesh = tensor.device_mesh
-                layout = cls.from_placements(mesh.shape, tensor.placements, ranks=mesh.mesh.flatten().tolist())
-                promised = layout.regions_on(this_rank(), "", tuple(tensor.shape))
-                local = tuple(tensor._local_tensor.shape)  # noqa: SLF001 - to_local() would be recorded by autograd
-                if math.prod(local) != sum(box.numel for box in promised) or any(
-                    box.shape != local for box in promised
-                ):
-                    raise RefitError(
-                        f"a DTensor of shape {list(tensor.shape)} with placements {tensor.placements} on a mesh of "
-                        f"shape {tuple(mesh.shape)} holds {list(local)} on rank {this_rank()}, and its placements "
-                        f"promise {[list(box.shape) for box in promised]}; redistribute it first"
-                    )
-                return layout
-        return cls.whole(this_rank())
+        if not is_dtensor(tensor):
+            return cls.whole(this_rank())
+        mesh, placements = tensor.device_mesh, tensor.placements
+        layout = cls.from_placements(mesh.shape, placements, ranks=mesh.mesh.flatten().tolist())
+        promised = layout.regions_on(this_rank(), "", tuple(tensor.shape))
+        local = tuple(local_part(tensor).shape)
+        if math.prod(local) != sum(box.numel for box in promised) or any(box.shape != local for box in promised):
+            raise RefitError(
+                f"a DTensor of shape {list(tensor.shape)} with placements {placements} on a mesh of shape "
+                f"{tuple(mesh.shape)} holds {list(local)} on rank {this_rank()}, and its placements promise "
+                f"{[list(box.shape) for box in promised]}; redistribute it first"
+            )
+        return layout
 
     def regions(self, name: str, shape: tuple[int, ...]) -> dict[int, tuple[Region, ...]]:
         """The boxes of tensor `name`, of global `shape`, that each rank holds; empty boxes are left out.
@@ -261,6 +257,18 @@ def _read_placement(placement: object) -> tuple[int | None, int]:
         f"a refit knows the placements Shard(dim), Replicate() and FSDP2's _StridedShard, not {placement!r}; "
         f"redistribute the tensor first"
     )
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a DTensor. Where that is not imported no tensor is one, and importing it would take a second."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def local_part(tensor: Any) -> Tensor:
+    """This rank's memory of a tensor, detached: of a DTensor its local tensor."""
+    with torch.no_grad():
+        part: Tensor = (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+    return part
 
 
 def this_rank() -> int:

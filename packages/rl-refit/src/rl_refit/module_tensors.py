@@ -1,7 +1,9 @@
 """The tensors of an `nn.Module` as both sides of a refit see them: every parameter and every buffer, persistent or not.
 
 DTensors appear as their local tensor, without a gather; names that share memory are ties.
-Bindings put names to storage that has other names, or several, in the module.
+Bindings put names to storage that has other names, or several, in the module: fused, stacked, padded or permuted. How
+much of it they reach is exact for any strides: every element is counted once, in a mask of bytes for one storage at a
+time.
 """
 
 from __future__ import annotations
@@ -9,19 +11,18 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.bindings import Bindings, uncovered_by
 from rl_refit.errors import CoverageError, RefitError
-from rl_refit.layout import Layout, Region, this_rank
+from rl_refit.layout import Layout, Region, is_dtensor, local_part, this_rank
 from rl_refit.manifest import Feeding, Manifest, TensorMeta
 
-__all__ = ["Holding", "ModuleReader", "ModuleTensors", "Rename", "as_patterns", "check_writable"]
+__all__ = ["Binding", "Bindings", "Holding", "ModuleReader", "ModuleTensors", "Rename", "as_patterns", "check_writable"]
 
 Rename = Callable[[str], str]
 """From the module's own name of a tensor to its Hugging Face name."""
@@ -30,6 +31,28 @@ _BANKS = 2  # a module whose tensors are exchanged at every refit has two states
 
 Holding = tuple[Region, Tensor]
 """A box of a named tensor, and this rank's memory of it, detached."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Binding:
+    """The box `region` of the tensor `region.name` lives in `tensor`."""
+
+    region: Region
+    """Which box; its name is the Hugging Face name."""
+
+    shape: tuple[int, ...]
+    """Global shape of the named tensor."""
+
+    tensor: Tensor
+    """This rank's memory of the box: a view, of the region's shape."""
+
+    def __post_init__(self) -> None:
+        if tuple(self.tensor.shape) != self.region.shape:
+            raise ValueError(f"{self.region} is bound to a tensor of shape {list(self.tensor.shape)}")
+
+
+Bindings = Callable[[nn.Module], Iterable[Binding]]
+"""From a module to the boxes of named tensors that its storage holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +96,8 @@ class ModuleReader:
         complete: Whether bindings must cover every element of the tensors that they touch, for a sink.
     """
 
+    tensors_stay = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -102,6 +127,16 @@ class ModuleReader:
         tensors = itertools.chain(self._module.parameters(), self._module.buffers())
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
+    def manifest(self) -> Manifest:
+        """Of the module's tensors now; as `read`."""
+        return self.read().manifest
+
+    def shards(self, names: Iterable[str]) -> Iterator[Holding]:
+        """The boxes of each tensor of `names` that this rank holds, in the module's own memory: a `WeightSource`'s."""
+        held = self.read().held
+        for name in names:
+            yield from held[name]
+
     def read(self) -> ModuleTensors:
         """The module's tensors now.
 
@@ -120,8 +155,6 @@ class ModuleReader:
                     submodule.reshard()
 
         # The named tensors, and this rank's part of each: detached, in the same memory.
-        # Where DTensor is not imported no tensor is one, and importing it would take a second.
-        dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         tensors: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         marks: list[object] = []
@@ -133,12 +166,8 @@ class ModuleReader:
                 raise RefitError(f"two tensors are named {name!r}, one of them {own_name!r} in the module", tensor=name)
             if tensor.is_meta:
                 raise RefitError(f"{name!r} is on the meta device and has no values; load weights first", tensor=name)
-            tensors[name], local, placements = tensor, tensor, None
-            if isinstance(tensor, dtensor):
-                placements = tensor.placements
-                with torch.no_grad():
-                    local = tensor.to_local()
-            local = parts[name] = local.detach()
+            tensors[name], placements = tensor, getattr(tensor, "placements", None)
+            local = parts[name] = local_part(tensor)
             # Equal as long as a tensor is the same object, in the same memory, and lies on the same ranks.
             marks.append((name, id(tensor), tensor.shape, placements, local.data_ptr(), local.shape, local.stride()))
             marks.append((local.dtype, local.device))
@@ -181,7 +210,8 @@ class ModuleReader:
                     name=name,
                     shape=shapes[name],
                     dtype=_dtype(held[name], tensors.get(name)),
-                    layout=layouts.get(name) or _layout_of(held[name], rank),
+                    layout=layouts.get(name)
+                    or Layout.from_boxes({rank: dict.fromkeys(region for region, _ in held[name])}),
                     tied_to=None if root == name else root,
                     feeding=feeding.get(root, "fed"),
                 )
@@ -290,7 +320,7 @@ def check_writable(live: Mapping[str, tuple[Holding, ...]], *, tensors: ModuleTe
         return
     advice, objects = "use mode='staged'", tensors.objects
     for name, held in live.items():
-        if type(objects[name]).__name__ == "DTensor":
+        if is_dtensor(objects[name]):
             raise RefitError(f"{name!r} is a DTensor, whose memory cannot be exchanged; {advice}", tensor=name)
         if any(tensor.untyped_storage().nbytes() != tensor.nbytes for _, tensor in held):
             raise RefitError(f"{name!r} is part of a larger tensor, and cannot be exchanged; {advice}", tensor=name)
@@ -319,10 +349,6 @@ def _matching(patterns: tuple[str, ...], names: Iterable[str], *, strict: bool =
     return found
 
 
-def _layout_of(holdings: list[Holding], rank: int) -> Layout:
-    return Layout.from_boxes({rank: dict.fromkeys(region for region, _ in holdings)})
-
-
 def _dtype(holdings: list[Holding], tensor: Tensor | None) -> str:
     dtypes = {view.dtype for _, view in holdings} or {tensor.dtype if tensor is not None else torch.float32}
     if len(dtypes) > 1:
@@ -340,3 +366,38 @@ def _memory(holdings: list[Holding]) -> object:
 def _place(view: Tensor) -> tuple[object, ...]:
     """Equal for views that are the same elements of a storage, in the same order."""
     return view.untyped_storage().data_ptr(), view.storage_offset(), view.shape, view.stride()
+
+
+def uncovered_by(views: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The elements of each of `tensors` that no view reaches; names without any are left out.
+
+    Views that are the same memory seen the same way, such as ties, count as one.
+
+    Raises:
+        RefitError: Two different views reach the same element.
+    """
+    by_storage: dict[int, dict[object, Tensor]] = {}
+    for view in views:
+        place = (view.storage_offset(), view.shape, view.stride(), view.dtype)
+        by_storage.setdefault(view.untyped_storage().data_ptr(), {})[place] = view
+    loose: dict[str, int] = {}
+    for storage, seen in by_storage.items():
+        inside = {name: tensor for name, tensor in tensors.items() if tensor.untyped_storage().data_ptr() == storage}
+        mask = torch.zeros(next(iter(seen.values())).untyped_storage().nbytes(), dtype=torch.uint8)
+        for view in seen.values():
+            reached = _bytes_of(view, mask)
+            if reached.numel() and int(reached.max()) > 0:
+                raise RefitError(f"two bindings reach the same elements of {', '.join(inside) or 'one storage'}")
+            reached.fill_(1)
+        for name, tensor in inside.items():
+            missing = int((_bytes_of(tensor, mask) == 0).any(dim=-1).sum())
+            if missing:
+                loose[name] = missing
+    return loose
+
+
+def _bytes_of(view: Tensor, mask: Tensor) -> Tensor:
+    """The places of a view's bytes in a mask of its storage, whatever dtypes share that: [*shape, itemsize]."""
+    size = view.element_size()
+    strides = [size * stride for stride in view.stride()]
+    return mask.as_strided((*view.shape, size), (*strides, 1), size * int(view.storage_offset()))

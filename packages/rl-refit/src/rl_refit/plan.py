@@ -27,10 +27,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rl_refit.buckets import split
-from rl_refit.coverage import prove_coverage
 from rl_refit.errors import CoverageError
 from rl_refit.layout import Layout, Region
-from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.manifest import Manifest, TensorMeta, prove_coverage
 
 __all__ = ["EqualTensors", "RefitPlan", "Route", "RouteStack", "Topology", "Way", "plan_refit"]
 

@@ -25,8 +25,9 @@ from rl_refit.rendezvous import Rendezvous
 from rl_refit.transaction.control import Control
 from rl_refit.transaction.party import Party, annotate
 from rl_refit.transports.base import InProcess, Transport, Watch
+from rl_refit.transports.stream import SlotStream
 
-__all__ = ["LONGEST_NAP_S", "Refit", "RefitReport", "slot_stream"]
+__all__ = ["LONGEST_NAP_S", "Refit", "RefitReport", "require_version"]
 
 _DEFAULTS = RefitConfig()
 LONGEST_NAP_S = 5e-3
@@ -71,7 +72,7 @@ class Refit:
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
         if transport is None and (rendezvous is not None or isinstance(sink, EngineSink)):
-            transport = slot_stream()
+            transport = SlotStream()
         self.interruption: BaseException | None = None
         """Why whoever made this Refit, such as an engine's driver, ends what it does, wherever it waits."""
         self.look_also: Callable[[], None] = lambda: None
@@ -119,7 +120,7 @@ class Refit:
         """Bring the source's present weights into the sink as `version`, the number of optimizer steps they have seen.
 
         Whatever is raised, the refit has been aborted at all parties before: up to and including verify every sink
-        keeps its old weights, bit for bit, and its old version, or is poisoned where it writes in place. What a source
+        keeps its old weights, bit for bit, and its old version. What a source
         or sink raises comes through as it is, with a note of phase, bucket and tensor; at the other parties an error of
         the same kind says which of them gave up, where, and why.
 
@@ -133,8 +134,7 @@ class Refit:
         """
         if self._source is None:
             raise RefitError("this process has no source of weights; wait for a refit with receive()")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
+        require_version(version)
         return self._run(version)
 
     def receive(self, *, timeout_s: float | None = None) -> RefitReport:
@@ -366,11 +366,10 @@ class RefitReport:
         )
 
 
-def slot_stream() -> Transport:
-    """A `SlotStream`, which is imported when it is needed."""
-    from rl_refit.transports.stream import SlotStream
-
-    return SlotStream()
+def require_version(version: object) -> None:
+    """Pass if `version` is an int ≥ 0."""
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
 
 
 # -- What goes together ----------------------------------------------------------------------------------------------
@@ -405,8 +404,6 @@ def _check_sides(
     if rendezvous is not None and not isinstance(rendezvous, Rendezvous):
         raise TypeError(f"rendezvous is a {type(rendezvous).__name__}; write Rendezvous(address, num_sources=…, …)")
     if isinstance(sink, EngineSink):
-        from rl_refit.transports.stream import SlotStream
-
         if not isinstance(transport, SlotStream):
             raise TypeError(f"the workers of an engine take a SlotStream; got {type(transport).__name__}")
         if rendezvous is None and source is None:

@@ -17,8 +17,7 @@ from typing import final
 from urllib.parse import urlsplit
 
 from rl_refit.errors import PeerError, RefitError
-from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, TCPStore
-from rl_refit.threads import in_thread
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, TCPStore, in_thread
 
 __all__ = ["Rendezvous", "host_store"]
 

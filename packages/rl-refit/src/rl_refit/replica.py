@@ -22,11 +22,12 @@ from rl_refit.config import RefitConfig
 from rl_refit.contracts import WeightSink
 from rl_refit.engine import EngineSink
 from rl_refit.errors import DeadlineError, PeerError, RefitError
-from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, slot_stream
+from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.stores import BoundedStore, Store, clone, listens
 from rl_refit.transaction.liveness import Heartbeat, Peers, is_there, this_process
 from rl_refit.transports.base import PATIENCE_S, Transport
+from rl_refit.transports.stream import SlotStream
 
 __all__ = ["TRAINER_NAME", "Replica", "host_and_port"]
 
@@ -104,7 +105,7 @@ class Replica:
         address: str = "tcp://127.0.0.1:0",
         rank: int = 0,
         num_ranks: int = 1,
-        transport: Callable[[], Transport] = slot_stream,
+        transport: Callable[[], Transport] = SlotStream,
         in_turn: Callable[[Callable[[], Any]], Any] = lambda refit: refit(),
         from_peers: bool = True,
         liveness_s: float = 30.0,

@@ -35,15 +35,15 @@ from rl_refit import gpu
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSource
 from rl_refit.errors import DeadlineError, PeerError, RefitError, error_from_message, error_to_message
-from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, slot_stream
+from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport, require_version
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.replica import TRAINER_NAME, host_and_port
-from rl_refit.stores import BoundedStore
-from rl_refit.threads import in_thread
+from rl_refit.stores import BoundedStore, in_thread
 from rl_refit.transaction.control import COMMIT, Control
 from rl_refit.transaction.liveness import LEFT, Peers
 from rl_refit.transaction.shared import SharedSource
 from rl_refit.transports.base import PATIENCE_S, Transport, Watch
+from rl_refit.transports.stream import SlotStream
 
 __all__ = ["Replicas", "ReplicasReport"]
 
@@ -187,7 +187,7 @@ class Replicas:
         num_sources: int = 1,
         source_rank: int = 0,
         at_least: int = 1,
-        transport: Callable[[], Transport] = slot_stream,
+        transport: Callable[[], Transport] = SlotStream,
         liveness_s: float = 30.0,
         name: str = TRAINER_NAME,
         bucket_bytes: int = _DEFAULTS.bucket_bytes,
@@ -251,8 +251,7 @@ class Replicas:
             DeadlineError: Fewer than `at_least` replicas have joined within `deadline_s`.
             PeerError: Another rank of the trainer is dead or silent.
         """
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise RefitError(f"a version is a number of optimizer steps, an int ≥ 0; got version={version!r}")
+        require_version(version)
         return self._run(
             lambda watch: self._call(version, watch, rollback=rollback), {"version": version, "rewind": rollback}
         )
@@ -454,7 +453,7 @@ class Replicas:
 
         # One rank's failure is the replica's, for all: none goes on with a session that another has closed.
         errors = {
-            number: error_to_message(error, party=self._meeting.mine[0], where=_where(error))
+            number: error_to_message(error, party=self._meeting.mine[0])
             for number, error in results.items()
             if isinstance(error, BaseException)
         }
@@ -690,8 +689,3 @@ def _death_of(member: _Member | None) -> PeerError | None:
             return death
         time.sleep(_MOMENT_S)
     return None
-
-
-def _where(error: BaseException) -> str:
-    phase = getattr(error, "phase", None)
-    return f"phase {phase}" if phase else "its refit"

@@ -20,19 +20,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, final
 from urllib.parse import urlsplit
 
-import torch
-from torch import Tensor
-
-from rl_refit.digest import Digest, digest_regions, digest_tensor
+from rl_refit.digest import digest_tensor
 from rl_refit.errors import DigestError, PoisonedError, RefitError
-from rl_refit.explain.checkpoint import read_checkpoint
-from rl_refit.layout import Region
-from rl_refit.staged import StagedSink
+from rl_refit.staged import StagedSink, empty_like
 
 __all__ = ["SglangSink"]
 
@@ -108,9 +103,6 @@ class SglangSink(StagedSink):
         if self._written is not None and self._written not in self._told:
             shutil.rmtree(self._written, ignore_errors=True)
         self._written = None
-
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
-        return digest_regions(regions, lambda _: None)  # nothing can be read back, and the refit's report says so
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Write the staged weights as a checkpoint folder, and read it back, if the server answers."""
@@ -237,16 +229,3 @@ class _Server:
         if status != 200 and "success" not in answer:
             raise RefitError(f"{method} {self.url}{path} failed with {status}: {text[:500].decode(errors='replace')}")
         return answer
-
-
-def empty_like(folder: Path) -> dict[str, Tensor]:
-    """A tensor for each that the folder's safetensors files hold, by their headers.
-
-    Raises:
-        RefitError: It is no checkpoint of safetensors files.
-    """
-    try:
-        tensors = [each for each in read_checkpoint(folder).manifest.tensors if each.tied_to is None]
-    except (OSError, ValueError) as error:
-        raise RefitError(f"like= is the checkpoint folder that the server was started with: {error}") from error
-    return {each.name: torch.zeros(each.shape, dtype=each.torch_dtype) for each in tensors}

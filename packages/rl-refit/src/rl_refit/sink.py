@@ -1,10 +1,9 @@
-"""An `nn.Module` as the sink of weights, in one of three modes.
+"""An `nn.Module` as the sink of weights, in one of two modes.
 
 What the modes do with new weights until all of them have arrived:
 
     staged      a copy of their own (or the transport's memory, where that stays); commit copies it into the module
     swap        a second set of tensors; commit gives the module these and keeps the old ones for the next refit
-    in_place    the module's own memory at once; a refit that fails after its first byte leaves the sink poisoned
 
 With "staged" the module's tensors keep their identity and their addresses, so that ties, captured graphs and whoever
 else refers to them see the new values. "swap" keeps the identity of parameters and buffers, and changes addresses.
@@ -14,26 +13,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, final, get_args
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rl_refit import gpu
-from rl_refit.bindings import Bindings
 from rl_refit.contracts import Coverage, WeightSource
 from rl_refit.digest import Digest, digest_views
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import Holding, ModuleReader, ModuleTensors, Rename, as_patterns, check_writable
+from rl_refit.module_tensors import Bindings, Holding, ModuleReader, ModuleTensors, Rename, as_patterns, check_writable
 
-__all__ = ["CommitMode", "CommittedVersion", "ModuleSink", "assemble", "overwrite", "places_of", "refuse_incomplete"]
+__all__ = ["CommitMode", "ModuleSink", "VersionedSink", "assemble", "places_of", "read_box"]
 
-CommitMode = Literal["staged", "swap", "in_place"]
+CommitMode = Literal["staged", "swap"]
 
 
 @dataclass(slots=True)
@@ -53,21 +51,44 @@ class _Transaction:
     kept: dict[str, list[Holding]] = field(default_factory=dict)
     """Pieces in memory of the caller's that stays until the transaction is closed."""
 
-    touched: bool = False
-    """Whether the module's own memory was written."""
-
 
 class VersionedSink:
-    """What sinks have in common: the version that they committed, and whether they are poisoned."""
+    """What sinks have in common: the version that they committed, and whether they are poisoned.
+
+    A version is a number of optimizer steps, so it only grows; but one that turns out to be of no use, here or at
+    another rank of the sink, may be committed once more.
+    """
 
     def __init__(self) -> None:
-        self._version = CommittedVersion()
+        self.version: int | None = None
+        """The version last committed; None before the first. Says nothing about a poisoned sink."""
+        self._floor: int | None = None
+        """What the next version must be newer than; None before the first."""
+        self._floor_before: int | None = None
+        """The same before the last commit."""
         self._poison: str | None = None
 
     @property
-    def version(self) -> int | None:
-        """The version last committed; None before the first. Says nothing about a poisoned sink."""
-        return self._version.value
+    def poisoned(self) -> bool:
+        """Whether the weights may be torn: a commit failed and none has succeeded since."""
+        return self._poison is not None
+
+    @property
+    def poison_reason(self) -> str | None:
+        """Why it is poisoned; None where it is not."""
+        return self._poison
+
+    def check(self) -> None:
+        """Pass if the weights are whole: what an engine calls before it generates.
+
+        Raises:
+            PoisonedError: They may be torn.
+        """
+        if self._poison is not None:
+            raise PoisonedError(
+                f"{self._poison}, so the weights may be part old and part new; refit successfully before using them",
+                phase="commit",
+            )
 
     def poison(self, reason: str) -> None:
         """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
@@ -75,15 +96,37 @@ class VersionedSink:
         A version that was committed just before does not count any more, so that the same can be refitted again.
         """
         self._poison = reason
-        self._version.withdraw()
+        self.version = self._floor = self._floor_before
 
     def repeat(self) -> None:
         """Take the version that was just committed once more: others did not come through with it."""
-        self._version.repeat()
+        self._floor = self._floor_before
 
     def rewind(self, version: int) -> None:
         """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
-        self._version.rewind(version)
+        if self._floor is not None and self._floor >= version:
+            self._floor = self._floor_before = version - 1 if version else None
+
+    def _begin(self) -> int | None:
+        """A transaction opens; what the next version must be newer than."""
+        self._floor_before = self._floor
+        return self._floor
+
+    def _require_ready(self, version: int, missing: Mapping[str, int] | None) -> None:
+        """Pass if `version` may be committed, of which `missing` says how many elements each tensor still lacks."""
+        if missing is None:
+            raise RefitError("cannot commit: no transaction is open; prepare comes first")
+        if incomplete := [f"{name} ({count:+,} elements)" for name, count in missing.items() if count]:
+            raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
+        if self._floor is not None and version <= self._floor:
+            raise RefitError(
+                f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
+                phase="commit",
+            )
+
+    def _committed(self, version: int) -> None:
+        self._floor_before, self.version, self._floor = self._floor, version, version
+        self._poison = None
 
 
 @final
@@ -92,11 +135,11 @@ class ModuleSink(VersionedSink):
 
     "staged" and "swap" cost one more copy of the weights, from the first piece that does not stay. One thread
     at a time takes part in refits. Another that runs the module does so in `with sink.serving():`, which a commit waits
-    for, and "in_place" the first byte; or asks `check` before, where nothing can begin in between.
+    for; or asks `check` before, where nothing can begin in between.
 
     Args:
         module: The engine's own model, which nothing else trains.
-        mode: When the module gets the new weights: "staged", "swap", "in_place".
+        mode: When the module gets the new weights: "staged", "swap".
         before_commit: Called with the version when all is verified and nothing is touched yet, to stop an engine. If it
             raises, the old weights stay.
         on_commit: Called with the version at the end of every commit, when the module has the new weights: to tell an
@@ -152,27 +195,13 @@ class ModuleSink(VersionedSink):
         """Where the module is."""
         return self._reader.device
 
-    @property
-    def poisoned(self) -> bool:
-        """Whether the weights may be torn: a commit, or a refit in place, failed and none has succeeded since."""
-        return self._poison is not None
-
-    @property
-    def poison_reason(self) -> str | None:
-        """Why it is poisoned; None where it is not."""
-        return self._poison
-
     def check(self) -> None:
         """Pass if the weights are whole: what an engine calls before it generates.
 
         Raises:
-            PoisonedError: They may be torn, or are being written in place.
+            PoisonedError: They may be torn, or are being written.
         """
-        if self._poison is not None:
-            raise PoisonedError(
-                f"{self._poison}, so the weights may be part old and part new; refit successfully before using them",
-                phase="commit",
-            )
+        super().check()
         if self._writing:
             raise PoisonedError("new weights are being written; generate when they have been committed", phase="commit")
 
@@ -232,7 +261,7 @@ class ModuleSink(VersionedSink):
 
         To be read while no transaction is open.
         """
-        return _Weights(self._reader)
+        return self._reader
 
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction. Allowed, and needed, when the sink is poisoned.
@@ -255,7 +284,7 @@ class ModuleSink(VersionedSink):
             if view.numel()
         }
         self._open = _Transaction(tensors, live, dict(self._needed))
-        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._version.begin())
+        return Coverage(manifest_hash=manifest.hash(), sink=tensors.manifest, version=self._begin())
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
         """Take `tensor` as the new values of `region`; without a copy where it `stays` and the mode allows it.
@@ -290,13 +319,7 @@ class ModuleSink(VersionedSink):
             raise RefitError(f"{region} is staged a second time", phase="transfer", tensor=region.name)
         transaction.seen.add(region)
         transaction.missing[region.name] -= tensor.numel()
-        if self._mode == "in_place":
-            if not transaction.touched:
-                self._begin_writing()
-            transaction.touched = True
-            with torch.no_grad():
-                overwrite(live, region, tensor)
-        elif stays and self._mode != "swap":
+        if stays and self._mode != "swap":
             transaction.kept.setdefault(region.name, []).append((region, tensor))
         else:
             with torch.no_grad():
@@ -335,11 +358,7 @@ class ModuleSink(VersionedSink):
             RefitError: No transaction is open, `version` is not newer than the committed one, or some tensor was not
                 staged exactly once.
         """
-        if self._open is None:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        if any(self._open.missing.values()):
-            refuse_incomplete(self._open.missing)
-        self._version.require_newer(version)
+        self._require_ready(version, None if self._open is None else self._open.missing)
 
     def commit(self, version: int) -> None:
         """Give the module the staged weights, as its mode says, then call `on_commit(version)`.
@@ -352,22 +371,23 @@ class ModuleSink(VersionedSink):
         assert transaction is not None
         if self._before_commit is not None:
             self._before_commit(version)
-        if not transaction.touched:
-            self._begin_writing()
+        self._begin_writing()
         try:
             with torch.no_grad():
-                if self._mode == "swap":
-                    self._swap(transaction)
-                elif self._mode == "staged":
-                    for name, live in transaction.live.items():
+                for name, live in transaction.live.items():
+                    if self._mode == "swap":
+                        for (region, old), (_, fresh) in zip(live, self._banked(name, live), strict=True):
+                            transaction.tensors.objects[name].data = fresh
+                            self._bank[name] = [(region, old)]
+                    else:
                         for region, piece in self._staged(name, transaction):
                             overwrite(live, region, piece)
             if self._on_commit is not None:
                 self._on_commit(version)
             # From now on others may read what was written, and write what was read.
             gpu.synchronize(self.device, self._wait_s)
-            self._version.commit(version)
-            self._poison = self._open = None
+            self._committed(version)
+            self._open = None
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
@@ -375,27 +395,16 @@ class ModuleSink(VersionedSink):
             self._end_writing()
 
     def abort(self) -> None:
-        """Close the transaction; the module keeps what it has, unless it was written in place, and the bank is kept."""
-        if self._open is not None and self._open.touched:
-            self._poison = self._poison or "a refit in place was given up after its first byte"
-            self._end_writing()
+        """Close the transaction; the module keeps what it has, and the bank is kept."""
         self._open = None
-
-    def _swap(self, transaction: _Transaction) -> None:
-        for name, live in transaction.live.items():
-            for (region, old), (_, fresh) in zip(live, self._banked(name, live), strict=True):
-                transaction.tensors.objects[name].data = fresh
-                self._bank[name] = [(region, old)]
 
     def _staged(self, name: str, transaction: _Transaction) -> Sequence[Holding]:
         """Where the new values of a tensor are, until they are committed."""
         live, kept = transaction.live[name], transaction.kept.get(name)
-        if self._mode == "in_place":
-            return live
         if kept is not None and sum(piece.numel() for _, piece in kept) == self._needed[name]:
             return kept
         bank = self._banked(name, live)
-        for region, piece in kept or ():  # part of it stays, part was copied
+        for region, piece in transaction.kept.pop(name, ()):  # part of it stays, part was copied: once, then all was
             overwrite(bank, region, piece)
         return bank
 
@@ -413,34 +422,6 @@ class ModuleSink(VersionedSink):
                 ]
             self._bank[name] = bank
         return bank
-
-
-@final
-class _Weights:
-    """What a module holds, as a `WeightSource`."""
-
-    tensors_stay = True
-
-    def __init__(self, reader: ModuleReader) -> None:
-        self._reader = reader
-
-    @property
-    def device(self) -> torch.device:
-        return self._reader.device
-
-    def manifest(self) -> Manifest:
-        return self._reader.read().manifest
-
-    def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
-        held = self._reader.read().held
-        for name in names:
-            yield from held[name]
-
-
-def refuse_incomplete(missing: dict[str, int]) -> NoReturn:
-    """Raise which tensors were not staged exactly once, with the elements that each still lacks."""
-    incomplete = [f"{name} ({elements:+,} elements)" for name, elements in missing.items() if elements]
-    raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
 
 
 def places_of(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
@@ -473,51 +454,7 @@ def assemble(holdings: Iterable[Holding], region: Region) -> Tensor:
     return copy
 
 
-@final
-class CommittedVersion:
-    """The version that a sink has committed, and the one that the next must be newer than.
-
-    A version is a number of optimizer steps, so it only grows; but one that turns out to be of no use, here or at
-    another rank of the sink, may be committed once more.
-    """
-
-    def __init__(self) -> None:
-        self.value: int | None = None
-        """The version last committed; None before the first."""
-        self.floor: int | None = None
-        """What the next version must be newer than; None before the first."""
-        self._before: int | None = None
-
-    def begin(self) -> int | None:
-        """A transaction opens, and to withdraw is to go back to what holds now; returns `floor`."""
-        self._before = self.floor
-        return self.floor
-
-    def require_newer(self, version: int) -> None:
-        """Pass if `version` may be committed.
-
-        Raises:
-            RefitError: It is not newer than `floor`.
-        """
-        if self.floor is not None and version <= self.floor:
-            raise RefitError(
-                f"version {version} is not newer than the committed {self.floor}; a version counts optimizer steps",
-                phase="commit",
-            )
-
-    def commit(self, version: int) -> None:
-        """From now on it is `version`."""
-        self._before, self.value, self.floor = self.floor, version, version
-
-    def withdraw(self) -> None:
-        """What was committed last does not count."""
-        self.value = self.floor = self._before
-
-    def repeat(self) -> None:
-        """What was committed last counts, and may be committed once more."""
-        self.floor = self._before
-
-    def rewind(self, version: int) -> None:
-        """What was committed last counts, and `version` may be committed next, even if it is older."""
-        if self.floor is not None and self.floor >= version:
-            self.floor = self._before = version - 1 if version else None
+def read_box(holdings: Sequence[Holding], region: Region) -> Tensor:
+    """What the holdings have of `region`: a view of one of them, or a copy of parts of several."""
+    places = places_of(holdings, region)
+    return places[0] if places else assemble(holdings, region)

@@ -13,12 +13,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from rl_refit.bindings import Binding, Bindings
 from rl_refit.contracts import NamedShard
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.module_tensors import ModuleReader, Rename, as_patterns
+from rl_refit.module_tensors import Binding, Bindings, ModuleReader, Rename, as_patterns
 
 __all__ = ["ModuleSource", "StateDictSource"]
 

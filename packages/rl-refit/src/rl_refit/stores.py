@@ -1,20 +1,38 @@
-"""torch's key-value stores, under names that a type checker can follow, and one whose calls end."""
+"""torch's key-value stores, under names that a type checker can follow, and one whose calls end.
+
+And a call in a thread of its own, for whoever must not wait for it without end.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, final
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["BoundedStore", "FileStore", "Line", "PrefixStore", "Store", "TCPStore", "clone", "listens"]
+__all__ = ["BoundedStore", "FileStore", "Line", "PrefixStore", "Store", "TCPStore", "clone", "in_thread", "listens"]
 
 _T = TypeVar("_T")
 _Answer = SimpleQueue[tuple[Any, RuntimeError | None]]  # several times as fast as a Future
 _Questions = SimpleQueue[tuple[Callable[[], Any], _Answer] | None]
+
+
+def in_thread(call: Callable[[], _T], *, name: str) -> Future[_T]:
+    """What `call` returns or raises, once it does. An executor's thread would keep a process that ends waiting."""
+    made: Future[_T] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:  # noqa: BLE001  (raised by whoever asks for the result)
+            made.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name=f"rl-refit {name}").start()
+    return made
 
 
 def listens(host: str, port: int) -> bool:

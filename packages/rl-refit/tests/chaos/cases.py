@@ -21,7 +21,7 @@ Their times are such that a heart that beats some seconds late is not taken for 
 ENDED_BY_DEADLINE = ("lose", "drop", "duplicate", "reorder")
 """What may leave somebody waiting for what never comes, while all are alive."""
 
-MODES = ("staged", "swap", "in_place")
+MODES = ("staged", "swap")
 WIRES = ("ring", "messages")
 TRANSPORTS = ("arena", *WIRES)
 
@@ -57,10 +57,6 @@ def case(kind, name, fault, **more):
     return made
 
 
-def engines(mode, *, bytes_moved, sinks=1):
-    return ["poisoned"] if mode == "in_place" and bytes_moved else ["old"]
-
-
 def deaths():
     """Every process, at every bucket and every border of a phase, dies or stops."""
     for action in ("kill", "stop"):
@@ -94,7 +90,7 @@ def deaths_elsewhere():
                     "source 0, piece 5",
                     ("source 0", "piece leaves", action, 5),
                     **more,
-                    engines=["old", "poisoned"] if mode == "in_place" else ["old"],
+                    engines=["old"],
                 )
                 yield case(
                     f"source {verb}",
@@ -103,7 +99,7 @@ def deaths_elsewhere():
                     **more,
                     sources=2,
                     sinks=2,
-                    engines=["old", "poisoned"] if mode == "in_place" else ["old"],
+                    engines=["old"],
                 )
                 yield case(
                     f"sink {verb}",
@@ -111,7 +107,7 @@ def deaths_elsewhere():
                     ("sink 1", "sink stages", action, 3),
                     **more,
                     sinks=2,
-                    engines=["old", "poisoned"] if mode == "in_place" else ["old"],
+                    engines=["old"],
                 )
 
 
@@ -167,7 +163,7 @@ def in_doubt():
         verb = "dies" if action == "kill" else "stops"
         for sinks in (1, 2):
             for mode in MODES:
-                old = ["poisoned"] if mode == "in_place" else ["old"]
+                old = ["old"]
                 more = {"sinks": sinks, "mode": mode, "next": "fresh" if action == "kill" else "either"}
                 kind = f"leader {verb} between verify and commit"
                 yield case(
@@ -245,8 +241,7 @@ def wire():
     """What a wire may do to bytes and messages."""
     for transport in TRANSPORTS:
         for mode in MODES:
-            torn = engines(mode, bytes_moved=True)
-            more = {"transport": transport, "mode": mode, "engines": torn}
+            more = {"transport": transport, "mode": mode, "engines": ["old"]}
             same = {**more, "next": "same"}
             digest = {"kinds": ["DigestError"], "blame": ["tensors are not staged as source 0 sent them"]}
             yield case("bit flips", "in piece 5", ("sink 0", "sink stages", "flip", 5), **same, **digest)
@@ -300,10 +295,6 @@ def raising():
                 if transport == "messages" and point in (*BREAKING, "source is digested"):
                     after = "broken" if point in BREAKING else "either"
                 for mode in MODES if action == "raise" else ("staged",):
-                    moved = point not in BEFORE_BYTES and "manifest" not in point and "prepares" not in point
-                    states = engines(mode, bytes_moved=moved)
-                    if mode == "in_place" and party == "source 0":  # the sink may hear of it before its first byte
-                        states = ["old", "poisoned"]
                     yield case(
                         f"{action} in a {party.split()[0]}",
                         f"{party}, {point}",
@@ -312,7 +303,7 @@ def raising():
                         mode=mode,
                         blame=[word],
                         kinds=["AbortedError"],
-                        engines=states,
+                        engines=["old"],
                         next=after,
                     )
         for sinks in (1, 2):

@@ -182,7 +182,7 @@ def _transfer(transport, schedule, ranks, manifests, *, refit, watch, hook=lambd
         outbox = Outbox(plain, schedule, watch, refit=refit)
     if ranks[1] is not None:
         sink = PlainSink(manifests[1], ranks[1], hook)
-        inbox = Inbox(sink, schedule, ranks[1], watch, refit=refit)
+        inbox = Inbox(sink, schedule, watch, refit=refit)
     with watch.phase("transfer"):
         transport.transfer(outbox, inbox, watch)
     if inbox is not None:

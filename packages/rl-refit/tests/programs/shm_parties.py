@@ -163,7 +163,7 @@ class Party:
             self.source.refit = refit
             outbox = Outbox(self.source, self.schedule, watch, refit)
         if self.sink is not None:
-            inbox = Inbox(self.sink, self.schedule, self.sink_rank, watch, refit)
+            inbox = Inbox(self.sink, self.schedule, watch, refit)
         with watch.phase("transfer"):
             fault = self.spec.get("fault", {})
             if fault.get("refit", 1) == refit and fault:

@@ -47,12 +47,12 @@ class Shard(nn.Module):
 
 class Worker:
     def __init__(self, rank, ranks):
-        self.rank, self.shard, self.end = rank, Shard(rank, ranks), WorkerEnd(rank)
+        self.rank, self.shard, self.end = rank, Shard(rank, ranks), WorkerEnd(rank, self.make_sink)
         self.fault = ""
 
-    def make_sink(self):
+    def make_sink(self, end):
         sink = ModuleSink(self.shard, bindings=self.shard.bind, before_commit=lambda _: self.strike())
-        return InMainThread(sink, self.end)
+        return InMainThread(sink, end)
 
     def strike(self):
         if self.fault == "raise":
@@ -61,25 +61,8 @@ class Worker:
         if self.fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    @answering
-    def rl_refit_join(self, token, message, living):
-        self.end.join(token, message, living, self.make_sink)
-        return {}
-
-    @answering
-    def rl_refit_receive(self, token, driver, timeout_s, notes):
-        self.end.receive(token, driver, timeout_s, notes)
-        return {}
-
-    @answering
-    def rl_refit_run(self, token, driver):
-        return {"version": self.end.run(token, driver)}
-
-    @answering
-    def rl_refit_leave(self, token, living):
-        if self.end.belongs(token):
-            self.end.leave(living)
-        return {}
+    def rl_refit(self, *args):
+        return self.end.do(*args)
 
     @answering
     def read(self):

@@ -30,7 +30,7 @@ from rl_refit.tracing import trace, trace_writes
 
 
 def check(model, tensors):
-    """Whether the bindings give what the loader gives; what is never written; whether both ways to trace agree."""
+    """Whether the bindings give what the loader gives, and what is never written."""
     metas = (
         TensorMeta(name=name, shape=tuple(tensor.shape), dtype="float32", layout=Layout.whole())
         for name, tensor in tensors.items()
@@ -47,10 +47,10 @@ def check(model, tensors):
     writes = trace_writes(model.load_weights, model, manifest)
     return {
         "equal": all(map(torch.equal, bound, model.parameters())),
-        "filled": list(found.filled),
-        "never": list(found.never_written),
-        "unused": found.unused,
-        "agree": set(writes.never) - set(found.tied) == set(found.never_written) and not writes.partial,
+        "never": writes.never,
+        "partial": writes.partial,
+        "unused": writes.unused,
+        "unbound": sorted(tensors.keys() - {binding.region.name for binding in found.bindings()}),
     }
 
 

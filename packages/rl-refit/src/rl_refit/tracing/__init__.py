@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_refit.tracing.dye import LoaderMap, trace
+from rl_refit.tracing.layouts import LoaderMap, trace
 from rl_refit.tracing.writes import WriteCoverage, trace_writes
 
 __all__ = ["LoaderMap", "WriteCoverage", "trace", "trace_writes"]

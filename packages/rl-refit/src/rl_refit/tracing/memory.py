@@ -1,4 +1,4 @@
-"""The memory of an engine's module: which tensor lies where, and which boxes a view or a set of elements is.
+"""The memory of an engine's module: which tensor lies where, and which box a view is.
 
 Parameters come first, then buffers, persistent or not; each memory once; DTensors appear as their local tensor.
 """
@@ -6,22 +6,18 @@ Parameters come first, then buffers, persistent or not; each memory once; DTenso
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.layout import Region
+from rl_refit.layout import Region, local_part
 
-__all__ = ["EngineMemory", "LoadWeights", "Place", "find_boxes", "find_regions", "read_memory", "storage_id"]
+__all__ = ["EngineMemory", "LoadWeights", "Place", "read_memory", "storage_id"]
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 """An engine's own loader: takes pairs of a Hugging Face name and a tensor."""
-
-_NO_STEP = -(1 << 62)
-"""Stands where two neighbouring slices are not one constant step apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,7 @@ def read_memory(module: nn.Module) -> EngineMemory:
     for name, tensor in itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
-        local = _local_tensor(tensor)
+        local = local_part(tensor)
         root = first.setdefault((storage_id(local), Place.of(local)), name) if local.numel() else name
         if root == name:
             tensors[name] = local
@@ -56,16 +52,6 @@ def storage_id(tensor: Tensor) -> int:
     """The same for tensors of one storage, for as long as it lives; `data_ptr` is 0 for all on the meta device."""
     address: int = tensor.untyped_storage()._cdata  # noqa: SLF001  as torch's own code tells storages apart
     return address
-
-
-def _local_tensor(tensor: Tensor) -> Tensor:
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(tensor, DTensor):
-            with torch.no_grad():
-                return tensor.to_local().detach()
-    return tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,71 +100,3 @@ class Place:
                 starts[dim], offset = divmod(offset, whole.strides[dim])
         inside = all(a >= 0 and a + n <= m for a, n, m in zip(starts, sizes, whole.shape, strict=True))
         return Region(name, tuple(starts), tuple(sizes)) if inside and offset == 0 else None
-
-
-def find_regions(name: str, mask: Tensor) -> tuple[Region, ...]:
-    """The elements of tensor `name` at which `mask` is True, as boxes that do not overlap."""
-    if not bool(mask.any()):
-        return ()
-    numbers = torch.arange(mask.numel()).view(mask.shape)
-    return tuple(region for region, _, _ in find_boxes(name, torch.where(mask, numbers, -1)))
-
-
-def find_boxes(name: str, places: Tensor) -> Iterator[tuple[Region, int, tuple[int, ...]]]:
-    """The elements of tensor `name` that have a place, as boxes along each dim of which places are one step apart.
-
-    The tensor is cut along the dim that needs the fewest cuts, and its parts again.
-
-    Args:
-        name: Of the tensor.
-        places: Of each element; integers, and negative where it has none.
-
-    Yields:
-        The box, the place of its first element, and the step along each dim: 1 for a dim of one element.
-    """
-    yield from _boxes(name, places, (0,) * places.dim())
-
-
-def _boxes(name: str, places: Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[Region, int, tuple[int, ...]]]:
-    if places.numel() == 0:
-        return
-    cuts = {dim: _parts(places, dim) for dim in range(places.dim()) if places.shape[dim] > 1}
-    cuts = {dim: parts for dim, parts in cuts.items() if len(parts) > 1}
-    if not cuts:
-        first = int(places[(0,) * places.dim()])
-        if first >= 0:
-            steps = (int(places.select(dim, 1).flatten()[0]) - first if n > 1 else 1 for dim, n in _sizes(places))
-            yield Region(name, offsets, tuple(places.shape)), first, tuple(steps)
-        return
-    dim = min(cuts, key=lambda candidate: len(cuts[candidate]))
-    for start, stop in cuts[dim]:
-        where = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
-        yield from _boxes(name, places.narrow(dim, start, stop - start), where)
-
-
-def _sizes(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    return enumerate(tensor.shape)
-
-
-def _parts(places: Tensor, dim: int) -> list[tuple[int, int]]:
-    """Where to cut `dim` so that within each part one step along it is the same step everywhere."""
-    flat = places.movedim(dim, 0).reshape(places.shape[dim], -1)
-    placed = flat >= 0
-    step, later = flat[1:] - flat[:-1], placed[1:]
-    common = step.gather(1, later.to(torch.uint8).argmax(1, keepdim=True))
-    same = (((step == common) | ~later) & (later == placed[:-1])).all(1)
-    forward = torch.where(later.any(1), common[:, 0], 0)  # none of the two slices has a place: they belong together
-    steps = torch.where(same & ((forward > 0) | ~later.any(1)), forward, _NO_STEP)
-    values, counts = torch.unique_consecutive(steps, return_counts=True)
-    starts, position, current = [0], 0, None
-    for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-        if value == _NO_STEP:
-            starts += range(position + 1, position + count + 1)
-            current = None
-        elif current is None:
-            current = value
-        else:  # the first of these steps leads to the next part, the others are its own
-            starts.append(position + 1)
-            current = value if count > 1 else None
-        position += count
-    return list(itertools.pairwise([*starts, places.shape[dim]]))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.tracing.memory import LoadWeights, Place, find_regions, read_memory, storage_id
+from rl_refit.tracing.memory import LoadWeights, Place, read_memory, storage_id
 
 __all__ = ["Recorder", "Write", "WriteCoverage", "record_writes", "trace_writes"]
 
@@ -78,24 +78,6 @@ class WriteCoverage:
 
     unused: tuple[str, ...]
     """The checkpoint tensors of which nothing reaches the engine's memory."""
-
-    gaps: dict[str, tuple[Region, ...]]
-    """For each of `partial` the boxes that are not written."""
-
-    def explain(self) -> str:
-        """The same as text, a line for every tensor that is not complete."""
-        total = len(self.complete) + len(self.partial) + len(self.never)
-        lines = [f"{len(self.complete)} of {total} engine tensors are written whole"]
-        for name, count in self.partial.items():
-            boxes = [
-                "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(gap.offsets, gap.shape, strict=True)) + "]"
-                for gap in self.gaps[name]
-            ]
-            more = f" and {len(boxes) - 3} boxes more" * (len(boxes) > 3)
-            lines.append(f"  in part: {name}, {count:,} elements are not: {', '.join(boxes[:3])}{more}")
-        lines += [f"  never: {name}" for name in self.never]
-        lines += [f"  unused checkpoint tensor: {name}" for name in self.unused]
-        return "\n".join(lines)
 
 
 def trace_writes(load_weights: LoadWeights, module: nn.Module, manifest: Manifest) -> WriteCoverage:
@@ -163,13 +145,12 @@ class Recorder(TorchDispatchMode):
     def coverage(self) -> WriteCoverage:
         """What the writes come to."""
         after = read_memory(self._module)
-        gaps = {
-            name: _unwritten(name, tensor, self.writes_to(tensor)) if tensor.numel() else ()
+        missing = {
+            name: _unwritten(tensor, self.writes_to(tensor)) if tensor.numel() else 0
             for name, tensor in after.tensors.items()
         }
-        gaps |= {name: gaps[root] for name, root in after.tied.items()}
-        sizes = {name: after.tensors[after.tied.get(name, name)].numel() for name in gaps}
-        missing = {name: sum(region.numel for region in regions) for name, regions in gaps.items()}
+        missing |= {name: missing[root] for name, root in after.tied.items()}
+        sizes = {name: after.tensors[after.tied.get(name, name)].numel() for name in missing}
         partial = {name: count for name, count in missing.items() if 0 < count < sizes[name]}
         engine = [*self._before.values(), *after.tensors.values()]
         arrived = set[str]().union(*(self._names.get(storage_id(tensor), ()) for tensor in engine))
@@ -178,7 +159,6 @@ class Recorder(TorchDispatchMode):
             partial=partial,
             never=tuple(name for name, count in missing.items() if count and name not in partial),
             unused=tuple(name for name in self.sources if name not in arrived),
-            gaps={name: gaps[name] for name in partial},
         )
 
     def __torch_dispatch__(  # noqa: PLR0917  torch's signature
@@ -194,8 +174,8 @@ class Recorder(TorchDispatchMode):
         if (names or without_values) and _needs_values(func):
             raise _no_values(func, names)
         adds = kwargs.get("accumulate", False) is True or any(value is True for value in args[3:4])
-        copies = func is torch.ops.aten.copy_.default and read and storage_id(read[0]) in self._given
-        for target, is_out in written:
+        copies = func is torch.ops.aten.copy_.default and names and storage_id(read[0]) in self._given
+        for target, is_out in ((tensor, is_out) for tensor, is_out in written if tensor.numel()):
             mask, overwrites = None, operation in _OVERWRITING or is_out
             if operation in _AT_INDICES and not adds:
                 mask, overwrites = _mask(func, target, [*args[1:], *kwargs.values()]), True
@@ -281,27 +261,27 @@ def _mask(func: Any, target: Tensor, given: Sequence[Any]) -> Tensor:
 def _no_values(func: Any, names: set[str]) -> RefitError:
     what = f"of {', '.join(sorted(names)[:3])}" if names else "of a tensor"
     return RefitError(
-        f"load_weights asks for values {what}, with {func}; write tracing gives it tensors that have none. "
-        f"Use trace, which gives it numbers",
+        f"load_weights asks for values {what}, with {func}; tracing gives it tensors that have none: bind "
+        f"by hand what it does with them",
         tensor=min(names, default=None),
     )
 
 
-def _unwritten(name: str, tensor: Tensor, writes: Iterable[Write]) -> tuple[Region, ...]:
-    """The boxes of `tensor`, called `name`, that none of `writes` into its storage reaches."""
+def _unwritten(tensor: Tensor, writes: Iterable[Write]) -> int:
+    """How many elements of `tensor` none of `writes` into its storage reaches."""
     own = Place.of(tensor)
     mine = [write for write in writes if write.overwrites and _share_bytes(write.target, own)]
-    left = [Region.whole(name, tensor.shape)]
+    left = [Region.whole("", tensor.shape)]
     for write in mine:
         plain = write.mask is None and write.target.dtype.itemsize == own.dtype.itemsize
-        box = write.target.box_in(own, name) if plain else None
+        box = write.target.box_in(own) if plain else None
         if box is None:
-            return _unmarked(name, tensor, mine)
+            return _unmarked(tensor, mine)
         left = [rest for region in left for rest in region.minus(box)]
-    return tuple(left)
+    return sum(region.numel for region in left)
 
 
-def _unmarked(name: str, tensor: Tensor, writes: Sequence[Write]) -> tuple[Region, ...]:
+def _unmarked(tensor: Tensor, writes: Sequence[Write]) -> int:
     """The same, for writes of any form: marked one by one, in a byte for each unit of the storage."""
     own = Place.of(tensor)
     unit = min(place.dtype.itemsize for place in (own, *(write.target for write in writes)))
@@ -309,7 +289,7 @@ def _unmarked(name: str, tensor: Tensor, writes: Sequence[Write]) -> tuple[Regio
     for write in writes:
         marked = torch.ones((), dtype=torch.bool) if write.mask is None else write.mask[..., None]
         _in_units(marks, write.target, unit).logical_or_(marked)
-    return find_regions(name, ~_in_units(marks, own, unit).all(-1))
+    return int((~_in_units(marks, own, unit).all(-1)).sum())
 
 
 def _share_bytes(one: Place, other: Place) -> bool:

@@ -119,7 +119,7 @@ class Party:
                 raise error_from_message(decision)
             self.control.over()
         self.outbox = None if self.source is None else Outbox(self.source, schedule, watch, refit=0)
-        self.inbox = None if self.sink is None else Inbox(self.sink, schedule, self.sink_rank or 0, watch, refit=0)
+        self.inbox = None if self.sink is None else Inbox(self.sink, schedule, watch, refit=0)
         mine = schedule.of(source_rank=self.source_rank, sink_rank=self.sink_rank)
         self.num_buckets = sum(len(stream.buckets) for stream in mine)
         boxes: dict[tuple[int, int], list[tuple[Region, int]]] = {}
@@ -407,7 +407,7 @@ class Party:
             return
         with contextlib.suppress(PeerError):
             if meeting.leads:
-                blamed = meeting.mine[-1] if torn else message.get("about") or meeting.leader
+                blamed = meeting.mine[-1] if torn else message.get("peer") or meeting.leader
                 control.post("committed/all", {"failed": {blamed: text}, "digest": None})
                 return
             for party in meeting.mine:
@@ -462,6 +462,6 @@ def annotate(error: BaseException, version: int | None, watch: Watch) -> None:
         error.peer = error.peer or watch.peer
     outcome = "the commit had begun, so ask the sink whether it is poisoned"
     if watch.phase_name != "commit":
-        outcome = "the old weights and the old version are intact, unless the sink writes in place, and is poisoned"
+        outcome = "the old weights and the old version are intact"
     wanted = "" if version is None else f" to version {version!r}"
     error.add_note(f"refit{wanted} aborted in {watch.where()}: {outcome}")

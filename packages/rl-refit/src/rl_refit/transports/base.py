@@ -256,19 +256,16 @@ class Outbox:
 @final
 @dataclass
 class Inbox:
-    """The sink's side of one refit: takes pieces, and hands this rank's part of each to the sink."""
+    """The sink's side of one refit: hands pieces to the sink. A route goes to ranks that need all of it."""
 
     sink: WeightSink
     schedule: Schedule
-    sink_rank: int
     watch: Watch
     refit: int
     """Number of this refit, counted from 1 by every party alike; failed ones count."""
 
-    _wanted: dict[Region, tuple[Region, ...]] = field(default_factory=dict)
-
     def deliver(self, bucket: Bucket, slot: Tensor, *, stays: bool = False) -> None:
-        """Stage what this rank needs of `bucket`, whose bytes are in `slot`, uint8 [at least the bucket's bytes].
+        """Stage `bucket`, whose bytes are in `slot`, uint8 [at least the bucket's bytes].
 
         `stays` promises that the slot is not written before the transport's `finish`.
         """
@@ -276,14 +273,9 @@ class Inbox:
             self.put(piece.region, slot_view(slot, piece, self.schedule.dtypes[piece.region.name]), stays=stays)
 
     def put(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """Stage what this rank needs of `region`, given as `tensor` of its shape."""
+        """Stage `region`, given as `tensor` of its shape."""
         self.watch.tensor = region.name
-        if region not in self._wanted:
-            mine = self.schedule.plan.sink.by_name[region.name].regions_on(self.sink_rank)
-            self._wanted[region] = tuple(part for part in map(region.intersect, mine) if part is not None)
-        for part in self._wanted[region]:
-            view = tensor if part == region else tensor[part.index_within(region)]
-            self.sink.stage(part, view, stays=stays)
+        self.sink.stage(region, tensor, stays=stays)
 
 
 def slot_view(slot: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:

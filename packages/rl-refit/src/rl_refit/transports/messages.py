@@ -2,7 +2,7 @@
 
 The group belongs to the refit alone and is made from the backend's own class over the store of the rendezvous, so that
 trainer and engine, which are worlds of their own, need no world in common. Gloo listens on loopback unless it is told a
-host or an interface, and moves memory of the host; NCCL moves GPU memory over one communicator, made at once.
+host, and moves memory of the host; NCCL moves GPU memory over one communicator, made at once.
 
 Two habits of gloo shape this file: a send or receive never says that it is completed unless somebody waits for it, so
 that a thread waits for those of each kind; and a wait that times out breaks every connection of its group, which is how
@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 from rl_refit import gpu
 from rl_refit.buckets import ALIGNMENT
 from rl_refit.errors import PeerError, RefitError
-from rl_refit.threads import in_thread
+from rl_refit.stores import in_thread
 from rl_refit.transports.base import PATIENCE_S, Channel, Numbers, Watch
 from rl_refit.transports.peers import Peer, Peers
 
@@ -176,7 +176,6 @@ def connect(
     *,
     watch: Watch,
     host: str | None,
-    interface: str | None,
     news: socket.socket,
 ) -> Group | None:
     """Make the group of all processes in `pairs`, and connect each pair; None for a process that is in none.
@@ -186,8 +185,7 @@ def connect(
         peers: Who is who.
         channel: The store and the device.
         watch: Looked at while connections are made.
-        host: Where gloo listens; loopback, which ends at this machine, where `interface` is None too.
-        interface: The same as a network interface.
+        host: Where gloo listens; loopback, which ends at this machine, where that is None.
         news: See `Group`.
 
     Raises:
@@ -210,7 +208,7 @@ def connect(
         if device.type == "cuda":
             backend = gpu.communicator(place, 2 * timeout, device)
         else:
-            backend = _gloo(place, timeout, host=host, interface=interface)
+            backend = _gloo(place, timeout, host)
         group = Group(backend, ranks, peers, device=device, news=news)
         scratch = gpu.empty(ALIGNMENT, device)
         for sender, receiver in pairs:  # in one order, so that nobody waits in a circle
@@ -233,14 +231,13 @@ def connect(
         raise PeerError(f"cannot connect the parties of the refit: {reason}", phase=watch.phase_name) from error
 
 
-def _gloo(place: tuple[PrefixStore, int, int], timeout: timedelta, *, host: str | None, interface: str | None) -> Any:
+def _gloo(place: tuple[PrefixStore, int, int], timeout: timedelta, host: str | None) -> Any:
     from torch.distributed import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo  # its stubs lack the options
     options = gloo._Options()  # noqa: SLF001  (as all below: what init_process_group itself uses)
     options._timeout = timeout  # noqa: SLF001
-    where = {"hostname": host or "127.0.0.1"} if interface is None else {"interface": interface}
-    options._devices = [gloo.create_device(**where)]  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname=host or "127.0.0.1")]  # noqa: SLF001
     return gloo(*place, options)
 
 

@@ -75,12 +75,8 @@ class SlotStream:
         share_memory: Whether processes of one host map each other's memory. False where they are in containers that
             share none; source 0's choice holds for all.
         host: Where gloo listens: a name or an address of this machine, other machines give theirs. Loopback where
-            neither is given.
-        interface: The same as a network interface, such as "eth0".
+            it is not given.
         directory: A file system in memory, for slots and for the sockets while processes meet.
-
-    Raises:
-        ValueError: Both `host` and `interface` are given.
     """
 
     def __init__(
@@ -91,20 +87,16 @@ class SlotStream:
         rename: Rename | None = None,
         share_memory: bool = True,
         host: str | None = None,
-        interface: str | None = None,
         directory: str = SHARED_MEMORY,
     ) -> None:
         self.bounded = not arena and hold is None
         """Whether slots are used again."""
         self.name = "ring of slots" if self.bounded else "arena"
         self._hold, self._rename = hold, rename
-        if host is not None and interface is not None:
-            raise ValueError(f"give a host or an interface, not both; got {host!r} and {interface!r}")
         self.options: dict[str, Any] = {
             "arena": not self.bounded,
             "share_memory": share_memory,
             "host": host,
-            "interface": interface,
             "directory": directory,
         }
         """What another process makes the same transport of, as plain data."""
@@ -283,8 +275,7 @@ class _Opened:
             close_descriptors(handles.values())
         pairs = [(process, to[0]) for of in self.hops for process, hop in of.items() for to in hop.receivers]
         if pairs:
-            listen_at = {"host": options["host"], "interface": options["interface"]}
-            self.group = connect(pairs, peers, self.channel, watch=watch, **listen_at, news=self.tell)
+            self.group = connect(pairs, peers, self.channel, watch=watch, host=options["host"], news=self.tell)
             self.is_ordered = self.group is not None and self.group.is_ordered
         others = {peer[0] for hop in (*self.sent, *self.received) for peer in (*hop.readers, *hop.receivers)}
         media = [peers.medium(own, other) for other in sorted(others)]

@@ -14,14 +14,15 @@ import pkgutil
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal, TypeVar, final
 
-from rl_refit.engine import Answer, Engine, EngineSink
+from rl_refit.engine import Answer, EngineSink
 from rl_refit.errors import RefitError
 from rl_refit.manifest import Manifest
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, explain_needs, find_needs
+from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs
 
-__all__ = ["WORKER_EXTENSION", "Pause", "VllmSink", "call_async", "engine_of", "loop_of"]
+__all__ = ["WORKER_EXTENSION", "Pause", "VllmEngine", "VllmSink", "call_async", "loop_of"]
 
 WORKER_EXTENSION = "rl_refit.vllm.worker.RefitWorker"
 """What vLLM's `worker_extension_cls` must be, or inherit."""
@@ -68,9 +69,8 @@ class VllmSink(EngineSink):
         cast: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(engine_of(engine, loop=loop, pause=pause, timeout_s=timeout_s), timeout_s=timeout_s)
+        super().__init__(VllmEngine(engine, loop=loop, pause=pause, timeout_s=timeout_s), timeout_s=timeout_s)
         self._config = NeedsConfig(derived=tuple(derived), constant=tuple(constant), cast=cast)
-        self._text: str | None = None
         self._unreadable: dict[str, str] = {}
 
     @property
@@ -78,76 +78,67 @@ class VllmSink(EngineSink):
         """The fed tensors that some worker cannot read back after a commit, with the reason; empty before a refit."""
         return self._unreadable
 
-    def explain(self) -> str:
-        """What was proved of the engine at the last survey: fed, tied, computed, padded, constant, not read back.
-
-        Raises:
-            RefitError: There was none.
-        """
-        if self._text is None:
-            raise RefitError("nothing is known before the first refit, which asks the engine what it needs of a source")
-        return self._text
-
     def survey(self) -> None:
         """Ask the workers what the engine needs of the source that they have been given, and have them make room."""
-        (text,) = (answer["manifest"] for answer in self.call("rl_refit_source") if answer["manifest"])
-        source = Manifest.from_json(text)
-        fed, answers = find_needs(self.call, source, self._config)
-        settled = self.call("rl_refit_settle", asdict(self._config), fed, True)
+        ask = partial(self.call, "rl_refit_ask")
+        (text,) = (answer["manifest"] for answer in ask("told") if answer["manifest"])
+        fed = find_needs(ask, Manifest.from_json(text), self._config)
+        settled = ask("settle", asdict(self._config), fed, True)
         self._unreadable = {name: why for room in settled for name, why in room["unreadable"].items()}
-        self._text = explain_needs(source, fed, answers=answers, settled=settled, config=self._config)
 
 
-def engine_of(engine: Any, *, loop: asyncio.AbstractEventLoop | None, pause: Pause | None, timeout_s: float) -> Engine:
-    """The engine behind a vLLM `LLM` or `AsyncLLM`.
+@final
+class VllmEngine:
+    """A `vllm.LLM`, or an `AsyncLLM` that its event loop runs, from any other thread. An `Engine`.
 
     Raises:
         RefitError: It was made without the worker extension, or spans several data-parallel replicas.
         ValueError: `pause` is not for this kind of engine, or there is no event loop to be found.
     """
-    from rl_refit.vllm.worker import RefitWorker
 
-    inner = getattr(engine, "llm_engine", engine)
-    parallel = inner.vllm_config.parallel_config
-    extension = parallel.worker_extension_cls
-    if not extension or not issubclass(pkgutil.resolve_name(extension), RefitWorker):
-        raise RefitError(
-            f"the engine's workers know nothing of refits: its worker_extension_cls is {extension!r}; make it with "
-            f"worker_extension_cls={WORKER_EXTENSION!r}, or a class that inherits it",
-            phase="prepare",
-        )
-    if parallel.data_parallel_size > 1:
-        raise RefitError(
-            f"the engine has data_parallel_size={parallel.data_parallel_size}, and vLLM hands on the answers of the "
-            f"first replica only; make one engine a replica, each with a sink of its own",
-            phase="prepare",
-        )
-    if inner is not engine:
-        return _SyncEngine(engine, pause=pause or "refuse", timeout_s=timeout_s)
-    return _AsyncEngine(engine, loop=loop or loop_of(engine), pause=pause or "wait", timeout_s=timeout_s)
+    def __init__(
+        self, engine: Any, *, loop: asyncio.AbstractEventLoop | None, pause: Pause | None, timeout_s: float
+    ) -> None:
+        from rl_refit.vllm.worker import RefitWorker
 
-
-@final
-class _SyncEngine:
-    """`vllm.LLM`. Its caller's thread runs it, so nothing is to be paused unless another thread generates."""
-
-    def __init__(self, llm: Any, *, pause: Pause, timeout_s: float) -> None:
-        if pause not in ("refuse", "wait"):
+        self._engine, self._timeout_s = engine, timeout_s
+        self._core = getattr(engine, "llm_engine", engine)
+        parallel = self._core.vllm_config.parallel_config
+        self.num_ranks: int = parallel.world_size
+        extension = parallel.worker_extension_cls
+        if not extension or not issubclass(pkgutil.resolve_name(extension), RefitWorker):
+            raise RefitError(
+                f"the engine's workers know nothing of refits: its worker_extension_cls is {extension!r}; make it with "
+                f"worker_extension_cls={WORKER_EXTENSION!r}, or a class that inherits it",
+                phase="prepare",
+            )
+        if parallel.data_parallel_size > 1:
+            raise RefitError(
+                f"the engine has data_parallel_size={parallel.data_parallel_size}, and vLLM hands on the answers of "
+                f"the first replica only; make one engine a replica, each with a sink of its own",
+                phase="prepare",
+            )
+        self._loop = loop or loop_of(engine) if self._core is engine else None
+        """Of an `AsyncLLM`; the caller's thread runs an `LLM`."""
+        self._pause: Pause = pause or ("refuse" if self._loop is None else "wait")
+        if self._loop is None and self._pause not in ("refuse", "wait"):
             raise ValueError(
                 f"an LLM can refuse a commit or wait for it while requests are unfinished; got pause={pause!r}"
             )
-        self._llm, self._pause, self._timeout_s = llm, pause, timeout_s
-        self.num_ranks: int = llm.llm_engine.vllm_config.parallel_config.world_size
+        if self._loop is not None and self._pause == "refuse":
+            raise ValueError("an AsyncLLM is paused for a commit: pause is 'wait', 'keep' or 'abort'; got 'refuse'")
 
     def call(self, method: str, *args: object) -> list[Answer]:
-        answers: list[Answer] = self._llm.collective_rpc(method, timeout=self._timeout_s, args=args)
+        """As of `Engine`, like all below."""
+        answers: list[Answer] = self._run(self._engine.collective_rpc(method, timeout=self._timeout_s, args=args))
         return answers
 
     def ready(self) -> None:
-        engine, deadline = self._llm.llm_engine, time.monotonic() + self._timeout_s
-        while engine.has_unfinished_requests():
+        """An `AsyncLLM` can always be paused."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._loop is None and self._core.has_unfinished_requests():
             if self._pause == "refuse":
-                count = engine.get_num_unfinished_requests()
+                count = self._core.get_num_unfinished_requests()
                 raise RefitError(
                     f"{count} requests are unfinished, and would go on with other weights than they began with; commit "
                     f"when they are done, or make the sink with pause='wait'",
@@ -158,58 +149,33 @@ class _SyncEngine:
             time.sleep(0.005)
 
     def pause(self) -> None:
+        """As `pause=` says."""
         self.ready()
+        if self._loop is not None:
+            self._run(self._engine.pause_generation(mode=self._pause, clear_cache=True))
 
     def renew(self, version: str) -> None:
-        self._llm.llm_engine.reset_encoder_cache()
-        if not self._llm.reset_prefix_cache():
-            raise RefitError(
-                "the engine could not reset its prefix cache, which holds the old weights' keys and values"
-            )
-        self._llm.update_weight_version(version)
-
-    def drop_requests(self) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
-
-@final
-class _AsyncEngine:
-    """`vllm.v1.engine.async_llm.AsyncLLM`, which its event loop runs, from any other thread."""
-
-    def __init__(self, engine: Any, *, loop: asyncio.AbstractEventLoop, pause: Pause, timeout_s: float) -> None:
-        if pause == "refuse":
-            raise ValueError("an AsyncLLM is paused for a commit: pause is 'wait', 'keep' or 'abort'; got 'refuse'")
-        self._engine, self._loop, self._pause, self._timeout_s = engine, loop, pause, timeout_s
-        self.num_ranks: int = engine.vllm_config.parallel_config.world_size
-
-    def call(self, method: str, *args: object) -> list[Answer]:
-        return self._run(self._engine.collective_rpc(method, timeout=self._timeout_s, args=args))
-
-    def ready(self) -> None:
-        pass
-
-    def pause(self) -> None:
-        self._run(self._engine.pause_generation(mode=self._pause, clear_cache=True))
-
-    def renew(self, version: str) -> None:
-        self._run(self._engine.reset_encoder_cache())
-        if not self._run(self._engine.reset_prefix_cache()):
+        """Reset the caches of prefixes and encoders."""
+        self._run(self._core.reset_encoder_cache())
+        if not self._run(self._core.reset_prefix_cache()):
             raise RefitError(
                 "the engine could not reset its prefix cache, which holds the old weights' keys and values"
             )
         self._run(self._engine.update_weight_version(version))
 
     def drop_requests(self) -> None:
-        self._run(self._engine.pause_generation(mode="abort", clear_cache=True))
+        """An `LLM` has none, or they wait for this thread."""
+        if self._loop is not None:
+            self._run(self._engine.pause_generation(mode="abort", clear_cache=True))
 
     def resume(self) -> None:
-        self._run(self._engine.resume_generation())
+        """An `LLM` was not paused."""
+        if self._loop is not None:
+            self._run(self._engine.resume_generation())
 
-    def _run(self, what: Coroutine[Any, Any, T]) -> T:
-        return call_async(self._loop, what, timeout_s=self._timeout_s)
+    def _run(self, answer: Any) -> Any:
+        """What an `LLM` answers, or the coroutine of an `AsyncLLM`."""
+        return answer if self._loop is None else call_async(self._loop, answer, timeout_s=self._timeout_s)
 
 
 def call_async(loop: asyncio.AbstractEventLoop, what: Coroutine[Any, Any, T], *, timeout_s: float) -> T:

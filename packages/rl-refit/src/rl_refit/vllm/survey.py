@@ -1,100 +1,195 @@
-"""What one worker's engine needs of a source, proved by tracing `load_weights` on a model without memory.
+"""What an engine needs of a source, proved by tracing `load_weights` on a model without memory.
 
-Runs in a worker. A second instance of the engine's model class is made on the meta device from a copy of its
-configuration; its `load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine
-itself is only looked at. What the answer, plain data, says of the engine's tensors, by the names they have in vLLM:
+Each worker makes a second instance of the engine's model class on the meta device, from a copy of its configuration;
+its `load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine itself is only
+looked at. The driver combines the answers: what is to be sent, or an error that lists every problem. What an answer,
+plain data, says of the engine's tensors, by the names they have in vLLM:
 
-    complete    every element is written, from source tensors
-    padded      so, but for elements that the loader fills itself: a vocabulary that is padded
+    never       nothing of a source is written there, and the engine does not make it itself: buffers that no checkpoint
+                holds, and what a layer of attention writes when it processes its weights after loading
     partial     some elements are written by nobody: how many, of how many
-    derived     the engine makes it itself: buffers that no checkpoint holds, and what a layer of attention writes when
-                it processes its weights after loading
-    never       nothing of a source is written there
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_refit.errors import RefitError
+from rl_refit.errors import CoverageError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
-from rl_refit.tracing.memory import Place, read_memory
-from rl_refit.tracing.writes import Recorder, Write, record_writes, trace_writes
+from rl_refit.tracing.layouts import Landings, find_landings
+from rl_refit.tracing.memory import read_memory
+from rl_refit.tracing.writes import Recorder, record_writes, trace_writes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Landing", "Survey", "survey", "surveyed"]
+__all__ = ["DERIVED", "NeedsConfig", "find_needs", "offered", "prove_needs", "sink_meta", "survey"]
+
+DERIVED = ("*inv_freq", "*embed_scale")
+"""Buffers of Hugging Face models that no checkpoint holds: an engine computes its own from the configuration."""
+
+Answer = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """Where a box of a source tensor goes, unchanged but for a cast, in a tensor of the engine as it is made."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedsConfig:
+    """What the user declares; patterns are those of `fnmatch`."""
 
-    box: Region
-    """Of the source tensor."""
+    derived: tuple[str, ...] = DERIVED
+    """Source tensors that the engine computes itself: they are not sent."""
 
-    name: str
-    """The engine's name of its tensor."""
+    constant: tuple[str, ...] = ()
+    """Engine tensors that never change, or whose unwritten elements do not matter."""
 
-    shape: tuple[int, ...]
-    """Of the engine's tensor."""
-
-    offset: int
-    """Of the box within the engine's tensor, in elements from its first."""
-
-    strides: tuple[int, ...]
-    """In the engine's tensor, in the order of the dims of the source tensor."""
-
-    same_dtype: bool
-    """Whether the bytes stay the same."""
+    cast: bool = False
+    """Whether the engine may keep a tensor in another dtype than the source's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The answer, and what stays in the worker."""
-
-    answer: dict[str, Any]
-
-    landings: dict[str, tuple[Landing, ...]]
-    """By source tensor, where all of its uses by this worker are plain copies."""
-
-    users: dict[str, tuple[str, ...]]
-    """The engine's tensors, each memory once, that are made from a source tensor; by source tensor."""
-
-    changed: frozenset[str]
-    """The engine's tensors that are not just copied and filled up."""
-
-
-def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
-    """Trace what an engine of `config` does with source tensors, given as rows of name, dtype and shape."""
-    import vllm
-    from vllm.config import set_current_vllm_config
-
-    sources = Manifest(
+def offered(source: Manifest, config: NeedsConfig, *, ties: bool) -> Manifest:
+    """What a loader is given, whole: all that is not derived; what is tied to another only with `ties`."""
+    return Manifest(
         tuple(
-            TensorMeta(name=name, dtype=dtype, shape=tuple(shape), layout=Layout.whole()) for name, dtype, shape in rows
+            replace(meta, layout=Layout.whole(), tied_to=None)
+            for meta in source.tensors
+            if (ties or meta.tied_to is None) and not _matches(meta.name, config.derived)
         )
     )
+
+
+def find_needs(
+    call: Callable[..., Sequence[Answer]],
+    source: Manifest,
+    config: NeedsConfig,
+    *,
+    ties: Sequence[bool] = (False, True),
+) -> tuple[str, ...]:
+    """The tensors that the engine needs of `source`, as its workers say, which `call` asks.
+
+    First without tied tensors; with them where that leaves something of the engine unwritten.
+
+    Raises:
+        CoverageError: As for `prove_needs`.
+    """
+    tied = any(meta.tied_to for meta in source.tensors)
+    for given in ties:
+        answers = call("survey", asdict(config), given)
+        if not (tied and any(answer["never"] or answer["partial"] for answer in answers if not answer["refused"])):
+            break
+    return prove_needs(source, offered(source, config, ties=given), answers=answers, config=config)
+
+
+def prove_needs(
+    source: Manifest, given: Manifest, *, answers: Sequence[Answer], config: NeedsConfig
+) -> tuple[str, ...]:
+    """The tensors that the engine needs of `source`, of which the workers' loaders were `given` some.
+
+    Raises:
+        CoverageError: An engine tensor is not wholly written, the engine has no place for a source tensor, two are
+            written to the same place, or one would be cast without leave.
+    """
+    architecture = answers[0]["architecture"]
+    refused = [answer["refused"] for answer in answers if answer["refused"]]
+    if refused:
+        name, error = refused[0]
+        raise CoverageError(
+            f"the load_weights of vLLM's {architecture} refuses {name!r}: {error}\nGive the source the names of the "
+            f"checkpoint (rename=, bindings=), or say what the engine computes itself (derived=)",
+            unmapped=(name,),
+        )
+    unused = set.intersection(*(set(answer["unused"]) for answer in answers))
+    mismatched = _mismatches(answers, source, config)
+    lacking: dict[str, None] = {}  # of any worker, what is not wholly written
+    for answer in answers:
+        loose = {name: f"{name}: never written" for name in answer["never"]}
+        for name, (missing, total) in answer["partial"].items():
+            loose[name] = f"{name}: {missing:,} of {total:,} elements are never written"
+        lacking |= dict.fromkeys(line for name, line in loose.items() if not _matches(name, config.constant))
+    unfed = tuple(lacking)
+    unmapped = tuple(meta.name for meta in source.tensors if meta.name in unused and meta.tied_to is None)
+    if unfed or unmapped or mismatched:
+        lists = {"are not fed": unfed, "have no place in the engine": unmapped, "cannot go as they are": mismatched}
+        told = "\n".join(
+            f"{len(lines)} {title}:" + "".join(f"\n  {x}" for x in lines) for title, lines in lists.items() if lines
+        )
+        raise CoverageError(
+            f"the source and vLLM's {architecture} do not hold the same tensors.\n{told}",
+            unfed=unfed,
+            unmapped=unmapped,
+            mismatched=mismatched,
+        )
+    return tuple(name for name in given.by_name if name not in unused)
+
+
+def sink_meta(
+    meta: TensorMeta, config: NeedsConfig, *, boxes: Sequence[Region] | None, fed: bool, rank: int
+) -> TensorMeta | None:
+    """A tensor of the source as worker `rank` holds it: `boxes` that are fed, tied, or derived; None for nothing."""
+    if fed:
+        assert boxes is not None
+        whole = Region.whole(meta.name, meta.shape)
+        layout = Layout.whole(rank) if list(boxes) == [whole] else Layout.from_boxes({rank: boxes})
+        return replace(meta, layout=layout, tied_to=None)
+    if _matches(meta.name, config.derived):
+        return replace(meta, layout=Layout.whole(rank), tied_to=None, feeding="derived")
+    return replace(meta, layout=Layout.whole(rank)) if meta.tied_to is not None else None
+
+
+def _mismatches(answers: Iterable[Answer], source: Manifest, config: NeedsConfig) -> tuple[str, ...]:
+    lines: dict[str, None] = {}
+    for answer in answers:
+        lines |= dict.fromkeys(answer["clashes"])
+        for name, dtype in () if config.cast else answer["casts"].items():
+            lines[f"{name}: {source.by_name[name].dtype} in the source, {dtype} in the engine; cast=True allows it"] = (
+                None
+            )
+        for name, root in answer["live_ties"].items() - answer["ties"].items():
+            if _root(source, name) != _root(source, root):
+                lines[
+                    f"{name}: the engine tied it to {root} when it loaded equal values for both; give its "
+                    f"configuration tie_word_embeddings=False and load it again"
+                ] = None
+    return tuple(lines)
+
+
+def _root(source: Manifest, name: str) -> str:
+    meta = source.by_name.get(name)
+    return name if meta is None else meta.tied_to or name
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# -- In a worker -----------------------------------------------------------------------------------------------------
+
+
+def survey(config: VllmConfig, sources: Manifest) -> tuple[dict[str, Any], Landings | None]:
+    """Trace what an engine of `config` does with the tensors of `sources`.
+
+    Returns:
+        The answer, and what stays in the worker: None where the loader refused a tensor.
+    """
+    from vllm.config import set_current_vllm_config
+
     config = _copy_of(config)
     model: Any = _on_meta(config)
-    answer = {"vllm": vllm.__version__, "architecture": type(model).__name__, "ties": read_memory(model).tied}
-    offered = ""
+    answer: dict[str, Any] = {"architecture": type(model).__name__, "ties": read_memory(model).tied}
+    latest = ""
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
         def offer() -> Iterator[tuple[str, Tensor]]:
-            nonlocal offered
+            nonlocal latest
             for name, tensor in weights:
-                offered = name
+                latest = name
                 yield name, tensor
 
         model.load_weights(offer())
@@ -103,9 +198,10 @@ def survey(config: VllmConfig, rows: Sequence[Sequence[Any]]) -> Survey:
         with set_current_vllm_config(config):
             recorder = record_writes(load, model, sources)
     except Exception as error:  # noqa: BLE001  (whatever a model's loader raises is the answer)
-        return Survey({**answer, "refused": [offered, f"{type(error).__name__}: {error}"]}, {}, {}, frozenset())
-    answer |= {"refused": None, **_sorted_out(recorder, model, config)}
-    return surveyed(answer, recorder, read_memory(model).tensors)
+        return {**answer, "refused": [latest, f"{type(error).__name__}: {error}"]}, None
+    found = find_landings(recorder, read_memory(model).tensors)
+    answer |= {"refused": None, "clashes": found.clashes, "casts": found.casts}
+    return answer | _sorted_out(recorder, model, config), found
 
 
 # -- The model that is traced ----------------------------------------------------------------------------------------
@@ -151,17 +247,16 @@ def _own_rope_cache() -> Iterator[None]:
 
 def _sorted_out(recorder: Recorder, model: nn.Module, config: VllmConfig) -> dict[str, Any]:
     coverage = recorder.coverage()
-    kinds: dict[str, list[str]] = {kind: [] for kind in ("complete", "padded", "derived", "never")}
     memory, written = read_memory(model), {*coverage.complete, *coverage.partial}
     tensors = memory.tensors | {name: memory.tensors[root] for name, root in memory.tied.items()}
-    for name, tensor in tensors.items():
-        writes = recorder.writes_to(tensor)
-        if name not in written or not any(write.names for write in writes):
-            kinds["derived" if _makes_itself(model, config, name) else "never"].append(name)
-        elif name in coverage.complete:
-            kinds["complete" if all(write.names for write in writes) else "padded"].append(name)
-    partial = {name: [n, tensors[name].numel()] for name, n in coverage.partial.items() if name not in kinds["never"]}
-    return {**kinds, "partial": partial, "unused": list(coverage.unused)}
+    never = [
+        name
+        for name, tensor in tensors.items()
+        if name not in written or not any(write.names for write in recorder.writes_to(tensor))
+        if not _makes_itself(model, config, name)
+    ]
+    partial = {name: [n, tensors[name].numel()] for name, n in coverage.partial.items() if name not in never}
+    return {"never": never, "partial": partial, "unused": list(coverage.unused)}
 
 
 def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:
@@ -183,65 +278,3 @@ def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:
     except (RefitError, RuntimeError, AttributeError):  # it needs values, so nothing is proved
         return False
     return own_name in made.complete
-
-
-def surveyed(answer: dict[str, Any], recorder: Recorder, tensors: Mapping[str, Tensor]) -> Survey:
-    """The survey of what was written to `tensors`, the engine's own; adds clashes and casts to `answer`."""
-    landings: dict[str, list[Landing]] = {}
-    users: dict[str, dict[str, None]] = {}
-    kept: dict[str, torch.dtype] = {}
-    computed: set[str] = set()
-    changed: set[str] = set()
-    clashes: list[str] = []
-    for name, tensor in tensors.items():
-        copied: dict[tuple[str, Region], None] = {}
-        for write in recorder.writes_to(tensor):
-            for source in write.names:
-                users.setdefault(source, {})[name] = None
-                kept |= {source: write.target.dtype} if len(write.names) == 1 else {}
-            into = write.target.box_in(Place.of(tensor))
-            if write.source is not None and into is not None:
-                copied[write.source, into] = None
-            if (landing := _landing(write, recorder.sources, name=name, tensor=tensor)) is not None:
-                landings.setdefault(landing.box.name, []).append(landing)
-            elif write.names:
-                computed |= write.names
-                changed.add(name)
-            # Padding reads no source, and leaves alone what was copied before.
-            elif not write.fills or (copied and (into is None or any(into.intersect(box) for _, box in copied))):
-                changed.add(name)
-        if sum(box.numel for _, box in copied) > tensor.numel():  # only one of two can survive at the same elements
-            pairs = itertools.combinations(copied, 2)
-            clashing = {(one, two) for (one, box), (two, other) in pairs if one != two and box.intersect(other)}
-            clashes += [f"{one} and {two} are both written to {name}" for one, two in sorted(clashing)]
-    casts = {
-        name: str(dtype).removeprefix("torch.") for name, dtype in kept.items() if dtype != recorder.sources[name].dtype
-    }
-    return Survey(
-        {**answer, "clashes": clashes, "casts": casts},
-        {source: tuple(dict.fromkeys(each)) for source, each in landings.items() if source not in computed},
-        {source: tuple(names) for source, names in users.items()},
-        frozenset(changed),
-    )
-
-
-def _landing(write: Write, sources: Mapping[str, Tensor], *, name: str, tensor: Tensor) -> Landing | None:
-    """Where a write puts a box of one source tensor, if it is a plain copy of a box."""
-    if write.origin is None or write.source is None:
-        return None
-    whole = Place.of(sources[write.source])
-    box, dims = write.origin.box_in(whole, write.source), write.origin.dims_in(whole)
-    if box is None or dims is None:
-        return None
-    strides = [0] * len(whole.shape)
-    for dim, stride in zip(dims, write.target.strides, strict=True):
-        if dim is not None:
-            strides[dim] = stride
-    return Landing(
-        box=box,
-        name=name,
-        shape=tuple(tensor.shape),
-        offset=write.target.offset - int(tensor.storage_offset()),
-        strides=tuple(strides),
-        same_dtype=write.origin.dtype == write.target.dtype,
-    )

@@ -22,13 +22,12 @@ from typing import Any, final
 import torch
 
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_regions
+from rl_refit.digest import Digest
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.sglang import empty_like
 from rl_refit.source import StateDictSource
-from rl_refit.staged import StagedSink
+from rl_refit.staged import StagedSink, empty_like
 from rl_refit.vllm.weight_transfer import SourceForVllm, UpdateCheck
 
 __all__ = ["TransferSink"]
@@ -93,9 +92,9 @@ class TransferSink(StagedSink):
     def _digest_engine(self, regions: Iterable[Region]) -> Digest:
         """Of what was handed over and all workers were just found to hold; raises where they hold something else."""
         if self._check is None:
-            return digest_regions(regions, lambda _: None)
+            return super()._digest_engine(regions)
         self._check()
-        return self._stage.digest(region for region in regions if region.name not in self._check.unreadable)
+        return self._digest_staged(region for region in regions if region.name not in self._check.unreadable)
 
     def _prepare_to_hand_over(self, version: int) -> None:
         if self._trainer is None:  # vLLM's two sides meet
@@ -106,16 +105,13 @@ class TransferSink(StagedSink):
         self._client.label, self._client.finished = str(version), False
         try:
             with self._paused():
-                self._send()
+                self._trainer.send_weights()
+                if not self._client.finished:
+                    raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")  # noqa: TRY301
+                self._source.digest()  # raises where it has not taken all
         except BaseException:
             self._trainer, self._torn = None, self._client.under_way  # where it has not ended, it is torn for good
             raise
-
-    def _send(self) -> None:
-        self._trainer.send_weights()
-        if not self._client.finished:
-            raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")
-        self._source.digest()  # raises where it has not taken all
 
 
 @final

@@ -22,6 +22,7 @@ import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -35,11 +36,11 @@ from rl_refit.contracts import WeightSource
 from rl_refit.digest import Digest, combine_digests, digest_tensor
 from rl_refit.engine import raise_errors
 from rl_refit.errors import DigestError, RefitError
-from rl_refit.layout import Layout, Region
-from rl_refit.manifest import Manifest, TensorMeta
+from rl_refit.layout import Region
+from rl_refit.manifest import Manifest
 from rl_refit.sink import assemble
-from rl_refit.vllm.needs import DERIVED, NeedsConfig, find_needs, rows_of
-from rl_refit.vllm.sink import engine_of
+from rl_refit.vllm.sink import VllmEngine
+from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs, offered
 
 __all__ = ["SourceForVllm", "SourceFromVllm", "UpdateCheck"]
 
@@ -62,8 +63,8 @@ class SourceForVllm(TransferSource):  # type: ignore[misc]
     def __init__(self, source: WeightSource, *, derived: Sequence[str] = DERIVED, ties: bool = False) -> None:
         self.source, self.ties, self.config = source, ties, NeedsConfig(derived=tuple(derived))
         manifest = source.manifest()
-        rows = rows_of(manifest, self.config, ties=ties)
-        metas = {name: manifest.by_name[name] for name, _, shape in rows if math.prod(shape)}
+        names = offered(manifest, self.config, ties=ties).by_name
+        metas = {name: meta for name in names if math.prod((meta := manifest.by_name[name]).shape)}
         for name, meta in metas.items():
             held = [sum(box.numel for box in boxes) for boxes in meta.regions().values()]
             if max(held) < math.prod(meta.shape):
@@ -142,12 +143,13 @@ class UpdateCheck:
         loop: asyncio.AbstractEventLoop | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._engine, self._source = engine_of(engine, loop=loop, pause=None, timeout_s=timeout_s), source
+        self._engine, self._source = VllmEngine(engine, loop=loop, pause=None, timeout_s=timeout_s), source
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
         self._call("rl_refit_inspect", manifest.to_json())
-        fed, _ = find_needs(self._call, manifest, config, ties=[source.ties])
-        settled = self._call("rl_refit_settle", asdict(config), fed, False)
+        ask = partial(self._call, "rl_refit_ask")
+        fed = find_needs(ask, manifest, config, ties=[source.ties])
+        settled = ask("settle", asdict(config), fed, False)
         self._boxes = [
             tuple(Region(name, tuple(offsets), tuple(shape)) for name, offsets, shape in each["boxes"])
             for each in settled
@@ -165,7 +167,7 @@ class UpdateCheck:
         """
         sent = [self._source.digest(boxes) for boxes in self._boxes]
         differing: dict[str, None] = {}
-        for ours, answer in zip(sent, self._call("rl_refit_digest"), strict=True):
+        for ours, answer in zip(sent, self._call("rl_refit_ask", "digests"), strict=True):
             held = answer["digests"]
             differing |= {
                 name: None
@@ -217,17 +219,7 @@ class SourceFromVllm:
 
     def manifest(self) -> Manifest:
         """What `metadata()` says, without ties."""
-        return Manifest(
-            tuple(
-                TensorMeta(
-                    name=meta.name,
-                    shape=tuple(meta.shape),
-                    dtype=str(meta.dtype).removeprefix("torch."),
-                    layout=Layout.whole(),
-                )
-                for meta in self._source.metadata()
-            )
-        )
+        return Manifest.of_whole((meta.name, meta.dtype, meta.shape) for meta in self._source.metadata())
 
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Region, Tensor]]:
         """Each tensor whole, from a fresh pass.

@@ -19,15 +19,16 @@ from rl_refit import gpu
 from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest, digest_regions
 from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
-from rl_refit.errors import PoisonedError, RefitError
+from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
-from rl_refit.sink import VersionedSink, assemble, places_of, refuse_incomplete
+from rl_refit.sink import places_of, read_box
+from rl_refit.staged import StagedSink
+from rl_refit.tracing.layouts import Landing, Landings
 from rl_refit.tracing.memory import read_memory
 from rl_refit.vllm import reload
-from rl_refit.vllm.needs import NeedsConfig, rows_of, sink_meta
-from rl_refit.vllm.survey import Landing, Survey, survey
+from rl_refit.vllm.survey import NeedsConfig, offered, sink_meta, survey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +43,7 @@ _KEEPS_PLAIN = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMeth
 
 
 @final
-class WorkerSink(VersionedSink):
+class WorkerSink(StagedSink):
     """The parameters of one worker. A `WeightSink` of one rank.
 
     Args:
@@ -51,18 +52,14 @@ class WorkerSink(VersionedSink):
     """
 
     def __init__(self, worker: RefitWorker, ask: Callable[[str], Any]) -> None:
+        super().__init__({}, engine="the engine")  # what it needs is known after a survey
         self._worker, self._ask = worker, ask
         self.source: Manifest | None = None
         """The source that is being asked about, or was last."""
-        self._found: Survey | None = None
+        self._found: Landings | None = None
         self._known = ""
-        self._manifest = Manifest(())
         self._direct: dict[str, tuple[Landing, ...]] = {}
         self._reloaded: dict[str, TensorMeta] = {}
-        self._bank: dict[str, list[Holding]] = {}
-        self._missing: dict[str, int] | None = None
-        """Elements still to be staged in the open transaction."""
-        super().__init__()
         self.received = 0
         """Bytes staged in the last transaction."""
 
@@ -71,16 +68,6 @@ class WorkerSink(VersionedSink):
         """The worker's."""
         return torch.device(self._worker.device)
 
-    @property
-    def poison_reason(self) -> str | None:
-        """Why the weights may be torn; None where they are not."""
-        return self._poison
-
-    def check(self) -> None:
-        """Pass if the weights are whole."""
-        if self._poison is not None:
-            raise PoisonedError(self._poison, phase="commit")
-
     def prepare(self, manifest: Manifest) -> Coverage:
         """Open a transaction; the first time for a source, have the driver survey the engine.
 
@@ -88,103 +75,53 @@ class WorkerSink(VersionedSink):
             RefitError: A transaction is open already, or a worker failed.
             CoverageError: The engine needs what the source does not have, or has no place for what it has.
         """
-        if self._missing is not None:
-            raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        if self._known != manifest.hash():
+        if self._missing is None and self._known != manifest.hash():
             self.source = manifest
             self._ask("survey")
             self._known = manifest.hash()
-        self._missing = {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
-        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._version.begin())
-
-    def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """Copy `tensor`, the new values of `region`, beside the parameters.
-
-        Raises:
-            RefitError: No transaction is open, the worker needs no such box, or `tensor` is of another dtype or shape.
-        """
-        if self._missing is None:
-            raise RefitError("cannot stage: no transaction is open; prepare comes first")
-        places = places_of(self._bank.get(region.name, ()), region)
-        if not places or places[0].shape != tensor.shape or places[0].dtype != tensor.dtype:
-            boxes = [(list(box.offsets), list(box.shape)) for box, _ in self._bank.get(region.name, ())]
-            raise RefitError(
-                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: this worker has the boxes {boxes}",
-                phase="transfer",
-                tensor=region.name,
-            )
-        with torch.no_grad():
-            places[0].copy_(tensor)
-        self._missing[region.name] -= region.numel
-
-    def digest(self, regions: Iterable[Region] | None = None) -> Digest:
-        """Of the staged boxes while a transaction is open; otherwise of what the parameters hold of them.
-
-        What the engine has packed, cast or rearranged is left out.
-        """
-        if regions is None:
-            regions = [box for held in self._bank.values() for box, _ in held]
-        if self._missing is None:
-            self.check()
-            return digest_regions(regions, self._resident)
-        return digest_regions(regions, lambda region: _read(self._bank[region.name], region))
-
-    def ready(self, version: int) -> None:
-        """Pass if all is staged.
-
-        Raises:
-            RefitError: No transaction is open, some tensor was not staged exactly once, or the version is not newer.
-        """
-        if self._missing is None:
-            raise RefitError("cannot commit: no transaction is open; prepare comes first")
-        if any(self._missing.values()):
-            refuse_incomplete(self._missing)
-        self._version.require_newer(version)
+        return super().prepare(manifest)
 
     @torch.no_grad()
-    def commit(self, version: int) -> None:
+    def _hand_over(self, version: int) -> None:
         """Give the model what is staged. In the worker's main thread, while the engine is paused."""
-        self.ready(version)
-        model, on_cpu = self._worker.model_runner.get_model(), self.device.type == "cpu"
-        try:
-            if self._reloaded:
-                reload.reload_from(self._offer(), model, self._worker.reload_weights)
-            for name, landings in self._direct.items():
-                for landing in landings:
-                    self._live(model, landing).copy_(_read(self._bank[name], landing.box))
-            if on_cpu and reload.must_repair():
-                reload.repack_vocabulary(model)
-            gpu.synchronize(self.device, COPIES_S)
-        except BaseException as error:
-            self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
-            raise
-        self._version.commit(version)
-        self.received = self._bank_bytes()
-        self._missing = self._poison = None
+        model = self._worker.model_runner.get_model()
+        if self._reloaded:
+            reload.reload_from(self._offer(), model, self._worker.reload_weights)
+        for name, landings in self._direct.items():
+            for landing in landings:
+                self._live(model, landing).copy_(read_box(self._bank[name], landing.box))
+        if self.device.type == "cpu" and reload.must_repair():
+            reload.repack_vocabulary(model)
+        gpu.synchronize(self.device, COPIES_S)
+        self.received = sum(tensor.nbytes for held in self._bank.values() for _, tensor in held)
 
-    def abort(self) -> None:
-        """Close the transaction; the parameters and the bank stay."""
-        self._missing = None
+    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+        """Of what the parameters hold. What the engine has packed, cast or rearranged is left out."""
+        return digest_regions(regions, self._resident)
 
     # -- The survey, in the main thread -------------------------------------------------------------------------
 
-    def survey(self, config: NeedsConfig, *, ties: bool) -> Answer:
-        """Trace what the engine does with the source's tensors, without memory."""
-        assert self.source is not None
-        repaired = reload.must_repair()
-        rows = rows_of(self.source, config, ties=ties)
-        self._found = found = survey(self._worker.vllm_config, rows)
-        model = self._worker.model_runner.get_model()
-        return {**found.answer, "live_ties": read_memory(model).tied, "repaired": repaired}
+    def told(self) -> Answer:
+        """The source that the engine has been given, of the first worker."""
+        return {"manifest": self.source.to_json() if self.source is not None and self._worker.rank == 0 else ""}
 
-    def settle(self, config: NeedsConfig, fed: Sequence[str], *, room: bool = True) -> Answer:
+    def survey(self, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
+        """Trace what the engine does with the source's tensors, without memory; `config` is a `NeedsConfig`."""
+        assert self.source is not None
+        reload.must_repair()  # or refuse now what cannot be repaired later
+        given = offered(self.source, NeedsConfig(**config), ties=ties)
+        answer, self._found = survey(self._worker.vllm_config, given)
+        model = self._worker.model_runner.get_model()
+        return {**answer, "live_ties": read_memory(model).tied}
+
+    def settle(self, config: Mapping[str, Any], fed: Sequence[str], room: bool) -> Answer:  # noqa: FBT001  (over RPC)
         """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
 
         Without `room` nothing can be staged, and only `digest` is of use.
 
         Returns:
-            The bytes of these boxes; the tensors that cannot be read back after a commit, with the reason; how many go
-            through `load_weights`; and without `room` the boxes, as name, offsets and shape.
+            The tensors that cannot be read back after a commit, with the reason; and without `room` the boxes, as name,
+            offsets and shape.
         """
         assert self.source is not None
         assert self._found is not None
@@ -196,7 +133,7 @@ class WorkerSink(VersionedSink):
         for meta in self.source.tensors:
             if meta.name not in set(fed) or meta.name not in found.users:
                 continue
-            landings = found.landings.get(meta.name, ())
+            landings = found.by_source.get(meta.name, ())
             boxes = list(dict.fromkeys(landing.box for landing in landings))
             disjoint = all(one.intersect(two) is None for n, one in enumerate(boxes) for two in boxes[:n])
             whole = Region.whole(meta.name, meta.shape)
@@ -211,28 +148,27 @@ class WorkerSink(VersionedSink):
                     unreadable[meta.name] = "cast by the engine"
         rank = self._worker.rank
         metas = (
-            sink_meta(meta, config, boxes=wanted.get(meta.name), fed=meta.name in wanted, rank=rank)
+            sink_meta(meta, NeedsConfig(**config), boxes=wanted.get(meta.name), fed=meta.name in wanted, rank=rank)
             for meta in self.source.tensors
         )
         kept = [meta for meta in metas if meta is not None]
         roots = {meta.name for meta in kept if meta.tied_to is None}
         self._manifest = Manifest(tuple(meta for meta in kept if meta.tied_to is None or meta.tied_to in roots))
         self._allocate(wanted if room else {})
-        fed_boxes = [] if room else self.fed_boxes()
+        fed_boxes = [] if room else self._fed_boxes()
         return {
-            "bytes": self._bank_bytes(),
-            "reloaded": len(self._reloaded),
             "unreadable": unreadable,
             "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in fed_boxes],
         }
 
-    def fed_boxes(self) -> list[Region]:
+    def digests(self) -> Answer:
+        """By tensor, the digest of what the parameters now hold of its boxes, without what cannot be read."""
+        return {"digests": dict(self.digest(self._fed_boxes()).tensors)}
+
+    def _fed_boxes(self) -> list[Region]:
         """Those that this worker holds of the tensors which must be sent."""
         fed = (meta for meta in self._manifest.tensors if meta.travels)
         return [box for meta in fed for box in meta.regions_on(self._worker.rank)]
-
-    def _bank_bytes(self) -> int:
-        return sum(tensor.nbytes for held in self._bank.values() for _, tensor in held)
 
     def _allocate(self, wanted: Mapping[str, Sequence[Region]]) -> None:
         assert self.source is not None
@@ -266,7 +202,7 @@ class WorkerSink(VersionedSink):
         """Where a box lies in the engine's own memory, in the order of the source's dims."""
         owner, _, name = landing.name.rpartition(".")
         tensor: Tensor = getattr(model.get_submodule(owner), name).detach()
-        return tensor.as_strided(landing.box.shape, landing.strides, tensor.storage_offset() + landing.offset)
+        return landing.view_in(tensor)
 
     def _resident(self, region: Region) -> Tensor | None:
         """What the engine's own memory holds of a box; None where that cannot be read."""
@@ -278,15 +214,10 @@ class WorkerSink(VersionedSink):
         places = places_of(held, region)
         if any(not torch.equal(place, places[0]) for place in places[1:]):
             raise RefitError(f"{region} lies in several places of the engine, which differ", tensor=region.name)
-        return _read(held, region)
+        return read_box(held, region)
 
 
-def _read(held: Sequence[Holding], region: Region) -> Tensor:
-    places = places_of(held, region)
-    return places[0] if places else assemble(held, region)
-
-
-def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]]:
+def _reloaded(found: Landings, model: nn.Module) -> tuple[dict[str, str], set[str]]:
     """The engine's tensors that must go through the loader, with the reason, and the source tensors they are made from.
 
     Whole layers go, and whatever is made from the same source tensors.
@@ -294,7 +225,7 @@ def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    shapes = {landing.name: landing.shape for each in found.landings.values() for landing in each}
+    shapes = {landing.name: landing.shape for each in found.by_source.values() for landing in each}
     latent = {  # latent attention keeps products of its projections beside them, made when weights are loaded
         name.rpartition(".")[0]
         for name, layer in model.named_modules()
@@ -327,7 +258,7 @@ def _reloaded(found: Survey, model: nn.Module) -> tuple[dict[str, str], set[str]
         through = {
             source
             for source, names in found.users.items()
-            if source not in found.landings or reasons.keys() & set(names)
+            if source not in found.by_source or reasons.keys() & set(names)
         }
         users = (names for source, names in found.users.items() if source in through)
         more = dict.fromkeys(itertools.chain(*users), "loaded together with others")
@@ -352,67 +283,22 @@ class RefitWorker:
     _rl_refit_check: Mapping[str, WorkerSink] = MappingProxyType({})
     """The latest `UpdateCheck`'s, by its token."""
 
-    @answering
-    def rl_refit_join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> Answer:
-        """Take part in the refits of a `Refit` of the driver."""
+    def rl_refit(self, token: str, what: str, *args: object) -> Answer:
+        """Take part in the refits of a driver; see `WorkerEnd.do`."""
         if self._rl_refit_end is None:
-            self._rl_refit_end = WorkerEnd(self.rank)
-        end = self._rl_refit_end
+            self._rl_refit_end = WorkerEnd(self.rank, self._rl_refit_make_sink)
+        return self._rl_refit_end.do(token, what, *args)
 
-        def make() -> InMainThread:
-            self._rl_refit_sink = WorkerSink(self, end.ask)
-            return InMainThread(self._rl_refit_sink, end)
-
-        end.join(token, message, living, make)
-        return {}
-
-    @answering
-    def rl_refit_receive(  # noqa: PLR0917  (over RPC)
-        self, token: str, driver: str, timeout_s: float | None, notes: Mapping[str, Any]
-    ) -> Answer:
-        """Wait for the trainer, and take part, in a thread."""
-        self._end.receive(token, driver, timeout_s, notes)
-        return {}
-
-    @answering
-    def rl_refit_run(self, token: str, driver: str) -> Answer:
-        """Do what that thread asked for."""
-        return {"version": self._end.run(token, driver)}
-
-    @answering
-    def rl_refit_survey(self, token: str, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
-        """What the engine needs of the source; see `rl_refit.vllm.survey`."""
-        return self._sink(token).survey(NeedsConfig(**config), ties=ties)
-
-    @answering
-    def rl_refit_source(self, token: str) -> Answer:
-        """The source that the engine has been given, of the first worker."""
-        source = self._sink(token).source
-        return {"manifest": source.to_json() if source is not None and self.rank == 0 else ""}
-
-    @answering
-    def rl_refit_settle(  # noqa: PLR0917  (over RPC)
-        self,
-        token: str,
-        config: Mapping[str, Any],
-        fed: Sequence[str],
-        room: bool,  # noqa: FBT001
-    ) -> Answer:
-        """See `WorkerSink.settle`."""
-        return self._sink(token).settle(NeedsConfig(**config), fed, room=room)
-
-    @answering
-    def rl_refit_leave(self, token: str, living: Sequence[str]) -> Answer:
-        """Leave the refits of others than `living`."""
-        if self._rl_refit_end is not None and self._rl_refit_end.belongs(token):
-            self._rl_refit_end.leave(living)
-        return {}
-
-    # For weights that come by another way than a refit; see `rl_refit.vllm.weight_transfer`.
+    def _rl_refit_make_sink(self, end: WorkerEnd) -> InMainThread:
+        self._rl_refit_sink = WorkerSink(self, end.ask)
+        return InMainThread(self._rl_refit_sink, end)
 
     @answering
     def rl_refit_inspect(self, token: str, source: str) -> Answer:
-        """Look at the engine beside the source that has this manifest; from now on `token` is the engine's check."""
+        """Look at the engine beside the source that has this manifest, for weights that come by another way.
+
+        From now on `token` is the engine's check; see `rl_refit.vllm.weight_transfer`.
+        """
 
         def ask(what: str) -> None:
             raise RefitError(f"nothing is refitted here, so there is no driver to {what}")
@@ -423,22 +309,17 @@ class RefitWorker:
         return {}
 
     @answering
-    def rl_refit_digest(self, token: str) -> Answer:
-        """By tensor, the digest of what the parameters now hold of its boxes, without what cannot be read."""
-        reader = self._rl_refit_check.get(token)
-        if reader is None:
-            raise RefitError("another UpdateCheck was made of this engine since this one; make a new one")
-        return {"digests": dict(reader.digest(reader.fed_boxes()).tensors)}
-
-    @property
-    def _end(self) -> WorkerEnd:
-        if self._rl_refit_end is None:
-            raise RefitError("this worker has not joined")
-        return self._rl_refit_end
-
-    def _sink(self, token: str) -> WorkerSink:
-        if token in self._rl_refit_check:
-            return self._rl_refit_check[token]
-        if not self._end.belongs(token):
-            raise RefitError("another sink has taken this engine since this one did; make a new sink")
-        return self._rl_refit_sink
+    def rl_refit_ask(self, token: str, what: str, *args: Any) -> Answer:
+        """What the worker's sink for the driver's sink, or check, `token` answers to one of its methods."""
+        sink = self._rl_refit_check.get(token)
+        if sink is None:
+            if self._rl_refit_end is None or not self._rl_refit_end.belongs(token):
+                raise RefitError("another sink or UpdateCheck was made of this engine since this one; make a new one")
+            sink = self._rl_refit_sink
+        methods: dict[str, Callable[..., Answer]] = {
+            "told": sink.told,
+            "survey": sink.survey,
+            "settle": sink.settle,
+            "digests": sink.digests,
+        }
+        return methods[what](*args)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from rl_refit.explain.checkpoint import Checkpoint, read_checkpoint
+from refit_explainer.checkpoint import Checkpoint, read_checkpoint
 from rl_refit.layout import Layout
 from rl_refit.manifest import Manifest, TensorMeta
 

@@ -1,9 +1,11 @@
-"""`rl-refit`, also `python -m rl_refit`: refits from the command line, before anything moves.
+"""Refits from the command line, before anything moves: `python docs/tools/refit_tools.py explain …` and `simulate …`.
 
 Each command lives beside what it commands, in a module with `add_arguments(parser)` and `run(arguments) -> int`, which
 is imported when the command is chosen and not before. Exit codes: 0 it holds, 1 it does not (the reasons are printed),
 2 refused or misused (likewise).
 """
+
+# ruff: noqa: INP001, T201  (a program)
 
 from __future__ import annotations
 
@@ -13,17 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from rl_refit.errors import CoverageError, RefitError
+from rl_refit import CoverageError, RefitError
 
 __all__ = ["main"]
 
-PROGRAM = "rl-refit"
 INTERRUPTED = 130
-SIMULATOR_IS_A_TOOL = (
-    "the simulator is a tool of the repository, and no part of the package: put its docs/tools on PYTHONPATH"
-)
 COMMANDS = {
-    "explain": ("rl_refit.explain.command", "what a refit would move, from whom to whom, and what nobody feeds"),
+    "explain": ("refit_explainer.command", "what a refit would move, from whom to whom, and what nobody feeds"),
     "simulate": ("refit_simulator.command", "predict a refit on many GPUs, beside what physics allows"),
 }
 
@@ -32,20 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Weights into a running engine: what will move, how long it will take."
+        prog="refit_tools.py", description="Weights into a running engine: what will move, how long it will take."
     )
     parsers = parser.add_subparsers(dest="command", required=True)
     run: Callable[[argparse.Namespace], int] | None = None
     for name, (module, summary) in COMMANDS.items():
         its_parser = parsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if given[:1] == [name]:
-            try:
-                command = import_module(module)
-            except ModuleNotFoundError as missing:
-                if (missing.name or "").partition(".")[0] != "refit_simulator":
-                    raise
-                print(f"{PROGRAM} {name}: {SIMULATOR_IS_A_TOOL}", file=sys.stderr)
-                return 2
+            command = import_module(module)
             command.add_arguments(its_parser)
             run = command.run
     arguments = parser.parse_args(given)
@@ -59,9 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
         return 0
     except (RefitError, ValueError, OSError) as refusal:
-        print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
+        print(f"{chosen}: {refusal}", file=sys.stderr)
         return 1 if isinstance(refusal, CoverageError) else 2
     except KeyboardInterrupt:
-        print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
+        print(f"{chosen}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m rl_refit explain`: what a refit of a checkpoint would move between two layouts, before anything runs.
+"""`refit_tools.py explain`: what a refit of a checkpoint would move between two layouts, before anything runs.
 
 Reads headers, not weights, and starts no process. Exit codes: 0 it can be planned, 1 a tensor is not covered (all are
 listed), 2 misuse.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from collections import Counter
 from pathlib import Path
 
+from refit_explainer.checkpoint import read_checkpoint
+from refit_explainer.layouts import AXES, RULES, read_side
 from rl_refit.buckets import DEFAULT_BUCKET_BYTES
 from rl_refit.errors import CoverageError
-from rl_refit.explain.checkpoint import read_checkpoint
-from rl_refit.explain.layouts import AXES, RULES, read_side
-from rl_refit.explain.text import DEFAULT_SLOTS, figures_of, human_size, plan_lines
+from rl_refit.explain import human_size
 from rl_refit.manifest import Manifest
-from rl_refit.plan import Topology, plan_refit
+from rl_refit.plan import RefitPlan, Topology, plan_refit
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,11 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bucket-mb", type=float, default=DEFAULT_BUCKET_BYTES / 2**20, help="MiB of a bucket (%(default)g)"
     )
-    parser.add_argument("--slots", type=int, default=DEFAULT_SLOTS, help="buckets held at once (%(default)s)")
     parser.add_argument(
         "--bandwidth-gbps", type=float, default=400.0, help="Gb/s of one rank's link to other nodes (%(default)g)"
     )
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: A number or a name is not what it should be, or the checkpoint is not.
         OSError: There is no checkpoint.
     """
-    for name in ("bucket_mb", "slots", "bandwidth_gbps"):
+    for name in ("bucket_mb", "bandwidth_gbps"):
         if not getattr(arguments, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive; got {getattr(arguments, name):g}")
     checkpoint = read_checkpoint(arguments.checkpoint)
@@ -73,17 +72,41 @@ def run(arguments: argparse.Namespace) -> int:
             lists = {"unfed": error.unfed, "unmapped": error.unmapped, "mismatched": error.mismatched}
             print(json.dumps({"holds": False, **lists}))
         return 1
-    figures = figures_of(plan, bucket_bytes=round(arguments.bucket_mb * 2**20), slots=arguments.slots)
+    link, without_relays = (busiest_link(plan, relays=relays) for relays in (True, False))
+    text = plan.explain(bucket_bytes=round(arguments.bucket_mb * 2**20))
     gbps = arguments.bandwidth_gbps
-    seconds, without_relays = (nbytes * 8 / (gbps * 1e9) for nbytes in (figures.link, figures.link_without_relays))
-    busiest = f"if nothing but the busiest link takes time ({human_size(figures.link)})"
-    slower = f"; {without_relays:.3g} s without relays" * (without_relays > seconds)
-    print("\n".join([*plan_lines(plan, figures), f"at {gbps:g} Gb/s a rank: {seconds:.3g} s, {busiest}{slower}"]))
+    seconds, slower = (nbytes * 8 / (gbps * 1e9) for nbytes in (link, without_relays))
+    busiest = f"if nothing but the busiest link takes time ({human_size(link)})"
+    more = f"; {slower:.3g} s without relays" * (slower > seconds)
+    print(f"{text}\nat {gbps:g} Gb/s a rank: {seconds:.3g} s, {busiest}{more}")
     if arguments.json:
-        more = {"balance": figures.sends.balance, "bandwidth_gbps": gbps, "plan_hash": plan.hash()}
-        times = {"seconds": seconds, "seconds_without_relays": without_relays}
-        print(json.dumps({"holds": True, **asdict(figures), **more, **times}))
+        figures = {
+            "routes": plan.num_routes,
+            "bytes": plan.total_bytes,
+            "link": link,
+            "link_without_relays": without_relays,
+            "bandwidth_gbps": gbps,
+            "seconds": seconds,
+            "seconds_without_relays": slower,
+            "plan_hash": plan.hash(),
+        }
+        print(json.dumps({"holds": True, **figures}))
     return 0
+
+
+def busiest_link(plan: RefitPlan, *, relays: bool) -> int:
+    """Most bytes through one rank's link to other nodes; without a topology every rank is a node of its own.
+
+    With `relays` what several ranks of a node need enters it once.
+    """
+    moved: Counter[tuple[str, int]] = Counter()
+    for (source, sinks), nbytes in plan.bytes_by_way.items():
+        topology = plan.topology
+        if topology is None or topology.source_nodes[source] != topology.sink_nodes[sinks[0]]:
+            entering = sinks[:1] if relays else sinks
+            moved["source", source] += nbytes * len(entering)
+            moved.update({("sink", rank): nbytes for rank in entering})
+    return max(moved.values(), default=0)
 
 
 def _topology(given: str | None, source: Manifest, sink: Manifest) -> Topology | None:
