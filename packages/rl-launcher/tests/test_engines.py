@@ -43,6 +43,7 @@ def test_an_engine_of_an_actor_answers_only_what_a_refit_has_brought(folder):
     beside = make_in_process(spec_of(folder), model=model, tokenizer=tokenizer)
     (expected,) = beside.engine.generate([PROMPT], SAMPLING)
     assert (rollout.tokens, rollout.version, expected.version) == (expected.tokens, 3, 0)
+    policy.close()
     made.close()
     beside.close()
 
