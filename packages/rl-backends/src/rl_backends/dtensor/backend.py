@@ -34,7 +34,6 @@ from rl_backends.lora import (
     add_lora,
     export_merged,
     fill_with_adapters,
-    load_adapter,
     save_adapter,
 )
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
@@ -319,15 +318,6 @@ class DTensorBackend(Backend):
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         self._require_on_device("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
-
-    def load_adapter(self, folder: str | Path) -> None:
-        """Put adapters that `save_adapter` or peft wrote in the place of this policy's; every rank must call it.
-
-        Raises:
-            CheckpointError: they are damaged, or another model's; nothing has changed.
-        """
-        self._require_on_device("load_adapter", WEIGHTS)
-        load_adapter(self.model, Path(folder))
 
     def _write_checkpoint(
         self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None

@@ -20,7 +20,7 @@ from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading import open_model
-from rl_backends.lora import add_lora, load_adapter, save_adapter
+from rl_backends.lora import add_lora, save_adapter
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -237,17 +237,6 @@ class MegatronBackend(Backend):
         self._distributed.finish_param_gather()
         tensors = Gatherer(trainable, shapes).tensors()
         save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
-
-    def load_adapter(self, folder: str | Path) -> None:
-        """Put adapters that `save_adapter` or peft wrote in the place of this policy's; every rank must call it.
-
-        Raises:
-            CheckpointError: they are damaged, or another model's; nothing has changed.
-        """
-        self._require_on_device("load_adapter", WEIGHTS)
-        load_adapter(self._skeleton, Path(folder), shards=self._require_adapters().trainable())
-        if self._optimizers is not None:
-            self._optimizers.inner.reload_model_params()  # masters in float32, where there are any
 
     def save_pretrained(  # noqa: D102
         self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
