@@ -1,6 +1,5 @@
 """Claims about checkpoints of one process: a run in two parts is the run in one, and nothing wrong is ever loaded."""
 
-import copy
 import functools
 import hashlib
 import importlib.util
@@ -142,21 +141,15 @@ def test_how_a_step_is_computed_is_not_taken_from_the_checkpoint(world, tmp_path
     train(world, again, its_optimizers, 1)
 
 
-def test_weights_may_be_left_out_and_optimizers_too(world, start, tmp_path):
+def test_optimizers_may_be_left_out(world, start, tmp_path):
     model, optimizers = start()
     train(world, model, optimizers, 1)
-    save_checkpoint(model, optimizers, tmp_path / "there" / "optimizer", version=1, weights=False)
-    save_checkpoint(model, None, tmp_path / "weights", version=1)
+    save_checkpoint(model, None, tmp_path / "there" / "weights", version=1)
     again, its_optimizers = start(seed=1)
-    before = copy.deepcopy(dict(again.named_parameters()))
-    load_checkpoint(again, its_optimizers, tmp_path / "there" / "optimizer", weights=False)
-    assert_same(dict(again.named_parameters()), before)
-    load_checkpoint(again, None, tmp_path / "weights")
-    assert_same(numbers_of(again, its_optimizers), numbers_of(model, optimizers))
-    with pytest.raises(CheckpointError, match=r"holds no weights.*weights=False"):
-        load_checkpoint(again, its_optimizers, tmp_path / "there" / "optimizer")
+    load_checkpoint(again, None, tmp_path / "there" / "weights")
+    assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
     with pytest.raises(CheckpointError, match=r"holds no state of optimizers.*optimizer=False"):
-        load_checkpoint(again, its_optimizers, tmp_path / "weights")
+        load_checkpoint(again, its_optimizers, tmp_path / "there" / "weights")
 
 
 def test_the_state_of_an_optimizer_is_left_behind_only_where_that_was_asked_for(start, saved):
@@ -207,15 +200,15 @@ def steps_of(world, backend, steps):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_backend_goes_on_from_an_exported_model_and_a_checkpoint_without_weights(world, tmp_path, tied):
+def test_a_backend_of_an_exported_model_goes_on_from_a_checkpoint(world, tmp_path, tied):
     whole = backend_of(world.make_model("Qwen3", tie_word_embeddings=tied))
     expected = steps_of(world, whole, 6)
     first = backend_of(world.make_model("Qwen3", tie_word_embeddings=tied))
     norms = steps_of(world, first, 3)
     first.save_pretrained(tmp_path / "model")
-    first.save_checkpoint(tmp_path / "state", weights=False)
+    first.save_checkpoint(tmp_path / "state")
     second = backend_of(load_causal_lm(str(tmp_path / "model")))
-    second.load_checkpoint(tmp_path / "state", weights=False)
+    second.load_checkpoint(tmp_path / "state")
     assert second.version == 3
     assert norms + steps_of(world, second, 3) == expected
     assert_same(dict(second.model.named_parameters()), dict(whole.model.named_parameters()))
@@ -224,8 +217,8 @@ def test_a_backend_goes_on_from_an_exported_model_and_a_checkpoint_without_weigh
 def test_a_backends_checkpoint_from_before_the_first_step_counts_none(world, tmp_path):
     expected = steps_of(world, backend_of(world.make_model("Qwen3")), 2)
     saved, again = (backend_of(world.make_model("Qwen3")) for _ in range(2))
-    saved.save_checkpoint(tmp_path / "step-0", weights=False)
-    again.load_checkpoint(tmp_path / "step-0", weights=False)
+    saved.save_checkpoint(tmp_path / "step-0")
+    again.load_checkpoint(tmp_path / "step-0")
     assert steps_of(world, saved, 2) == expected
     assert steps_of(world, again, 2) == expected
 
@@ -669,7 +662,7 @@ def test_the_newest_is_the_one_written_last_and_the_oldest_are_pruned(start, tmp
 def test_a_marker_that_is_written_is_read_as_it_was(tmp_path):
     records = (FileRecord(name="a", num_bytes=3, sha256="ff"),)
     fields = {"mesh": {"ranks": 1, "axes": {"dp": 1}}, "model": {"w": ["float32", [2, 3]]}, "files": records}
-    manifest = Manifest(version=3, written_at_ns=4, torch="2.13.0", weights=True, **fields)
+    manifest = Manifest(version=3, written_at_ns=4, torch="2.13.0", **fields)
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
 

@@ -242,8 +242,8 @@ def test_a_batch_that_no_rank_could_read_is_refused_before_it_is_sent(ranks):
 def test_a_folder_is_made_absolute_and_nothing_is_returned(ranks, tmp_path, monkeypatch):
     policy, calls, _ = ranks
     monkeypatch.chdir(tmp_path)
-    assert policy.save_checkpoint("here", weights=False) is None
-    assert calls[0] == ("rank 0", "save_checkpoint", (str(tmp_path / "here"),), {"weights": False})
+    assert policy.save_checkpoint("here", asynchronous=True) is None
+    assert calls[0] == ("rank 0", "save_checkpoint", (str(tmp_path / "here"),), {"asynchronous": True})
 
 
 def test_dicts_of_all_ranks_are_merged(ranks):

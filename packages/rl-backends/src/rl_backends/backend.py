@@ -118,10 +118,10 @@ class TrainingBackend(Protocol):
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
         """Write the adapters in PEFT's format, whole or not at all."""
 
-    def save_checkpoint(self, folder: str | Path, *, weights: bool = True) -> Any:
+    def save_checkpoint(self, folder: str | Path) -> Any:
         """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
 
-    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, optimizer: bool = True) -> Any:
+    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True) -> Any:
         """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
 
     def explain(self) -> str:
@@ -620,30 +620,23 @@ class Backend(ABC):
         """
 
     def save_checkpoint(
-        self,
-        folder: str | Path,
-        *,
-        weights: bool = True,
-        asynchronous: bool = False,
-        extra: Mapping[str, Any] | None = None,
+        self, folder: str | Path, *, asynchronous: bool = False, extra: Mapping[str, Any] | None = None
     ) -> CheckpointWrite:
         """Write weights, optimizer, schedule and version into a new folder, from which any layout can go on.
 
         Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
         """
         self._require_on_device("save_checkpoint")
-        self._last_write = self._write_checkpoint(folder, weights=weights, asynchronous=asynchronous, extra=extra)
+        self._last_write = self._write_checkpoint(folder, asynchronous=asynchronous, extra=extra)
         return self._last_write
 
-    def load_checkpoint(
-        self, folder: str | Path, *, weights: bool = True, optimizer: bool = True, verify: bool = True
-    ) -> CheckpointState:
+    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True, verify: bool = True) -> CheckpointState:
         """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
 
         Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
         """
         self._require_on_device("load_checkpoint")
-        state = self._read_checkpoint(folder, weights=weights, optimizer=optimizer, verify=verify)
+        state = self._read_checkpoint(folder, optimizer=optimizer, verify=verify)
         self._clear_gradient()
         self.version = state.version
         return state
@@ -710,13 +703,11 @@ class Backend(ABC):
 
     @abstractmethod
     def _write_checkpoint(
-        self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
+        self, folder: str | Path, *, asynchronous: bool, extra: Mapping[str, Any] | None
     ) -> CheckpointWrite: ...
 
     @abstractmethod
-    def _read_checkpoint(
-        self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool
-    ) -> CheckpointState: ...
+    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState: ...
 
     @abstractmethod
     def _release(self) -> None:

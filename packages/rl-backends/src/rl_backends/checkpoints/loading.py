@@ -103,7 +103,6 @@ def load_checkpoint(
     optimizers: CheckpointedOptimizers | None,
     folder: str | Path,
     *,
-    weights: bool = True,
     optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
@@ -117,7 +116,6 @@ def load_checkpoint(
         model: built like the one that wrote it, sharded in any way.
         optimizers: as when it was written; None if there is none.
         folder: of the checkpoint.
-        weights: False leaves the weights as they are.
         optimizer: False leaves optimizers and schedule as they are, whatever the checkpoint has of them.
         verify: compare the digest of every file, which reads each once more.
 
@@ -141,7 +139,7 @@ def load_checkpoint(
 
     def check() -> None:
         check_model(opened.source, opened.manifest.model, names)
-        check_holds(opened, weights=weights, optimizer=optimizer, has_optimizers=optimizers is not None)
+        check_holds(opened, optimizer=optimizer, has_optimizers=optimizers is not None)
         if described is not None:
             check_hyperparameters(opened.source, described, saved, same_mesh=opened.manifest.mesh == mesh_of(held))
 
@@ -152,8 +150,7 @@ def load_checkpoint(
     rng = rng_shards(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
     states = on_every_rank(lambda: [] if restored is None else new_states(restored, held, saved), group=opened.group)
     filled = numbered([shard for state in states for shard in (*state.scalars, *state.shards)])
-    if weights:
-        filled |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
+    filled |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
     read_shards(opened, rng | filled, schedule=restored)
     put_states(states, saved)
     set_rng(rng)
@@ -183,13 +180,9 @@ def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
     return OpenCheckpoint(source=source, manifest=manifest, state=state, index=index, group=group)
 
 
-def check_holds(opened: OpenCheckpoint, *, weights: bool, optimizer: bool, has_optimizers: bool) -> None:
+def check_holds(opened: OpenCheckpoint, *, optimizer: bool, has_optimizers: bool) -> None:
     """Check that the checkpoint has what is asked for, and no optimizer state that would be lost."""
     source, saved = opened.source, opened.state["optimizers"]
-    if weights and not opened.manifest.weights:
-        raise CheckpointError(
-            f"{source} holds no weights, which were left out: load them elsewhere, with weights=False"
-        )
     if optimizer and not has_optimizers and saved is not None:
         raise CheckpointError(
             f"{source} holds the state of an optimizer, and there is none here to take it: call start_training "

@@ -48,8 +48,6 @@ class Manifest:
     """`ranks`, and the `axes` with their sizes."""
     model: dict[str, list[Any]]
     """Fingerprint: name -> [dtype, shape] of every parameter and persistent buffer."""
-    weights: bool
-    """Whether it holds the weights, or the optimizers alone."""
     torch: str = str(torch.__version__)
     """Release of torch that wrote it."""
     written_at_ns: int = 0

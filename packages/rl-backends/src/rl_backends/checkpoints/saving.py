@@ -65,7 +65,6 @@ def save_checkpoint(
     folder: str | Path,
     *,
     version: int,
-    weights: bool = True,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
@@ -77,7 +76,6 @@ def save_checkpoint(
         optimizers: None saves the weights alone.
         folder: the checkpoint to be written; its parent belongs to this run, which removes what killed saves left.
         version: optimizer steps that the weights have seen.
-        weights: False leaves them out, if they are saved elsewhere; the model is still identified by names and shapes.
         asynchronous: return when the copies to host memory are made or queued, and write while training goes on. The
             host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
             the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
@@ -103,14 +101,13 @@ def save_checkpoint(
             held = model_shards(model)
             shards = rng_shards(device_of(held))
             state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
-            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {}) if weights else {}}
-            if weights:
-                shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
+            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {})}
+            shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
             if optimizers is not None:
                 shards |= numbered(optimizer_shards(optimizers, held, bound=bound))
                 state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
                 state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
-            manifest = Manifest(version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights)
+            manifest = Manifest(version=version, mesh=mesh_of(held), model=fingerprint(held))
             return shards, manifest, state
 
         shards, manifest, state = on_every_rank(collect_here, group=group)

@@ -71,8 +71,6 @@ def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace
     if arguments.model is None:
         raise ValueError("--model is needed for a checkpoint: the folder or hub id that training began from")
     manifest = read_manifest(checkpoint)
-    if not manifest.weights:
-        raise ValueError(f"{checkpoint} holds no weights, which were left out when it was saved")
     source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
     skeleton = source.skeleton()
     check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))

@@ -320,20 +320,16 @@ class DTensorBackend(Backend):
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
     def _write_checkpoint(
-        self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
+        self, folder: str | Path, *, asynchronous: bool, extra: Mapping[str, Any] | None
     ) -> CheckpointWrite:
-        asked: dict[str, Any] = {"weights": weights, "asynchronous": asynchronous, "extra": extra}
-        if self.config.lora_cfg is not None:
-            if self._frozen is None:  # once: these weights never change
-                self._frozen = frozen_digests(self.model, group=host_group())
-            asked["frozen"] = self._frozen
+        if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
+            self._frozen = frozen_digests(self.model, group=host_group())
+        asked: dict[str, Any] = {"asynchronous": asynchronous, "extra": extra, "frozen": self._frozen}
         return save_checkpoint(self.model, self._optimizers, folder, version=self.version, **asked)
 
-    def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
+    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState:
         self._frozen = None
-        return load_checkpoint(
-            self.model, self._optimizers, folder, weights=weights, optimizer=optimizer, verify=verify
-        )
+        return load_checkpoint(self.model, self._optimizers, folder, optimizer=optimizer, verify=verify)
 
     def explain(self) -> str:
         """The mesh, which rule shards which parameter and why, the adapters and the optimizer."""

@@ -252,7 +252,7 @@ class MegatronBackend(Backend):
         export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
 
     def _write_checkpoint(
-        self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
+        self, folder: str | Path, *, asynchronous: bool, extra: Mapping[str, Any] | None
     ) -> CheckpointWrite:
         self._distributed.finish_param_gather()
         if self._distributed.adapters is not None and not self._frozen:  # once: these weights never change
@@ -264,17 +264,15 @@ class MegatronBackend(Backend):
             folder,
             version=self.version,
             layout=self._distributed.groups.sizes,
-            weights=weights,
             asynchronous=asynchronous,
             extra=extra,
             frozen=self._frozen,
         )
 
-    def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
+    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState:
         self._distributed.finish_param_gather()
         self._frozen = {}
-        asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
-        return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
+        return load_checkpoint(self._distributed.held, self._optimizers, folder, optimizer=optimizer, verify=verify)
 
     def explain(self) -> str:
         """The layout, what is on which rank, where the weights came from, and the optimizer."""
