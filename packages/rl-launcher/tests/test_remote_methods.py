@@ -11,10 +11,9 @@ import torch
 from rl_algorithms import contracts
 from rl_backends import DTensorBackend, MegatronBackend, OptimizerConfig
 from rl_backends.backend import TrainingBackend
-from rl_backends.batching.dealing import RowDealing
+from rl_backends.batching.dealing import DealtRows, RowDealing
 from rl_backends.batching.microbatches import MicrobatchLimits
 from rl_backends.errors import BatchError
-from rl_backends.packed_batch import pack, unpack
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
 from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, packed, unpacked
@@ -67,7 +66,10 @@ def batch():
 
 def test_a_batch_travels_as_arrays_and_arrives_bit_for_bit():
     sent = batch()
-    arrived = unpack(pickle.loads(pickle.dumps(pack(sent))))
+    [dealt] = RowDealing(rank=0, num_ranks=1, limits=MicrobatchLimits(rows=4)).deal(sent)
+    travelled = unpacked(pickle.loads(pickle.dumps(packed(dealt))), writable=False)
+    assert (type(travelled), travelled.rows.tolist()) == (DealtRows, [0, 1, 2, 3])
+    arrived = travelled.examples
     assert torch.equal(arrived.tokens, sent.tokens)
     assert torch.equal(arrived.weights, sent.weights)
     assert (arrived.weights.dtype, type(arrived)) == (torch.bfloat16, Batch)

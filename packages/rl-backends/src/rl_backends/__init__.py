@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_backends.backend import Backend, TrainingBackend
+    from rl_backends.backend import Backend, ReferenceModel, TrainingBackend
     from rl_backends.checkpoints import (
         CheckpointState,
         CheckpointWrite,
@@ -53,13 +53,12 @@ if TYPE_CHECKING:
     from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
     from rl_backends.offload import Offloader, OffloadReport
     from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
-    from rl_backends.reference import ReferenceModel
     from rl_backends.selection import BackendSelection, select_backend
 
 _HOMES = {
     name: home
     for home, names in {
-        "backend": "Backend TrainingBackend",
+        "backend": "Backend ReferenceModel TrainingBackend",
         "checkpoints": "CheckpointState CheckpointWrite find_latest load_checkpoint prune save_checkpoint",
         "dry_run.explanation": "DryRun explain Explanation predict",
         "dtensor.backend": "DTensorBackend",
@@ -76,7 +75,6 @@ _HOMES = {
         "metrics": "memory_by_category MemoryUse ModelFlops peak_flops_per_s StepMetrics",
         "offload": "Offloader OffloadReport",
         "optimizers": "clip_and_step GradientStep make_optimizers MuonConfig OptimizerConfig",
-        "reference": "ReferenceModel",
         "selection": "BackendSelection select_backend",
     }.items()
     for name in names.split()

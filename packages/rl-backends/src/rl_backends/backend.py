@@ -15,10 +15,10 @@ Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w to
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,9 @@ from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_ca
 from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
+from rl_backends.optimizers.optimizers import StageOptimizers
 from rl_backends.rank_agreement import require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
-from rl_backends.reference import ReferenceModel
 from rl_parallel_plans import TopKLogp
 
 WEIGHTS: tuple[Part, ...] = ("weights",)
@@ -129,25 +129,6 @@ class TrainingBackend(Protocol):
 
     def close(self) -> None:
         """End what it holds: processes, groups, memory."""
-
-
-@runtime_checkable
-class StageOptimizers(Protocol):
-    """The optimizers of a stage, as `start_training` makes them."""
-
-    num_steps_skipped: int
-    """Steps that were left out: the gradient was not finite, or nothing was trainable."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-
-    @property
-    def each(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Torch's optimizers."""
-
-    def explain(self) -> str:
-        """What they train, how, and in how much memory."""
 
 
 class DistributedModel(ABC):
@@ -317,6 +298,42 @@ class DistributedModel(ABC):
             layout="packed" if config.sequence_packing else "padded",
             fewest=self.fewest_microbatches,
         )
+
+
+class ReferenceModel:
+    """Log-probabilities, and the most probable tokens, of the frozen model that a policy is compared with.
+
+    It has parameters of its own, so that nothing which fails can leave its weights in the policy; or it is the policy
+    with its adapters off, inside of `as_reference`.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModel,
+        head: Head,
+        *,
+        temperature: Callable[[], float],
+        as_reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._head = head
+        self._temperature = temperature
+        self._as_reference = as_reference
+
+    def row_dealing(self) -> RowDealing:
+        """As the policy's."""
+        return self._model.row_dealing
+
+    def logp(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
+        """As the policy's `logp`, at the policy's temperature; float32."""
+        with self._as_reference():
+            return self._model.read_all(examples, read_logp(self._head, self._temperature()))[0]
+
+    def topk_logits(self, examples: TokenBatch | DealtRows[Any], k: int) -> TopKLogp:
+        """As the policy's `topk_logits`, at the policy's temperature: a policy's teacher may be what it was before."""
+        with self._as_reference():
+            read = self._model.read_all(examples, read_top_k(self._head, self._temperature(), k))
+        return TopKLogp(logp=read[0], token_ids=read[1])
 
 
 def vocabulary_size(model: nn.Module) -> int:
@@ -661,7 +678,7 @@ class Backend(ABC):
         finally:
             release_staging_buffers()
             with closing(self._offloader) if self._offloader is not None else nullcontext():
-                self._release()
+                self._distributed.close()
 
     # -- What a subclass says -----------------------------------------------------------------------------------------
 
@@ -708,10 +725,6 @@ class Backend(ABC):
 
     @abstractmethod
     def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState: ...
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Leave the process groups and free what else is held; a second time does nothing."""
 
     @property
     def _always_trains(self) -> bool:

@@ -7,7 +7,6 @@ for any backend, and `save_checkpoint` says which tensors and figures a model of
 
 import json
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -122,11 +121,9 @@ def save_checkpoint(
 class CheckpointWrite:
     """A save that was started; the checkpoint is on disk when `wait` returns."""
 
-    def __init__(self, folder: Path, future: "Future[Any]", *, waited_s: float) -> None:
+    def __init__(self, folder: Path, future: "Future[Any]") -> None:
         self.folder = folder
         """Where the checkpoint will be."""
-        self.waited_s = waited_s
-        """Seconds that this save first waited for the previous one."""
         self._future = future
         self._raised = False
 
@@ -199,9 +196,7 @@ def write_checkpoint(
     asynchronous: bool,
 ) -> CheckpointWrite:
     """Write what `collect` returns on each rank. It is called when nothing else is being written."""
-    start, running = time.perf_counter(), any(not write.done for write in _last)
     group = idle_group()
-    waited_s = time.perf_counter() - start if running else 0.0
     unseen = [error for write in _last if (error := write.unseen_error()) is not None]
     _last.clear()
 
@@ -239,7 +234,7 @@ def write_checkpoint(
                 future.set_result(save(shards, storage_writer=writer, planner=planner, process_group=group))
             except (CheckpointException, RuntimeError, OSError) as error:
                 future.set_exception(error)
-    write = CheckpointWrite(target, future, waited_s=waited_s)
+    write = CheckpointWrite(target, future)
     if asynchronous:
         _last.append(write)
     else:

@@ -15,17 +15,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.errors import MissingDependencyError
+from rl_backends.examples import TokenRows
 from rl_backends.optimizers import OptimizerConfig
 from rl_parallel_plans import named_shards
 
@@ -48,13 +49,9 @@ class SmallModel:
 
 
 @dataclass(frozen=True)
-class VerifyRows:
+class VerifyRows(TokenRows):
     """Ragged rows, each with a weight in the loss."""
 
-    rows_per_unit: ClassVar[int] = 1
-    tokens: Int[Tensor, "B T"]
-    lengths: Int[Tensor, " B"]
-    trainable: Bool[Tensor, "B T"]
     weight: Float[Tensor, " B"]
 
 

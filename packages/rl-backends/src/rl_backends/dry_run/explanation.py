@@ -33,11 +33,11 @@ from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
+from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.optimizers import OptimizerConfig
 from rl_backends.optimizers.optimizers import table
-from rl_backends.reference import without_weights
 from rl_parallel_plans import as_json
 from rl_parallel_plans.forecast.report import PhasePeak
 

@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import compress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +32,7 @@ from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.errors import ModelError
+from rl_backends.examples import TokenRows
 from rl_backends.kernels import KernelsConfig
 from rl_backends.kernels.table import PLAIN
 from rl_backends.lora import add_lora
@@ -57,16 +58,6 @@ from rl_parallel_plans.forecast.tracker import (
 
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Examples of which every token but the first is trained."""
-
-    rows_per_unit: ClassVar[int] = 1
-    tokens: Int[Tensor, "B T"]
-    lengths: Int[Tensor, " B"]
-    trainable: Bool[Tensor, "B T"]
 
 
 def run_step(
@@ -130,19 +121,19 @@ def run_step(
     return backend
 
 
-def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> _Rows:
-    """Rows of these lengths, with ids below `different_tokens`."""
+def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> TokenRows:
+    """Rows of these lengths, with ids below `different_tokens`; every token but the first trains."""
     width = max(lengths)
     each = torch.tensor(lengths)
     place = torch.arange(width)
-    return _Rows(
+    return TokenRows(
         tokens=(place + each[:, None]) % different_tokens,
         lengths=each,
         trainable=(place > 0) & (place < each[:, None]),
     )
 
 
-def _loss(logp: Float[Tensor, "b w"], _: _Rows) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(logp: Float[Tensor, "b w"], _: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
     total = -logp.sum()
     return total, {"loss": total.detach()}
 

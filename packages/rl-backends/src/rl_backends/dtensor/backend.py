@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl_backends.backend import WEIGHTS, Backend, asked_of
+from rl_backends.backend import WEIGHTS, Backend, ReferenceModel, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.checkpoints.frozen_weights import frozen_digests
@@ -27,6 +27,7 @@ from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading import initialise, open_model
+from rl_backends.loading.skeleton import without_weights
 from rl_backends.lora import (
     MergedWeights,
     adapter_size,
@@ -48,7 +49,6 @@ from rl_backends.rank_agreement import (
     told_by_last_rank,
 )
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
-from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import (
     NamedShard,
     get_logprobs_from_vocab_parallel_logits,
@@ -360,9 +360,6 @@ class DTensorBackend(Backend):
         if optimizers is not None:
             lines.append(optimizers.explain())
         return "\n".join(lines)
-
-    def _release(self) -> None:
-        self._distributed.close()
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.

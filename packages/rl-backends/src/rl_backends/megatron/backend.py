@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rl_backends.backend import WEIGHTS, Backend
+from rl_backends.backend import WEIGHTS, Backend, ReferenceModel
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
 from rl_backends.checkpoints.frozen_weights import tensor_digests
@@ -20,6 +20,7 @@ from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading import open_model
+from rl_backends.loading.skeleton import without_weights
 from rl_backends.lora import add_lora, save_adapter
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
@@ -43,7 +44,6 @@ from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.rank_agreement import host_group, on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
-from rl_backends.reference import ReferenceModel, without_weights
 
 ACCELERATIONS = (
     "bias_activation_fusion",
@@ -304,9 +304,6 @@ class MegatronBackend(Backend):
         if self._distributed.adapters is None:
             raise ModelError("this policy has no adapters: set lora_cfg, and it trains them in the place of weights")
         return self._distributed.adapters
-
-    def _release(self) -> None:
-        self._distributed.close()
 
 
 @contextmanager

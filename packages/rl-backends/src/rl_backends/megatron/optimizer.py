@@ -24,7 +24,7 @@ from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig,
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.mapping import HeldTensor, parameters_of
 from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
-from rl_backends.optimizers.optimizers import StepCount, check_schedule, explain_schedule, table
+from rl_backends.optimizers.optimizers import StageOptimizers, check_schedule, explain_schedule, table
 
 
 @final
@@ -192,7 +192,7 @@ def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may 
 
 
 @final
-class MegatronOptimizers(StepCount):
+class MegatronOptimizers(StageOptimizers):
     """What `make_optimizers` made: Megatron's optimizer, and the learning rate of the next step."""
 
     def __init__(

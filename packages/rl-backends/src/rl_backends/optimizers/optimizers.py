@@ -15,6 +15,7 @@ ever, so whether a gradient is finite is decided by all ranks of the parameters'
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -121,8 +122,8 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
     return Optimizers(optimizers, groups, config, num_steps=num_steps)
 
 
-class StepCount:
-    """The steps of a stage, which are all the state that a schedule has."""
+class StageOptimizers(ABC):
+    """The optimizers of a stage, and how many of its steps were taken: all the state that a schedule has."""
 
     def __init__(self, *, num_steps: int) -> None:
         self.num_steps_taken = 0
@@ -130,6 +131,20 @@ class StepCount:
         self.num_steps_skipped = 0
         """Steps that were left out: the gradient was not finite, or nothing was trainable."""
         self._num_steps = num_steps
+
+    @property
+    @abstractmethod
+    def each(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Torch's optimizers, for whatever keeps their state. Their learning rate is set anew by every step."""
+
+    @property
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """Of the next step."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """The optimizer, its schedule, and a line for each group of parameters."""
 
     def schedule_state(self) -> dict[str, int]:
         """How far the schedule has come; JSON can hold it."""
@@ -154,7 +169,7 @@ class StepCount:
 
 
 @final
-class Optimizers(StepCount):
+class Optimizers(StageOptimizers):
     """What `make_optimizers` made: one or two torch optimizers, and the learning rate of the next step."""
 
     def __init__(
@@ -166,26 +181,27 @@ class Optimizers(StepCount):
         num_steps: int,
     ) -> None:
         super().__init__(num_steps=num_steps)
-        self.each: tuple[torch.optim.Optimizer, ...] = tuple(optimizer for optimizer, _ in optimizers)
-        """torch's optimizers, for whatever keeps their state. Their learning rate is set anew by every step."""
         self.groups: tuple[ParameterGroup, ...] = tuple(groups)
         """Every trainable parameter, once."""
         self.named_parameters: dict[str, nn.Parameter] = {
             name: parameter for group in groups for name, parameter in zip(group.names, group.parameters, strict=True)
         }
         """Every trainable parameter by its name in the unsharded model: this rank's shards, also while gathered."""
-        self._ratios = [ratio for _, ratio in optimizers]
+        self._optimizers = optimizers
         self._config = config
 
     @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
+    def each(self) -> tuple[torch.optim.Optimizer, ...]:  # noqa: D102
+        return tuple(optimizer for optimizer, _ in self._optimizers)
+
+    @property
+    def learning_rate(self) -> float:  # noqa: D102
         return self._config.lr * learning_rate_factor(self.num_steps_taken, self._config, num_steps=self._num_steps)
 
     def step(self) -> None:
         """Update every parameter that has a gradient, with the learning rate of this step."""
         learning_rate = self.learning_rate
-        for optimizer, ratio in zip(self.each, self._ratios, strict=True):
+        for optimizer, ratio in self._optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(learning_rate * ratio)  # torchao compiles its step with it as an input
@@ -199,8 +215,7 @@ class Optimizers(StepCount):
         for optimizer in self.each:
             optimizer.zero_grad()
 
-    def explain(self) -> str:
-        """The optimizer, its schedule, and a line for each group of parameters."""
+    def explain(self) -> str:  # noqa: D102
         config = self._config
         implementation = f" ({config.implementation})" if config.name == "adamw" else ""
         schedule = explain_schedule(config, num_steps=self._num_steps)
