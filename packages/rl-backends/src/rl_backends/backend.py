@@ -758,8 +758,8 @@ class Backend(ABC):
         if self._offloader is not None:
             self._offloader.require(what, parts)
 
-    def _make_meter(self, *, recomputed: bool) -> StepMeter:
-        """The meter of this backend's steps; `recomputed` tells whether backward computes every layer again."""
+    def _make_meter(self) -> StepMeter:
+        """The meter of this backend's steps."""
         device, config = torch.device(self.config.device), self.config
         flops: ModelFlops | ModelError
         try:
@@ -772,7 +772,6 @@ class Backend(ABC):
             num_ranks=dist.get_world_size(),
             layout="packed" if config.sequence_packing else "padded",
             token_multiple=self._distributed.token_multiple,
-            recomputed=recomputed,
             peak_flops_per_s=config.peak_flops_per_s or peak_of_this_device(device, config.precision),
             memory=lambda: memory_by_category(self.model, self._torch_optimizers()),
         )

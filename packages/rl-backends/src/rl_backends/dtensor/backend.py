@@ -109,7 +109,7 @@ class DTensorBackend(Backend):
                 check_head(self._distributed, self._head)
             watched = config.router_aux_loss_coef > 0
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
-            self._meter = self._make_meter(recomputed=config.activation_checkpointing == "full")
+            self._meter = self._make_meter()
         self._merged: MergedWeights | None = None
         self._frozen: dict[str, int] | None = None
         """Digests of the weights that adapters leave as they are."""

@@ -111,7 +111,7 @@ class MegatronBackend(Backend):
         except BaseException:
             self._distributed.close()
             raise
-        self._meter = self._make_meter(recomputed=config.recompute_granularity == "full")
+        self._meter = self._make_meter()
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
         self._frozen: dict[str, int] = {}  # digests of the weights under adapters, which a checkpoint leaves out
