@@ -46,7 +46,7 @@ from rl_parallel_plans.forecast import (
     gathered_labels,
 )
 from rl_parallel_plans.forecast.fake import tensors_in
-from rl_parallel_plans.forecast.report import PhasePeak
+from rl_parallel_plans.forecast.report import phase_peaks
 from rl_parallel_plans.forecast.tracker import (
     ACTIVATIONS,
     BUFFERS,
@@ -140,8 +140,6 @@ def _loss(logp: Float[Tensor, "b w"], _: TokenRows) -> tuple[Tensor, dict[str, T
 
 # ---- On fake ranks and tensors.
 
-LARGEST = 8
-
 
 def dry_run_here(
     skeleton: nn.Module, config: DTensorConfig, asked: StepRequest, *, world_size: int
@@ -167,7 +165,6 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tupl
 
     vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
-    num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
     # Kernels of a GPU do not run here: memory is predicted with those that run anywhere.
     kernels = KernelsConfig(loss_chunk_size=config.kernels.loss_chunk_size)
@@ -203,21 +200,9 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tupl
     away = () if config.device == "cpu" else away
     sharded = backend._distributed  # noqa: SLF001 - ours
     made = DryRun(
-        model=type(skeleton).__name__,
-        num_parameters=num_parameters,
         mesh=sizes_of(sharded.mesh),
-        num_rows=len(asked.lengths),
-        num_tokens=sum(asked.lengths),
         num_microbatches=len(sharded.take(rows_of(asked.lengths, different_tokens=asked.different_tokens))[1]),
-        phases=tuple(
-            PhasePeak(
-                name=name,
-                num_bytes=peak.total,
-                by_category=peak.by_category,
-                largest=tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST]),
-            )
-            for name, peak in ledger.peaks(without=away).items()
-        ),
+        phases=phase_peaks(ledger, without=away),
         host_bytes=max(sum(peak.by_category.get(kind, 0) for kind in away) for peak in ledger.peaks().values()),
         collectives=counter.found(sharded.mesh),
         assumptions=tuple(_assumptions(config, attention_calls=len(calls))),
