@@ -209,10 +209,10 @@ def _flip(path):
 @pytest.mark.parametrize(
     ("name", "damage", "why"),
     [
-        ("release/__0_0.distcp", _cut, "is not what was written"),
-        ("release/__0_0.distcp", _flip, "is not what was written"),
-        ("release/.metadata", _flip, "is not what was written"),
-        ("release/common.pt", Path.unlink, "is not what was written: missing"),
+        ("release/__0_0.distcp", _cut, "were written: truncated"),
+        ("release/__0_0.distcp", _flip, "damaged: its SHA-256 is"),
+        ("release/.metadata", _flip, "damaged: its SHA-256 is"),
+        ("release/common.pt", Path.unlink, "missing, though its folder was complete"),
         ("conversion.json", _flip, "is damaged"),
     ],
 )

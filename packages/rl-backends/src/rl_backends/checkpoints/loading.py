@@ -16,19 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner, describe_failure, metadata_of
+from rl_backends.checkpoints.folders import check_file
 from rl_backends.checkpoints.frozen_weights import check_frozen_weights
-from rl_backends.checkpoints.manifest import (
-    DAMAGED,
-    INDEX,
-    MARKER,
-    STATE,
-    Manifest,
-    check_digest,
-    check_model,
-    check_sizes,
-    read_json,
-    read_manifest,
-)
+from rl_backends.checkpoints.manifest import DAMAGED, INDEX, STATE, Manifest, check_model, read_json, read_manifest
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
     check_hyperparameters,
@@ -170,10 +160,9 @@ def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
         raise CheckpointError(f"the ranks were given different checkpoints ({source} here): give all the same one")
 
     def check_files() -> None:
-        check_sizes(source, manifest)
-        if verify:
-            for record in manifest.files[this_rank() :: num_ranks()]:
-                check_digest(source, record)
+        for number, (name, record) in enumerate(manifest.files.items()):
+            digest = verify and number % num_ranks() == this_rank()
+            check_file(source / name, record, remedy=DAMAGED, digest=digest)
 
     on_every_rank(check_files, group=group)
     state, index = on_every_rank(lambda: (read_json(source / STATE), read_json(source / INDEX)), group=group)
@@ -206,9 +195,7 @@ def read_shards(
     source, index, group = opened.source, opened.index, opened.group
 
     def plan() -> CheckpointReader:
-        reader = CheckpointReader(source, index)
-        if unlisted := sorted(reader.files - {record.name for record in opened.manifest.files}):
-            raise CheckpointError(f"{source / INDEX}: names {unlisted[0]!r}, which {MARKER} does not list; {DAMAGED}")
+        reader = CheckpointReader(source, index, files=opened.manifest.files)
         planner = ShardLoadPlanner()
         planner.set_up_planner(shards, metadata_of(index))
         try:

@@ -21,6 +21,7 @@ from rl_backends.commands.flags import add_common_flags, one_of
 from rl_backends.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from rl_backends.checkpoints.manifest import Manifest
     from rl_backends.loading import ModelSource
 
 GIB = 2**30
@@ -63,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from rl_backends.checkpoints.manifest import check_digest, check_model, check_sizes, read_manifest
+    from rl_backends.checkpoints.folders import check_file, in_threads
+    from rl_backends.checkpoints.manifest import DAMAGED, check_model, read_manifest
     from rl_backends.checkpoints.shards import fingerprint, model_shards
     from rl_backends.export import export_pretrained
     from rl_backends.loading import open_model
@@ -74,14 +76,12 @@ def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace
     source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
     skeleton = source.skeleton()
     check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
-    check_sizes(checkpoint, manifest)
-    for record in manifest.files:
-        check_digest(checkpoint, record)
+    in_threads(lambda file: check_file(checkpoint / file[0], file[1], remedy=DAMAGED), manifest.files.items())
     export_pretrained(
         skeleton,
         target,
         **_options(arguments, source),
-        tensors=_tensors(checkpoint, list(manifest.model), dtype=arguments.dtype),
+        tensors=_tensors(checkpoint, manifest, dtype=arguments.dtype),
     )
     version = manifest.version
     return {"of": f"version {version}", "version": version, "tensors": len(manifest.model)}
@@ -119,7 +119,7 @@ def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, 
     }
 
 
-def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -128,13 +128,13 @@ def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterat
     from rl_backends.checkpoints.shards import whole_tensor
 
     index = read_json(checkpoint / INDEX)
-    for name in names:
+    for name in manifest.model:
         key = f"weights/{name}"
         entry = index[key]
         tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
-            reader = CheckpointReader(checkpoint, {key: entry})
+            reader = CheckpointReader(checkpoint, {key: entry}, files=manifest.files)
             load({key: whole_tensor(tensor)}, storage_reader=reader, planner=ShardLoadPlanner())
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)

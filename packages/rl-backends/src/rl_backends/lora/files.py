@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rl_backends.checkpoints.folders import atomic_folder
-from rl_backends.checkpoints.manifest import write_safetensors
+from rl_backends.checkpoints.folders import atomic_folder, write_safetensors
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import (
     ADAPTER,

@@ -34,8 +34,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves
 
 from rl_backends.checkpoints.dcp import describe_failure
-from rl_backends.checkpoints.folders import in_threads, read_marker, sync_tree, write_marker
-from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
+from rl_backends.checkpoints.folders import (
+    digest_of,
+    in_threads,
+    read_marker,
+    records_of,
+    sync,
+    sync_tree,
+    text_digest,
+    write_marker,
+)
 from rl_backends.checkpoints.shards import num_ranks, this_rank
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.export import export_pretrained
@@ -365,7 +373,7 @@ def _publish(  # noqa: PLR0917 - from, to, of what
             "written_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "libraries": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
         }
-        write_marker(unfinished / MANIFEST, about, format=FORMAT, files=files)
+        write_marker(unfinished / MANIFEST, about, format=FORMAT, files=records_of(unfinished, files))
         sync_tree(unfinished)
         try:
             unfinished.rename(target)
