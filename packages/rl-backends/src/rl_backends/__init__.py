@@ -44,12 +44,7 @@ if TYPE_CHECKING:
     )
     from rl_backends.lora import LoraConfig, MergedWeights
     from rl_backends.megatron.backend import MegatronBackend
-    from rl_backends.megatron.config import (
-        MegatronConfig,
-        MegatronOptimizerConfig,
-        MegatronSchedulerConfig,
-        megatron_checkpoint_dir,
-    )
+    from rl_backends.megatron.config import MegatronConfig, megatron_checkpoint_dir
     from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
     from rl_backends.offload import Offloader, OffloadReport
     from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
@@ -71,7 +66,7 @@ _HOMES = {
         "materialize ModelSource open_model",
         "lora": "LoraConfig MergedWeights",
         "megatron.backend": "MegatronBackend",
-        "megatron.config": "megatron_checkpoint_dir MegatronConfig MegatronOptimizerConfig MegatronSchedulerConfig",
+        "megatron.config": "megatron_checkpoint_dir MegatronConfig",
         "metrics": "memory_by_category MemoryUse ModelFlops peak_flops_per_s StepMetrics",
         "offload": "Offloader OffloadReport",
         "optimizers": "clip_and_step GradientStep make_optimizers MuonConfig OptimizerConfig",
@@ -98,8 +93,6 @@ __all__ = [
     "LoraConfig",
     "MegatronBackend",
     "MegatronConfig",
-    "MegatronOptimizerConfig",
-    "MegatronSchedulerConfig",
     "MemoryUse",
     "MergedWeights",
     "MissingDependencyError",

@@ -439,18 +439,16 @@ class Backend(ABC):
 
     # -- Training -----------------------------------------------------------------------------------------------------
 
-    def start_training(
-        self, optimizer: OptimizerConfig | None = None, *, num_steps: int, temperature: float = 1.0
-    ) -> None:
+    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
         """Begin a stage with a fresh optimizer, a schedule of `num_steps` and no gradient; weights and version go on.
 
         Args:
-            optimizer: None only where the configuration of the backend has an optimizer of its own, as Megatron's may.
+            optimizer: its learning rate over the steps, and what happens to gradients.
             num_steps: of the stage.
             temperature: divides the logits before every log-probability: the engine's, or ratios are wrong.
 
         Raises:
-            ValueError: no optimizer, or one that this backend has no counterpart of.
+            ValueError: an optimizer that this backend has no counterpart of.
         """
         require_temperature(temperature)
         self._require_on_device("start_training")
@@ -707,7 +705,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> StageOptimizers:
+    def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> StageOptimizers:
         """Fresh optimizers."""
 
     @abstractmethod

@@ -127,7 +127,7 @@ def test_every_field_of_the_backend_has_a_flag_with_its_docstring(capsys, comman
     with pytest.raises(SystemExit, match="0"):
         main([command, "--backend", "megatron", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    never = {"enabled", "lora_cfg", "optimizer", "scheduler", "peak_flops_per_s", "timeout_s"}
+    never = {"enabled", "lora_cfg", "peak_flops_per_s", "timeout_s"}
     never |= {"checkpoint_dir"} if command == "verify" else set()
     own = {"device"} if command == "verify" else set()  # a flag of the command itself
     for name, doc in field_docs(MegatronConfig).items():

@@ -34,7 +34,7 @@ SHORT: Mapping[str, Mapping[str, str]] = {
 }
 """Field -> a shorter flag."""
 
-NO_FLAG = ("enabled", "lora_cfg", "kernels", "optimizer", "scheduler")
+NO_FLAG = ("enabled", "lora_cfg", "kernels")
 """What is chosen by --backend, and what is no single value."""
 KERNELS_PREFIX = "kernels_"
 

@@ -153,9 +153,7 @@ class DTensorBackend(Backend):
         """The sharded model, an `nn.Module` under its Hugging Face names, for whatever reads or moves its weights."""
         return self._distributed.model
 
-    def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> Optimizers:
-        if optimizer is None:
-            raise ValueError("start_training needs an optimizer: pass an OptimizerConfig")
+    def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> Optimizers:
         self._optimizer_config = optimizer
         return make_optimizers(self.model, optimizer, num_steps=num_steps)
 

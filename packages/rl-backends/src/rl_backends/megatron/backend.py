@@ -147,10 +147,10 @@ class MegatronBackend(Backend):
         """Megatron's model of this pipeline stage, under Megatron's names; a list of its chunks with virtual stages."""
         return self._distributed.gpt
 
-    def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> MegatronOptimizers:
+    def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> MegatronOptimizers:
         model = self._distributed
         on_every_rank(partial(require_trainable, model.gpt))
-        return make_optimizers(model.ddp, model.chunks[0].config, self.config, optimizer, num_steps=num_steps)
+        return make_optimizers(model.ddp, self.config, optimizer, num_steps=num_steps)
 
     def _accumulate(
         self,

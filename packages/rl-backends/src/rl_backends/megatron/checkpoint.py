@@ -103,16 +103,11 @@ def describe(
 
 
 def _options(optimizers: MegatronOptimizers, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of torch's AdamW, of which Megatron does not use all, and has others that are its own affair.
-
-    Weight decay is that of the settings, also where a schedule is changing it.
-    """
-    settings = optimizers.settings
-    standard = AdamW(
-        [nn.Parameter(torch.zeros(()))], betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps
-    ).param_groups[0]
+    """Those of torch's AdamW, of which Megatron does not use all, and has others that are its own affair."""
+    config = optimizers.config
+    standard = AdamW([nn.Parameter(torch.zeros(()))], betas=config.betas, eps=config.eps).param_groups[0]
     options = {key: value for key, value in standard.items() if key not in NOT_RESTORED}
-    return {**options, "lr": float(group["lr"]), "weight_decay": settings.weight_decay * group["wd_mult"]}
+    return {**options, "lr": float(group["lr"]), "weight_decay": config.weight_decay * group["wd_mult"]}
 
 
 def _device_of(held: Sequence[HeldTensor]) -> str:

@@ -1,4 +1,4 @@
-"""Configuration of the Megatron backend: the layout over ranks, microbatches, kernels, the optimizer.
+"""Configuration of the Megatron backend: the layout over ranks, microbatches, kernels.
 
 Names are megatron-core's own, where it has one.
 """
@@ -12,105 +12,12 @@ from typing import ClassVar, Literal
 from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
 from rl_backends.lora.config import LoraConfig
 
-STRICT: dict[str, object] = {"extra": "forbid"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOptimizerConfig:
-    """Megatron's optimizer, in its own words."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    optimizer: Literal["adam"] = "adam"
-    """Adam with decoupled weight decay (AdamW)."""
-
-    lr: float = 5.0e-6
-    """Peak learning rate."""
-
-    min_lr: float = 0.0
-    """Where the decay of the learning rate ends; at most `lr`."""
-
-    weight_decay: float = 0.01
-    """Pulls matrices towards 0; norms and biases do not decay."""
-
-    adam_beta1: float = 0.9
-    """Of the running mean of the gradient."""
-
-    adam_beta2: float = 0.999
-    """Of the running mean of its square."""
-
-    adam_eps: float = 1.0e-8
-    """Added to the root of the mean square."""
-
-    clip_grad: float | None = 1.0
-    """The gradient is scaled down to this global norm; None does not clip."""
-
-    on_nonfinite_gradient: Literal["raise", "skip"] = "raise"
-    """What a NaN or infinite gradient does: an error, or a step that is left out and counted."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        refuse(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        yield from out_of_bounds(self, {"> 0": "lr adam_eps clip_grad", ">= 0": "weight_decay"})
-        if not 0 <= self.min_lr <= self.lr:
-            yield f"min_lr={self.min_lr} must be from 0 to lr={self.lr}"
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be at least 0 and below 1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronSchedulerConfig:
-    """Megatron's schedule of the learning rate and of weight decay, in its own words. Steps are optimizer steps."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
-    """How the learning rate goes from `lr` to `min_lr`."""
-
-    lr_decay_iters: int | None = None
-    """Steps until it is there, warm-up included; None takes all steps of the stage."""
-
-    lr_warmup_iters: int = 0
-    """Steps of linear warm-up."""
-
-    lr_warmup_init: float = 0.0
-    """Learning rate of the first warm-up step, as Megatron counts it: with 0 the first step changes nothing."""
-
-    start_weight_decay: float | None = None
-    """Weight decay of the first step; None: the optimizer's."""
-
-    end_weight_decay: float | None = None
-    """Weight decay of the last; None: the optimizer's."""
-
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay goes from the one to the other."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        refuse(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        yield from out_of_bounds(self, {">= 1": "lr_decay_iters", ">= 0": "lr_warmup_iters lr_warmup_init"})
-        start, end = self.start_weight_decay, self.end_weight_decay
-        if (start is None) != (end is None) or (start is not None and end is not None and not 0 <= start <= end):
-            yield (
-                f"start_weight_decay and end_weight_decay are {(start, end)}: give both, of which end is not less, or "
-                f"none"
-            )
-        if self.weight_decay_incr_style == "constant" and start != end:
-            yield "weight_decay_incr_style='constant' keeps one weight decay, and start and end differ"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronConfig:
     """Ranks = tensor x context x pipeline x data; experts are shared out within tensor x context x data."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     enabled: bool = False
     """Train with this backend; it takes precedence over DTensor where both are enabled."""
@@ -208,12 +115,6 @@ class MegatronConfig:
     lora_cfg: LoraConfig | None = None
     """Train low-rank adapters in the place of the weights, in plain torch's layers (`transformer_impl="local"`)."""
 
-    optimizer: MegatronOptimizerConfig | None = None
-    """Megatron's optimizer. None translates the one that training is started with."""
-
-    scheduler: MegatronSchedulerConfig | None = None
-    """Megatron's schedule; only together with `optimizer`."""
-
     peak_flops_per_s: float | None = None
     """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
     of a GPU; a CPU has none."""
@@ -301,8 +202,6 @@ class MegatronConfig:
                 "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True: without "
                 "them no rank lacks parameters"
             )
-        if self.scheduler is not None and self.optimizer is None:
-            yield "scheduler is given without optimizer, whose learning rate it would follow: give both, or neither"
 
 
 # ---- Where `rl-backends convert` keeps Megatron checkpoints of Hugging Face models.

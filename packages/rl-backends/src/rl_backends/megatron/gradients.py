@@ -105,11 +105,11 @@ def clip_and_step(
         if not math.isfinite(norm):
             found = _nonfinite_gradients(optimizers, names or {})
             optimizers.zero_grad()
-            if optimizers.settings.on_nonfinite_gradient == "raise":
+            if optimizers.config.on_nonfinite_gradient == "raise":
                 raise nonfinite_error(found, norm=norm, version=version)
             optimizers.num_steps_skipped += 1
             return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=found[:NAMED])
-        max_norm = optimizers.settings.clip_grad
+        max_norm = optimizers.config.max_grad_norm
         if max_norm is not None:
             for part in optimizers.parts:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, norm)
