@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from rl_backends.choices import require_temperature
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
+from rl_backends.loading import ModelSource, open_model
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
@@ -395,6 +396,38 @@ class Backend(ABC):
         self.version = 0
         """Optimizer steps that the weights have seen."""
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        config: Any,
+        *,
+        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
+        weights: Literal["pretrained", "random"] = "pretrained",
+        new_head: bool = False,
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Load a folder or hub id, each rank reading its own shards: no rank ever holds the whole model.
+
+        Args:
+            model_name: a folder with `config.json` and safetensors weights, or a hub id.
+            config: of the backend.
+            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
+            weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
+                same weights on every mesh.
+            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
+            seed: of random weights, of a new head and of adapters.
+            revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
+            trust_remote_code: run the model's own Python code. Only for code that you have read.
+
+        Raises:
+            ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
+        """
+        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
+        return cls._of_source(source, config, random=weights == "random", new_head=new_head, seed=seed)
+
     @property
     @abstractmethod
     def model(self) -> nn.Module:
@@ -538,7 +571,6 @@ class Backend(ABC):
         """
         return self._meter.metrics(memory=memory)
 
-    @abstractmethod
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
         """The policy as it is now, frozen: `reference.logp(examples)`.
 
@@ -550,6 +582,15 @@ class Backend(ABC):
         Raises:
             ModelError: `without_adapters` of a policy that has none, or that trains other weights too.
         """
+        self._require_on_device("freeze_reference", WEIGHTS)
+        temperature = lambda: self._temperature  # noqa: E731 - of the stage
+        if without_adapters:
+            with self._adapters_off():  # refuses now, and not at the first question
+                pass
+            off = self._adapters_off
+            return ReferenceModel(self._distributed, self._head, temperature=temperature, as_reference=off)
+        copied, as_reference = self._frozen_copy(offload=offload)
+        return ReferenceModel(copied, self._head, temperature=temperature, as_reference=as_reference)
 
     # -- Weights ------------------------------------------------------------------------------------------------------
 
@@ -561,9 +602,10 @@ class Backend(ABC):
         is. Every rank must call it. The tensors are the same at every call, and hold the weights of the latest.
         """
 
-    @abstractmethod
     def skeleton_buffers(self) -> dict[str, Tensor]:
         """Buffers of the Hugging Face model that no file holds, such as rotary frequencies; the same on every rank."""
+        held, device = self._skeleton.state_dict().keys(), self.config.device
+        return {name: buffer.to(device) for name, buffer in self._skeleton.named_buffers() if name not in held}
 
     def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:
         """Give the device's memory of weights, gradients and optimizer state to others, such as a colocated engine.
@@ -703,6 +745,19 @@ class Backend(ABC):
 
         Whatever it raises is raised on every rank; the caller clears the gradient.
         """
+
+    @classmethod
+    @abstractmethod
+    def _of_source(cls, source: ModelSource, config: Any, *, random: bool, new_head: bool, seed: int) -> Self:
+        """Arguments are those of `from_pretrained`."""
+
+    @abstractmethod
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        """Inside, the model computes without its adapters; ModelError where it has none."""
+
+    @abstractmethod
+    def _frozen_copy(self, *, offload: bool) -> "tuple[DistributedModel, Callable[[], AbstractContextManager[Any]]]":
+        """A copy of the model that nothing trains, and what to be in while it reads."""
 
     @abstractmethod
     def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> StageOptimizers:

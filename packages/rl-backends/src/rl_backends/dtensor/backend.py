@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rl_backends.backend import WEIGHTS, Backend, ReferenceModel, asked_of
+from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
 from rl_backends.checkpoints.frozen_weights import frozen_digests
@@ -26,7 +26,7 @@ from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading import initialise, open_model
+from rl_backends.loading import ModelSource, initialise
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.lora import (
     MergedWeights,
@@ -115,37 +115,11 @@ class DTensorBackend(Backend):
         """Digests of the weights that adapters leave as they are."""
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model_name: str,
-        config: DTensorConfig,
-        *,
-        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
-        weights: Literal["pretrained", "random"] = "pretrained",
-        new_head: bool = False,
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
+    def _of_source(
+        cls, source: ModelSource, config: DTensorConfig, *, random: bool, new_head: bool, seed: int
     ) -> "DTensorBackend":
-        """Load a folder or hub id, each rank reading its own shards: no rank ever holds the whole model.
-
-        Args:
-            model_name: a folder with `config.json` and safetensors weights, or a hub id.
-            config: sharding, device, precision, microbatches, adapters.
-            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
-            weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
-                same weights on every mesh.
-            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
-            seed: of random weights, of a new head and of adapters.
-            revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
-            trust_remote_code: run the model's own Python code. Only for code that you have read.
-
-        Raises:
-            ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
-        """
-        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
         load = partial(source.load_into, new_head=new_head, seed=seed)
-        fill: Callable[[nn.Module], object] = partial(initialise, seed=seed) if weights == "random" else load
+        fill: Callable[[nn.Module], object] = partial(initialise, seed=seed) if random else load
         return cls(source.skeleton(), config, seed=seed, fill=fill)
 
     @property
@@ -264,17 +238,12 @@ class DTensorBackend(Backend):
                     dist.all_reduce(count, group=group)
         return router_metrics(counts) if counts else {}
 
-    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
-        """As of every backend; of a copy that is offloaded, each layer visits the device when it runs."""
-        self._require_on_device("freeze_reference", WEIGHTS)
-        temperature = lambda: self._temperature  # noqa: E731 - of the stage
-        if without_adapters:
-            with adapters_disabled(self.model):  # refuses now, and not at the first question
-                pass
-            off = partial(adapters_disabled, self.model)
-            return ReferenceModel(self._distributed, self._head, temperature=temperature, as_reference=off)
-        copied = copy_of(self._distributed, without_weights(self._skeleton), offload=offload)
-        return ReferenceModel(copied, self._head, temperature=temperature)
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        return adapters_disabled(self.model)
+
+    def _frozen_copy(self, *, offload: bool) -> tuple[ShardedModel, Callable[[], AbstractContextManager[Any]]]:
+        # Of one that is offloaded, FSDP lets each layer visit the device when it runs.
+        return copy_of(self._distributed, without_weights(self._skeleton), offload=offload), nullcontext
 
     def shards(self) -> "list[NamedShard]":  # noqa: D102 - as of every backend
         self._require_on_device("shards", WEIGHTS)
@@ -285,14 +254,6 @@ class DTensorBackend(Backend):
         else:
             self._merged.refresh()
         return list(self._merged.shards())
-
-    def skeleton_buffers(self) -> dict[str, Tensor]:  # noqa: D102
-        transient = {
-            f"{path}.{name}" if path else name
-            for path, module in self.model.named_modules()
-            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public one
-        }
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in transient}
 
     def _weights_moved(self, *, away: bool) -> None:
         if self._merged is not None:

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rl_backends.backend import WEIGHTS, Backend, ReferenceModel
+from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
 from rl_backends.checkpoints.frozen_weights import tensor_digests
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading import open_model
+from rl_backends.loading import ModelSource
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.lora import add_lora, save_adapter
 from rl_backends.lora.layers import trained_whole
@@ -117,26 +117,11 @@ class MegatronBackend(Backend):
         self._frozen: dict[str, int] = {}  # digests of the weights under adapters, which a checkpoint leaves out
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model_name: str,
-        config: MegatronConfig,
-        *,
-        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
-        weights: Literal["pretrained", "random"] = "pretrained",
-        new_head: bool = False,
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
+    def _of_source(
+        cls, source: ModelSource, config: MegatronConfig, *, random: bool, new_head: bool, seed: int
     ) -> "MegatronBackend":
-        """Load a folder or hub id: every rank reads from the safetensors files the parts that it holds.
-
-        Arguments and errors are those of `DTensorBackend.from_pretrained`; `weights="random"` gives the same weights
-        in every layout.
-        """
-        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
         skeleton, model = source.skeleton(), source.skeleton()  # one of them gets the adapters
-        if weights == "random":
+        if random:
             return cls(model, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
         origin = f"the safetensors files of {source.folder}, each rank its own parts"
         fill = from_files(source, skeleton, new_head=new_head, seed=seed)
@@ -182,26 +167,19 @@ class MegatronBackend(Backend):
         del output
         return value_reader(self._skeleton)  # the last pipeline stage alone has the head
 
-    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
-        """As of every backend; a copy that is offloaded visits the device as a whole."""
-        self._require_on_device("freeze_reference", WEIGHTS)
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        return self._require_adapters().disabled()
+
+    def _frozen_copy(self, *, offload: bool) -> tuple[MegatronModel, Callable[[], AbstractContextManager[Any]]]:
         model = self._distributed
-        if without_adapters:
-            adapters = self._require_adapters()
-            with adapters.disabled():  # refuses now, and not at the first question
-                pass
-            temperature = lambda: self._temperature  # noqa: E731 - of the stage
-            return ReferenceModel(model, self._head, temperature=temperature, as_reference=adapters.disabled)
         model.finish_param_gather()
-        copied = MegatronModel(
-            self._skeleton, self.config, fill=from_megatron(model), trainable=False, groups=model.groups
-        )
-        visit: Callable[[], AbstractContextManager[None]] = nullcontext
-        if offload:
-            offloader = Offloader(copied.gpt)
-            offloader.offload()
-            visit = partial(_visit, offloader)
-        return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
+        fill = from_megatron(model)
+        copied = MegatronModel(self._skeleton, self.config, fill=fill, trainable=False, groups=model.groups)
+        if not offload:
+            return copied, nullcontext
+        offloader = Offloader(copied.gpt)
+        offloader.offload()
+        return copied, partial(_visit, offloader)
 
     def shards(self) -> list[HeldTensor]:  # noqa: D102
         # A tensor of another pipeline stage is not among them.
@@ -210,10 +188,6 @@ class MegatronBackend(Backend):
         adapters = self._distributed.adapters
         every = self._distributed.held if adapters is None else adapters.merged()
         return [held for held in every if not held.duplicate]
-
-    def skeleton_buffers(self) -> dict[str, Tensor]:  # noqa: D102 - as of every backend
-        persistent = self._skeleton.state_dict().keys()
-        return {name: buffer for name, buffer in self._skeleton.named_buffers() if name not in persistent}
 
     def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
         """The buffers that gradients add up in, and float32 masters of weights in bfloat16."""
