@@ -11,7 +11,7 @@ import torch
 
 from rl_backends import LoraConfig, process_group
 from rl_backends.checkpoints import frozen_weights
-from rl_backends.checkpoints.frozen_weights import frozen_digests
+from rl_backends.checkpoints.shards import frozen_digests
 from rl_backends.lora import add_lora
 
 PROGRAM = Path(__file__).parent / "programs" / "lifetimes.py"

@@ -16,19 +16,12 @@ def save(world, folder, family="Llama", dtype=torch.float32, **overrides):
     return folder
 
 
-def convert(model, directory, *, progress=None, **sizes):
+def convert(model, directory, *, progress=None):
     """As the command does."""
     from rl_backends.loading import open_model
     from rl_backends.megatron import conversion
-    from rl_backends.megatron.config import MegatronConfig
-    from rl_backends.megatron.groups import ParallelGroups
 
-    config = MegatronConfig(timeout_s=300.0, **sizes)
-    groups = ParallelGroups.join(config)
-    try:
-        return conversion.convert(open_model(str(model)), config, directory=directory, progress=progress)
-    finally:
-        groups.leave()
+    return conversion.convert(open_model(str(model)), directory=directory, progress=progress)
 
 
 def held(model, fill, precision="float32", **sizes):

@@ -53,7 +53,7 @@ def main(task):
     os.environ |= task["environment"]
     world = load_world()
     from rl_backends import DTensorBackend, DTensorConfig, LoraConfig
-    from rl_backends.checkpoints.frozen_weights import frozen_digests
+    from rl_backends.checkpoints.shards import frozen_digests
     from rl_backends.process_group import require_gpu_of_its_own
 
     examples, results = world.make_examples(), {"logp": []}

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner, describe_failure, metadata_of
 from rl_backends.checkpoints.folders import check_file
-from rl_backends.checkpoints.frozen_weights import check_frozen_weights
 from rl_backends.checkpoints.manifest import DAMAGED, INDEX, STATE, Manifest, check_model, read_json, read_manifest
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
@@ -29,6 +28,7 @@ from rl_backends.checkpoints.optimizer_state import (
 from rl_backends.checkpoints.saving import idle_group, other_ranks_failures
 from rl_backends.checkpoints.shards import (
     TensorShard,
+    check_frozen_weights,
     described_by_all_ranks,
     device_of,
     fingerprint,

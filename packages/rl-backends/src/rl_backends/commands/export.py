@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rl_backends.commands.flags import add_common_flags, one_of
-from rl_backends.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from rl_backends.checkpoints.manifest import Manifest
@@ -96,10 +95,7 @@ def _of_conversion(conversion: Path, target: Path, arguments: argparse.Namespace
     if arguments.model is None and revision is None:
         revision = found.revision
     source = open_model(name, revision=revision, trust_remote_code=arguments.trust_remote_code)
-    try:
-        tensors = export_conversion(found, source, target, **_options(arguments, source))
-    except MissingDependencyError as absent:
-        raise ValueError(str(absent)) from absent
+    tensors = export_conversion(found, source, target, **_options(arguments, source))
     return {"of": f"the conversion of {found.model_name}", "key": found.key, "tensors": tensors}
 
 

@@ -118,15 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _megatron_config(arguments: argparse.Namespace) -> Any:
     """What could not be done with the model itself is refused here, and not done with a small one."""
     from rl_backends.commands.megatron_layout import readable_layout
-    from rl_backends.errors import MissingDependencyError
     from rl_backends.megatron.installed import check_installed
     from rl_parallel_plans.model_source import read_config
 
     asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     hf_config = read_config(arguments.model, **asked)
     config = readable_layout(hf_config, lambda: chosen_config(arguments, **PREFERRED), ranks=arguments.ranks)[1]
-    try:
-        check_installed()  # else every rank would say so, half a minute later
-    except MissingDependencyError as absent:
-        raise ValueError(str(absent)) from None
+    check_installed()  # else every rank would say so, half a minute later
     return config

@@ -72,8 +72,6 @@ class StepRequest:
     """Of the log-probabilities."""
     reference: bool = False
     """Keep a frozen copy of the policy."""
-    offload_reference: bool = False
-    """Keep that copy in host memory."""
     different_tokens: int = DIFFERENT_TOKENS
     """Ids of the rows are from 0 to one less."""
 
@@ -209,7 +207,6 @@ def explain(
     lengths: Sequence[int] | None = None,
     temperature: float = 1.0,
     reference: bool = False,
-    offload_reference: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Explanation:
@@ -227,7 +224,6 @@ def explain(
         lengths: of each row of the batch, instead of `rows` and `length`.
         temperature: divides the logits.
         reference: keep a frozen copy of the policy too.
-        offload_reference: keep that copy in host memory.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run the model's own Python code. Only for code that you have read.
 
@@ -252,7 +248,6 @@ def explain(
         optimizer=optimizer,
         temperature=temperature,
         reference=reference,
-        offload_reference=offload_reference,
     )
     if isinstance(model, nn.Module):
         skeleton = without_weights(model)

@@ -92,7 +92,7 @@ def run_step(
         reference = None
         if asked.reference:
             tracker.outside_backward = REFERENCE
-            reference = backend.freeze_reference(offload=asked.offload_reference)
+            reference = backend.freeze_reference()
         tracker.outside_backward = ACTIVATIONS
         gc.collect()
         ledger.moment(BETWEEN_STEPS)
@@ -195,9 +195,8 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tupl
         ) from error
 
     # What lies in the memory of the host and not of a GPU; on a CPU there is one memory only.
-    away: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE) if config.cpu_offload else ()
-    away += (REFERENCE,) if asked.reference and (asked.offload_reference or config.cpu_offload) else ()
-    away = () if config.device == "cpu" else away
+    lies_there = config.cpu_offload and config.device != "cpu"
+    away = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, REFERENCE) if lies_there else ()
     sharded = backend._distributed  # noqa: SLF001 - ours
     made = DryRun(
         mesh=sizes_of(sharded.mesh),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
-from rl_backends.checkpoints.frozen_weights import frozen_digests
+from rl_backends.checkpoints.shards import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass

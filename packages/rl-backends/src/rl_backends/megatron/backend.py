@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
-from rl_backends.checkpoints.frozen_weights import tensor_digests
+from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained

@@ -23,7 +23,6 @@ from torch import nn
 from torch.optim import AdamW
 
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
-from rl_backends.checkpoints.frozen_weights import check_frozen_weights
 from rl_backends.checkpoints.loading import check_holds, open_checkpoint, read_shards
 from rl_backends.checkpoints.manifest import Manifest, check_model
 from rl_backends.checkpoints.optimizer_state import (
@@ -37,6 +36,7 @@ from rl_backends.checkpoints.optimizer_state import (
 from rl_backends.checkpoints.saving import Collected, as_json, other_ranks_failures, write_checkpoint
 from rl_backends.checkpoints.shards import (
     TensorShard,
+    check_frozen_weights,
     described_by_all_ranks,
     dtype_name,
     has_rng,

@@ -16,7 +16,6 @@ makes torch's metadata classes and refuses everything else, then by megatron-cor
 malice: keep conversions where only people write whom you would let run code.
 """
 
-import json
 import pickle
 import re
 import shutil
@@ -24,7 +23,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
@@ -44,8 +43,7 @@ from rl_backends.checkpoints.folders import (
     text_digest,
     write_marker,
 )
-from rl_backends.checkpoints.shards import num_ranks, this_rank
-from rl_backends.errors import CheckpointError, RankError
+from rl_backends.errors import CheckpointError
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource
 from rl_backends.loading.source import local_folder
@@ -58,10 +56,10 @@ from rl_backends.megatron.config import (
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.model import MegatronModel
 from rl_backends.megatron.weights import Gatherer, from_files
-from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
+from rl_backends.rank_agreement import on_every_rank
 
 MANIFEST = "conversion.json"
-FORMAT = ("rl-backends conversion", 3)
+FORMAT = ("rl-backends conversion", 4)
 WEIGHTS = "release"
 """The name that Megatron-LM has for a checkpoint that no training step made."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -97,8 +95,6 @@ class Conversion:
     """Of the tensors in the model's files; "float32" where they differ."""
     seconds: float
     """Wall-clock time that converting took."""
-    ranks: int
-    """Processes that wrote it."""
     written_at: str
     """UTC."""
     libraries: Mapping[str, str]
@@ -133,54 +129,46 @@ class Conversion:
         model = self.model_name + (f" at {self.revision[:8]}" if self.revision else "")
         return (
             f"{self.folder}: {model} ({self.architecture}) as a Megatron checkpoint in {self.dtype}, "
-            f"{self.num_bytes / 2**20:,.2f} MiB, made {self.written_at} in {self.seconds:.1f} s by {self.ranks} "
-            f"rank{'s' if self.ranks > 1 else ''}; {'found, every byte checked' if self.found else 'written now'}"
+            f"{self.num_bytes / 2**20:,.2f} MiB, made {self.written_at} in {self.seconds:.1f} s; "
+            f"{'found, every byte checked' if self.found else 'written now'}"
         )
 
 
-def convert(
-    source: ModelSource, config: MegatronConfig, *, directory: str | Path | None = None, progress: Say | None = None
-) -> Conversion:
-    """Write the conversion of a model, or find the one that is there; every rank must call it.
+def convert(source: ModelSource, *, directory: str | Path | None = None, progress: Say | None = None) -> Conversion:
+    """Write the conversion of a model, or find the one that is there, in this process, which holds the whole model.
 
     Args:
         source: the model.
-        config: the layout to write from; any layout reads what any other wrote. Its precision is not looked at.
-        directory: of all conversions, the same for all ranks; None for `megatron_checkpoint_dir()`.
-        progress: called on rank 0 with a line of text now and then.
+        directory: of all conversions; None for `megatron_checkpoint_dir()`.
+        progress: called with a line of text now and then.
     """
-    say: Say = progress if progress is not None and this_rank() == 0 else lambda _line: None
-    about = _from_rank_0(lambda: _describe(source, directory))
+    say: Say = (lambda _line: None) if progress is None else progress
+    about = _describe(source, directory)
     target = Path(about.pop("target"))
-    if _from_rank_0(target.is_dir):
-        return _checked_by_rank_0(target, found=True)
+    if target.is_dir():
+        return read_conversion(target)
 
     started = time.monotonic()
-    unfinished = Path(_from_rank_0(lambda: str(target.with_name(f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}"))))
+    unfinished = target.with_name(f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}")
     say(f"converting {source.model_name} to {target}")
     if left := [each.name for each in target.parent.glob(f".{target.name}.unfinished-*")]:
         say(f"left by a conversion that was killed or is still running: {', '.join(left)} in {target.parent}")
     try:
-        on_rank_0(lambda: (unfinished / WEIGHTS).mkdir(parents=True))
-        on_every_rank(lambda: _require_shared(unfinished / WEIGHTS))
-        skeleton = source.skeleton()
-        laid_out = replace(config, precision=about["dtype"])
-        model = MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
+        (unfinished / WEIGHTS).mkdir(parents=True)
+        skeleton, config = source.skeleton(), MegatronConfig(precision=about["dtype"])
+        model = MegatronModel(skeleton, config, fill=from_files(source, skeleton), trainable=False)
         try:
             with cpu_compat():
                 _save(model.chunks, unfinished / WEIGHTS)
-        except RankError:
-            raise
         except (OSError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(f"{target} cannot be written: {describe_failure(error)}; {ELSEWHERE}") from error
         finally:
             model.close(collect=False)
-        on_rank_0(lambda: _publish(unfinished, target, source, about, started=started))
+        _publish(unfinished, target, source, about, started=started)
     except BaseException:
-        if this_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return _checked_by_rank_0(target, found=False)
+    return read_conversion(target, found=False)
 
 
 def is_conversion(folder: str | Path) -> bool:
@@ -188,9 +176,9 @@ def is_conversion(folder: str | Path) -> bool:
     return (Path(folder) / MANIFEST).is_file()
 
 
-def read_conversion(folder: str | Path, *, found: bool = True, check: bool = True) -> Conversion:
-    """Read the manifest of a conversion, and compare every byte of every file with it, unless `check` is False."""
-    body = read_marker(Path(folder) / MANIFEST, format=FORMAT, remedy=DAMAGED, check=check)
+def read_conversion(folder: str | Path, *, found: bool = True) -> Conversion:
+    """Read the manifest of a conversion, and compare every byte of every file with it."""
+    body = read_marker(Path(folder) / MANIFEST, format=FORMAT, remedy=DAMAGED)
     del body["format"], body["format_version"]
     return Conversion(folder=Path(folder), found=found, **body)
 
@@ -330,7 +318,7 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
 
 
 def _save(chunks: Sequence[Any], folder: Path) -> None:
-    """Write the weights as `torch_dist`; a collective of all ranks, which write each replica once.
+    """Write the weights as `torch_dist`.
 
     megatron-core's own writer starts processes that may outlive the run. torch's writes the same files, names and
     metadata from this one.
@@ -349,13 +337,13 @@ def _save(chunks: Sequence[Any], folder: Path) -> None:
     sharded, _ = save_preprocess(
         _sharded_weights(chunks)
     )  # which also checks that every element is written exactly once
-    on_rank_0(lambda: TorchCommonSaveStrategy("torch", 1).save_common(dict(COMMON), folder))
+    TorchCommonSaveStrategy("torch", 1).save_common(dict(COMMON), folder)
     save(
         mcore_to_pyt_state_dict(_replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False),
         storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True),
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
     )
-    on_rank_0(lambda: save_config(CheckpointingConfig("torch_dist", 1), str(folder)))
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def _publish(  # noqa: PLR0917 - from, to, of what
@@ -369,7 +357,6 @@ def _publish(  # noqa: PLR0917 - from, to, of what
             raise CheckpointError(f"the files of {source.model_name} changed while they were converted; start again")
         about |= {
             "seconds": round(time.monotonic() - started, 3),
-            "ranks": num_ranks(),
             "written_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "libraries": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
         }
@@ -387,12 +374,6 @@ def _publish(  # noqa: PLR0917 - from, to, of what
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _checked_by_rank_0(folder: Path, *, found: bool) -> Conversion:
-    """Rank 0 alone reads every byte; the others wait for its verdict."""
-    on_every_rank(lambda: _require_shared(folder))
-    return on_every_rank(lambda: read_conversion(folder, found=found, check=this_rank() == 0))
 
 
 def require_plain_metadata(path: Path) -> None:
@@ -448,19 +429,3 @@ def _sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
         lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory),
     )[0]
     return weights
-
-
-def _require_shared(folder: Path, *, patience_s: float = 10.0) -> None:
-    """Wait until this rank sees a folder that rank 0 has made: a network file system may take a while."""
-    until = time.monotonic() + patience_s
-    while not folder.is_dir():
-        if time.monotonic() > until:
-            raise CheckpointError(
-                f"{folder} was made by rank 0 and is not there for this rank: name a folder that all ranks share"
-            )
-        time.sleep(0.2)
-
-
-def _from_rank_0(action: Callable[[], Any]) -> Any:
-    """What rank 0 finds, as JSON, on every rank."""
-    return json.loads(gather_text(on_every_rank(lambda: json.dumps(action()) if this_rank() == 0 else ""))[0])

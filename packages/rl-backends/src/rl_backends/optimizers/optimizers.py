@@ -18,7 +18,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from rl_backends.errors import CheckpointError, NonFiniteGradientError
+from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientError
 from rl_backends.optimizers.config import OptimizerConfig
-from rl_backends.optimizers.groups import ParameterGroup, group_parameters
-from rl_parallel_plans import Pipeline, clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
+from rl_parallel_plans import (
+    NamedShard,
+    Pipeline,
+    clip_grad_by_total_norm_,
+    get_grad_norm,
+    named_shards,
+    to_local_if_dtensor,
+)
 from rl_parallel_plans.checkpoints import reshard
 
 if TYPE_CHECKING:
@@ -79,6 +86,90 @@ def learning_rate_factor(index: int, config: OptimizerConfig, *, num_steps: int)
             last = config.decay_steps or 1
             decayed = min(1.0, max(0, index - (num_steps - last) + 1) / last)
             return 1.0 - (1.0 - config.final_lr_ratio) * decayed
+
+
+# ---- Which parameters are treated alike: by names, shapes and module classes.
+#
+# Groups are split by mesh because torch's fused and foreach kernels take the tensors of one mesh at a time.
+
+_NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that one optimizer treats alike."""
+
+    trained_by: Literal["adamw", "muon"]
+    """Muon takes the matrices inside layers, where it was asked for; AdamW everything else."""
+    decays: bool
+    """Whether weight decay pulls them towards 0."""
+    names: tuple[str, ...]
+    """In the unsharded model; a tied parameter under its first name."""
+    parameters: tuple[nn.Parameter, ...]
+    """This rank's shards, in the order of the names."""
+    row_dims: tuple[int | None, ...]
+    """Of a fused weight that is sharded row by row: the first of the two dims that its rows are registered as
+    (`rl_parallel_plans.NamedShard.row_order`). None of any other parameter."""
+
+
+def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
+    """The groups of every trainable parameter of `model`, sharded or not, in the model's order.
+
+    Raises:
+        ModelError: nothing is trainable.
+        ValueError: a pattern of `no_decay` matches no trainable parameter.
+    """
+    shards = [each for each in named_shards(model) if isinstance(each.tensor, nn.Parameter)]
+    trainable = [each for each in shards if each.tensor.requires_grad]
+    if not trainable:
+        raise ModelError(
+            f"none of the {len(shards)} parameters of {type(model).__name__} requires a gradient, so there is nothing "
+            "to optimize: unfreeze some, or add adapters"
+        )
+    names = [each.name for each in trainable]
+    for pattern in config.no_decay:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"no_decay pattern {pattern!r} matches none of the {len(names)} trainable parameters "
+                f"({', '.join(names[:3])}, ...): `*` stands for anything, and a tied parameter has its first name only"
+            )
+    owners: dict[int, nn.Module] = {}  # the first module that holds each parameter
+    layered: set[int] = set()  # parameters inside a list of modules, as decoder layers and experts are
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), module)
+        if isinstance(module, nn.ModuleList):
+            layered |= {id(parameter) for parameter in module.parameters()}
+    members: dict[tuple[bool, bool, object], list[NamedShard]] = {}
+    for each in trainable:
+        owner = owners[id(each.tensor)]
+        vector = _is_vector(each, owner)
+        left_out = any(fnmatchcase(each.name, pattern) for pattern in config.no_decay)
+        decays = not left_out and (config.decay_vectors or not vector)
+        # A linear map, or a stack of them, one for each expert; not a table of vectors and not a convolution.
+        matrix = not vector and not isinstance(owner, _NO_MATRICES) and len(each.shape) in {2, 3}
+        by_muon = config.name == "muon" and id(each.tensor) in layered and matrix
+        key = (by_muon, decays, getattr(each.tensor, "device_mesh", None))
+        members.setdefault(key, []).append(each)
+    return tuple(
+        ParameterGroup(
+            trained_by="muon" if by_muon else "adamw",
+            decays=decays,
+            names=tuple(each.name for each in group),
+            parameters=tuple(each.tensor for each in group if isinstance(each.tensor, nn.Parameter)),
+            row_dims=tuple(None if each.row_order is None else each.row_order.dim for each in group),
+        )
+        for (by_muon, decays, _), group in members.items()
+    )
+
+
+def _is_vector(shard: NamedShard, owner: nn.Module) -> bool:
+    """Norms and biases of several heads or experts are stacks of vectors: two dims, and still no matrix."""
+    own_name = shard.name.rpartition(".")[2]
+    return len(shard.shape) < 2 or own_name.endswith("bias") or "norm" in type(owner).__name__.lower()
+
+
+# ---- The optimizers.
 
 
 def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int) -> "Optimizers":
