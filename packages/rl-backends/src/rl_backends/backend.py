@@ -34,11 +34,13 @@ from rl_backends.batching.microbatches import (
     make_inputs,
 )
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
+from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.choices import require_temperature
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.loading import ModelSource, open_model
+from rl_backends.loading.weights import Shard
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
@@ -46,7 +48,7 @@ from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
 from rl_backends.optimizers.optimizers import StageOptimizers
-from rl_backends.rank_agreement import require_same_batch, require_same_deal
+from rl_backends.rank_agreement import host_group, require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
 from rl_parallel_plans import TopKLogp
 
@@ -391,6 +393,8 @@ class Backend(ABC):
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
         self._offloader: Offloader | None = None
+        self._frozen: dict[str, int] | None = None
+        """Digests of the weights under adapters, which a checkpoint leaves out."""
         self._gradient: Literal["none", "zero", "some"] = "none"
         """What `forward_backward` has accumulated since the last step; "zero" of batches with nothing trainable."""
         self.version = 0
@@ -684,7 +688,9 @@ class Backend(ABC):
         Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
         """
         self._require_on_device("save_checkpoint")
-        self._last_write = self._write_checkpoint(folder, asynchronous=asynchronous, extra=extra)
+        if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
+            self._frozen = tensor_digests(self._frozen_weights(), group=host_group())
+        self._last_write = self._write_checkpoint(folder, asynchronous=asynchronous, extra=extra, frozen=self._frozen)
         return self._last_write
 
     def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True, verify: bool = True) -> CheckpointState:
@@ -693,6 +699,7 @@ class Backend(ABC):
         Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
         """
         self._require_on_device("load_checkpoint")
+        self._frozen = None
         state = self._read_checkpoint(folder, optimizer=optimizer, verify=verify)
         self._clear_gradient()
         self.version = state.version
@@ -772,8 +779,17 @@ class Backend(ABC):
         self._gradient = "none"
 
     @abstractmethod
+    def _frozen_weights(self) -> Iterable[Shard]:
+        """What this rank holds of the weights under adapters."""
+
+    @abstractmethod
     def _write_checkpoint(
-        self, folder: str | Path, *, asynchronous: bool, extra: Mapping[str, Any] | None
+        self,
+        folder: str | Path,
+        *,
+        asynchronous: bool,
+        extra: Mapping[str, Any] | None,
+        frozen: Mapping[str, int] | None,
     ) -> CheckpointWrite: ...
 
     @abstractmethod

@@ -79,7 +79,7 @@ def save_checkpoint(
             host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
             the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
         extra: what else belongs to the run, as JSON.
-        frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` returns
+        frozen: weights that are left out, since they never change: their digests by name, as `tensor_digests` returns
             them. A model that loads the checkpoint must have them.
 
     Returns:

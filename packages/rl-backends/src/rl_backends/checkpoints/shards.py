@@ -242,18 +242,6 @@ CHUNK = 1 << 22
 """Elements at a time: hashing takes 8 bytes for each, a few times."""
 
 
-def frozen_digests(model: nn.Module, *, group: dist.ProcessGroup | None) -> dict[str, int]:
-    """The digest of every parameter of `model` that does not train, by name; every rank must call it."""
-    return tensor_digests(
-        (
-            each
-            for each in named_shards(model)
-            if isinstance(each.tensor, nn.Parameter) and not each.tensor.requires_grad
-        ),
-        group=group,
-    )
-
-
 def check_frozen_weights(
     source: object, saved: Mapping[str, int], shards: Iterable[Shard], *, group: dist.ProcessGroup | None
 ) -> None:

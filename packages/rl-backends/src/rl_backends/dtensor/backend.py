@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
-from rl_backends.checkpoints.shards import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
@@ -42,7 +41,6 @@ from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
 from rl_backends.rank_agreement import (
     add_up,
-    host_group,
     largest_on_any_rank,
     raise_together,
     sums_of_last_rank,
@@ -111,8 +109,6 @@ class DTensorBackend(Backend):
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
             self._meter = self._make_meter()
         self._merged: MergedWeights | None = None
-        self._frozen: dict[str, int] | None = None
-        """Digests of the weights that adapters leave as they are."""
 
     @classmethod
     def _of_source(
@@ -278,17 +274,15 @@ class DTensorBackend(Backend):
         self._require_on_device("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
-    def _write_checkpoint(
-        self, folder: str | Path, *, asynchronous: bool, extra: Mapping[str, Any] | None
-    ) -> CheckpointWrite:
-        if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
-            self._frozen = frozen_digests(self.model, group=host_group())
-        asked: dict[str, Any] = {"asynchronous": asynchronous, "extra": extra, "frozen": self._frozen}
+    def _frozen_weights(self) -> "list[NamedShard]":
+        parameters = (each for each in named_shards(self.model) if isinstance(each.tensor, nn.Parameter))
+        return [each for each in parameters if not each.tensor.requires_grad]
+
+    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
         return save_checkpoint(self.model, self._optimizers, folder, version=self.version, **asked)
 
-    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState:
-        self._frozen = None
-        return load_checkpoint(self.model, self._optimizers, folder, optimizer=optimizer, verify=verify)
+    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
+        return load_checkpoint(self.model, self._optimizers, folder, **asked)
 
     def explain(self) -> str:
         """The mesh, which rule shards which parameter and why, the adapters and the optimizer."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
-from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
@@ -42,7 +41,7 @@ from rl_backends.megatron.weights import (
 )
 from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
-from rl_backends.rank_agreement import host_group, on_every_rank, require_same_model
+from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
 
 ACCELERATIONS = (
@@ -114,7 +113,6 @@ class MegatronBackend(Backend):
         self._meter = self._make_meter()
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
-        self._frozen: dict[str, int] = {}  # digests of the weights under adapters, which a checkpoint leaves out
 
     @classmethod
     def _of_source(
@@ -225,28 +223,19 @@ class MegatronBackend(Backend):
         tensors = gatherer.tensors()
         export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
 
-    def _write_checkpoint(
-        self, folder: str | Path, *, asynchronous: bool, extra: Mapping[str, Any] | None
-    ) -> CheckpointWrite:
+    def _frozen_weights(self) -> list[HeldTensor]:
         self._distributed.finish_param_gather()
-        if self._distributed.adapters is not None and not self._frozen:  # once: these weights never change
-            frozen = (each for each in self._distributed.held if not each.parameter.requires_grad)
-            self._frozen = tensor_digests(frozen, group=host_group())
-        return save_checkpoint(
-            self._distributed.held,
-            self._optimizers,
-            folder,
-            version=self.version,
-            layout=self._distributed.groups.sizes,
-            asynchronous=asynchronous,
-            extra=extra,
-            frozen=self._frozen,
-        )
+        return [each for each in self._distributed.held if not each.parameter.requires_grad]
 
-    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState:
+    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
+        model = self._distributed
+        model.finish_param_gather()
+        asked |= {"version": self.version, "layout": model.groups.sizes}
+        return save_checkpoint(model.held, self._optimizers, folder, **asked)
+
+    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
         self._distributed.finish_param_gather()
-        self._frozen = {}
-        return load_checkpoint(self._distributed.held, self._optimizers, folder, optimizer=optimizer, verify=verify)
+        return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
 
     def explain(self) -> str:
         """The layout, what is on which rank, where the weights came from, and the optimizer."""

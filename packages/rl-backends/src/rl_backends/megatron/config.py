@@ -108,10 +108,6 @@ class MegatronConfig:
     """Gather updated parameters over data-parallel ranks while the next forward runs. Needs `overlap_grad_reduce` and
     `use_distributed_optimizer`."""
 
-    tp_comm_overlap: bool = False
-    """Overlap tensor-parallel communication with matrix multiplications. Refused: its buffers have one sequence length,
-    and rows have several."""
-
     lora_cfg: LoraConfig | None = None
     """Train low-rank adapters in the place of the weights, in plain torch's layers (`transformer_impl="local"`)."""
 
@@ -192,11 +188,6 @@ class MegatronConfig:
                     f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron "
                     f"frozen weights are in the precision of the others; set base_dtype to it"
                 )
-        if self.tp_comm_overlap:
-            yield (
-                "tp_comm_overlap=True: Transformer Engine's buffers for it have one fixed sequence length, and rows of "
-                "post-training have many; leave it out"
-            )
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             yield (
                 "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True: without "
