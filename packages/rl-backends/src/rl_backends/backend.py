@@ -36,13 +36,12 @@ from rl_backends.batching.microbatches import (
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
 from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.choices import require_temperature
-from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.config import BackendConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.loading import ModelSource, open_model
 from rl_backends.loading.weights import Shard
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
-from rl_backends.megatron.config import MegatronConfig
 from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
@@ -137,7 +136,7 @@ class TrainingBackend(Protocol):
 class DistributedModel(ABC):
     """A model laid out over all ranks of this run, each of which is given whole batches and reads its own rows."""
 
-    config: DTensorConfig | MegatronConfig
+    config: BackendConfig
     vocabulary_size: int
     """Rows of the embedding: token ids are below it."""
     max_positions: int | None
@@ -386,8 +385,8 @@ class Backend(ABC):
     _distributed: DistributedModel
     _meter: StepMeter
 
-    def __init__(self, config: Any, skeleton: nn.Module) -> None:
-        self.config: Any = config
+    def __init__(self, config: BackendConfig, skeleton: nn.Module) -> None:
+        self.config: BackendConfig = config
         self._skeleton = skeleton
         self._optimizers: StageOptimizers | None = None
         self._last_write: CheckpointWrite | None = None

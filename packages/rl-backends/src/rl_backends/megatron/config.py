@@ -7,33 +7,21 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
-from rl_backends.lora.config import LoraConfig
+from rl_backends.choices import out_of_bounds
+from rl_backends.config import BackendConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronConfig:
+class MegatronConfig(BackendConfig):
     """Ranks = tensor x context x pipeline x data; experts are shared out within tensor x context x data."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     enabled: bool = False
     """Train with this backend; it takes precedence over DTensor where both are enabled."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model lives. It is stated, never guessed; `cuda` without a GPU is refused."""
-
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """What weights and activations are; with bfloat16 the optimizer keeps float32 masters, and gradients are summed in
-    float32."""
-
     tensor_model_parallel_size: int = 1
     """Ranks that share each matrix multiplication."""
-
-    sequence_parallel: bool = False
-    """Under tensor parallelism, cut what lies between blocks along the sequence too: less memory for activations."""
 
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are shared out to; microbatches go through them in turn (1F1B)."""
@@ -53,23 +41,11 @@ class MegatronConfig:
     a number after * to repeat: `Ett|t*3|t*2L`. With virtual stages it has a part for each of a stage's chunks: all
     first ones, then all second ones."""
 
-    context_parallel_size: int = 1
-    """Ranks that share the tokens of each row."""
-
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a mixture."""
 
     use_distributed_optimizer: bool = False
     """Share the optimizer's state out to data-parallel ranks (ZeRO-1)."""
-
-    micro_batch_size: int = 64
-    """Most rows in one forward and backward pass on one rank."""
-
-    micro_batch_tokens: int | None = None
-    """Most tokens in one pass of the ranks that share its rows, padding included; None bounds by rows alone."""
-
-    sequence_packing: bool = False
-    """Lay rows one after the other without padding, in one sequence that attention cannot see across."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: of whole layers, or of attention alone."""
@@ -108,22 +84,6 @@ class MegatronConfig:
     """Gather updated parameters over data-parallel ranks while the next forward runs. Needs `overlap_grad_reduce` and
     `use_distributed_optimizer`."""
 
-    lora_cfg: LoraConfig | None = None
-    """Train low-rank adapters in the place of the weights, in plain torch's layers (`transformer_impl="local"`)."""
-
-    peak_flops_per_s: float | None = None
-    """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
-    of a GPU; a CPU has none."""
-
-    timeout_s: float = 600.0
-    """Seconds that a rank waits for another in a collective before it gives up with an error; there, what the first
-    backend of the process was given counts for all."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        refuse(self._problems())
-
     @property
     def data_multiple(self) -> int:
         """Ranks that hold one copy of the model: the run's ranks are a multiple of it."""
@@ -131,10 +91,10 @@ class MegatronConfig:
 
     def _problems(self) -> Iterator[str]:
         sizes = (
-            "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage micro_batch_size micro_batch_tokens"
+            "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
         )
-        yield from out_of_bounds(self, {">= 1": sizes, "> 0": "peak_flops_per_s timeout_s"})
+        yield from out_of_bounds(self, {">= 1": sizes})
         if (chunks := self.virtual_pipeline_model_parallel_size) is not None and chunks < 2:
             yield f"virtual_pipeline_model_parallel_size={chunks} must be at least 2 chunks a stage, or None for one"
         tensor_parallel = self.tensor_model_parallel_size > 1
