@@ -119,7 +119,7 @@ def plain_steps(model, config, *, num_steps):
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, random_like(parameters, seed=number), strict=True):
             parameter.grad = gradient
-        steps.append(neutral.clip_and_step(model, optimizers, config, version=number))
+        steps.append(neutral.clip_and_step(model, optimizers, version=number))
     return steps
 
 
@@ -313,7 +313,7 @@ def plain_norms(model, optimizer, world):
     optimizers = neutral.make_optimizers(model, optimizer, num_steps=3)
     for number in range(3):
         world.token_loss(world.plain_logp(model, examples), examples, num_tokens=30)[0].backward()
-        norms.append(neutral.clip_and_step(model, optimizers, optimizer, version=number).norm)
+        norms.append(neutral.clip_and_step(model, optimizers, version=number).norm)
     return norms
 
 

@@ -124,7 +124,6 @@ class DTensorBackend(Backend):
         return self._distributed.model
 
     def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> Optimizers:
-        self._optimizer_config = optimizer
         return make_optimizers(self.model, optimizer, num_steps=num_steps)
 
     def _accumulate(
@@ -214,13 +213,7 @@ class DTensorBackend(Backend):
 
     def _clip_and_step(self) -> GradientStep:
         assert self._optimizers is not None
-        return clip_and_step(
-            self.model,
-            self._optimizers,
-            self._optimizer_config,
-            version=self.version,
-            pipeline=self._distributed.pipeline,
-        )
+        return clip_and_step(self.model, self._optimizers, version=self.version, pipeline=self._distributed.pipeline)
 
     @property
     def _always_trains(self) -> bool:

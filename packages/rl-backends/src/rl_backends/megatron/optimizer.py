@@ -20,8 +20,8 @@ from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.mapping import HeldTensor, parameters_of
-from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
-from rl_backends.optimizers.optimizers import StageOptimizers, check_schedule, explain_schedule, table
+from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.optimizers import StageOptimizers, explain_schedule, table
 
 
 def make_optimizers(
@@ -80,12 +80,9 @@ class MegatronOptimizers(StageOptimizers):
     """What `make_optimizers` made: Megatron's optimizer, and the learning rate of the next step."""
 
     def __init__(self, ddp: Sequence[nn.Module], inner: Any, config: OptimizerConfig, *, num_steps: int) -> None:
-        check_schedule(config, num_steps=num_steps)
-        super().__init__(num_steps=num_steps)
+        super().__init__(config, num_steps=num_steps)
         self.inner = inner
         """Megatron's `MegatronOptimizer`, for whatever keeps its state. Its learning rate is set anew by every step."""
-        self.config = config
-        """Of AdamW, of the schedule, and of the gradient step."""
         self._ddp: Sequence[Any] = ddp
         self._apply_schedule()
 
@@ -105,10 +102,6 @@ class MegatronOptimizers(StageOptimizers):
         named = parameters_of([each.module for each in self._ddp])
         return {name: parameter for *_, name, parameter in named if parameter.requires_grad}
 
-    @property
-    def learning_rate(self) -> float:  # noqa: D102
-        return self.config.lr * learning_rate_factor(self.num_steps_taken, self.config, num_steps=self._num_steps)
-
     def _apply_schedule(self) -> None:
         """Give every group of parameters what it has in the next step."""
         for group in self.inner.param_groups:
@@ -123,8 +116,7 @@ class MegatronOptimizers(StageOptimizers):
             self.inner.step_with_ready_grads()
         self.num_steps_taken += 1
 
-    def zero_grad(self) -> None:
-        """Forget every gradient, also what microbatches have summed up."""
+    def zero_grad(self) -> None:  # noqa: D102
         with cpu_compat(), warnings.catch_warnings():
             # The distributed optimizer asks views of float32 parameters whether they have one.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")

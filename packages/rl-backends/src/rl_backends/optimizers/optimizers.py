@@ -183,7 +183,6 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
             without a matrix; torch has no such implementation for these parameters.
         ImportError: `adamw_8bit` without torchao.
     """
-    check_schedule(config, num_steps=num_steps)
     groups = group_parameters(model, config)
     by_muon = [group for group in groups if group.trained_by == "muon"]
     by_adamw = [group for group in groups if group.trained_by == "adamw"]
@@ -216,7 +215,10 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
 class StageOptimizers(ABC):
     """The optimizers of a stage, and how many of its steps were taken: all the state that a schedule has."""
 
-    def __init__(self, *, num_steps: int) -> None:
+    def __init__(self, config: OptimizerConfig, *, num_steps: int) -> None:
+        check_schedule(config, num_steps=num_steps)
+        self.config = config
+        """Of the optimizers, of the schedule, and of the gradient step."""
         self.num_steps_taken = 0
         """Steps since the stage began, without those left out for a gradient that was not finite."""
         self.num_steps_skipped = 0
@@ -229,9 +231,13 @@ class StageOptimizers(ABC):
         """Torch's optimizers, for whatever keeps their state. Their learning rate is set anew by every step."""
 
     @property
-    @abstractmethod
     def learning_rate(self) -> float:
         """Of the next step."""
+        return self.config.lr * learning_rate_factor(self.num_steps_taken, self.config, num_steps=self._num_steps)
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget every gradient, also what microbatches have summed up."""
 
     @abstractmethod
     def explain(self) -> str:
@@ -271,7 +277,7 @@ class Optimizers(StageOptimizers):
         *,
         num_steps: int,
     ) -> None:
-        super().__init__(num_steps=num_steps)
+        super().__init__(config, num_steps=num_steps)
         self.groups: tuple[ParameterGroup, ...] = tuple(groups)
         """Every trainable parameter, once."""
         self.named_parameters: dict[str, nn.Parameter] = {
@@ -279,15 +285,10 @@ class Optimizers(StageOptimizers):
         }
         """Every trainable parameter by its name in the unsharded model: this rank's shards, also while gathered."""
         self._optimizers = optimizers
-        self._config = config
 
     @property
     def each(self) -> tuple[torch.optim.Optimizer, ...]:  # noqa: D102
         return tuple(optimizer for optimizer, _ in self._optimizers)
-
-    @property
-    def learning_rate(self) -> float:  # noqa: D102
-        return self._config.lr * learning_rate_factor(self.num_steps_taken, self._config, num_steps=self._num_steps)
 
     def step(self) -> None:
         """Update every parameter that has a gradient, with the learning rate of this step."""
@@ -301,13 +302,12 @@ class Optimizers(StageOptimizers):
             optimizer.step()
         self.num_steps_taken += 1
 
-    def zero_grad(self) -> None:
-        """Forget every gradient."""
+    def zero_grad(self) -> None:  # noqa: D102
         for optimizer in self.each:
             optimizer.zero_grad()
 
     def explain(self) -> str:  # noqa: D102
-        config = self._config
+        config = self.config
         implementation = f" ({config.implementation})" if config.name == "adamw" else ""
         schedule = explain_schedule(config, num_steps=self._num_steps)
         rows = [["trained by", "weight decay", "parameters", "elements", "such as"]]
@@ -444,7 +444,6 @@ class GradientStep:
 def clip_and_step(
     model: nn.Module,
     optimizers: Optimizers,
-    config: OptimizerConfig,
     *,
     version: int,
     pipeline: Pipeline | None = None,
@@ -474,26 +473,29 @@ def clip_and_step(
         dist.all_reduce(failed, group=pipeline.group)
     norm, failures = torch.stack([total.to(torch.float64), failed]).tolist()
     if failures:
-        names = nonfinite_gradients(optimizers.named_parameters)
-        optimizers.zero_grad()
-        if config.on_nonfinite_gradient == "raise":
-            raise nonfinite_error(names, norm=norm, version=version)
-        optimizers.num_steps_skipped += 1
-        return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
+        return nonfinite_step(optimizers, nonfinite_gradients(optimizers.named_parameters), norm=norm, version=version)
 
-    clipped = config.max_grad_norm is not None and norm > config.max_grad_norm
-    if config.max_grad_norm is not None:
-        clip_grad_by_total_norm_(parameters, config.max_grad_norm, total)
+    max_norm = optimizers.config.max_grad_norm
+    clipped = max_norm is not None and norm > max_norm
+    if max_norm is not None:
+        clip_grad_by_total_norm_(parameters, max_norm, total)
     optimizers.step()
     optimizers.zero_grad()
     return GradientStep(norm=norm, clipped=clipped, skipped=False)
 
 
-def nonfinite_error(names: tuple[str, ...], *, norm: float, version: int) -> NonFiniteGradientError:
-    """Of a step after `version` others, with the first of the parameters that have a gradient which is not finite."""
-    some = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
-    where = f"in {len(names)} parameters ({some})" if names else "in the norm alone and in no parameter"
-    return NonFiniteGradientError(
-        f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow, {where}. The weights "
-        f"are as they were after step {version}; look at the rewards and the learning rate"
-    )
+def nonfinite_step(optimizers: StageOptimizers, names: tuple[str, ...], *, norm: float, version: int) -> GradientStep:
+    """Clear a gradient that is not finite, and raise or leave the step out, as the configuration says.
+
+    names: of the parameters whose gradient is not; version: steps before this one.
+    """
+    optimizers.zero_grad()
+    if optimizers.config.on_nonfinite_gradient == "raise":
+        some = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
+        where = f"in {len(names)} parameters ({some})" if names else "in the norm alone and in no parameter"
+        raise NonFiniteGradientError(
+            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow, {where}. The "
+            f"weights are as they were after step {version}; look at the rewards and the learning rate"
+        )
+    optimizers.num_steps_skipped += 1
+    return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
