@@ -41,6 +41,7 @@ from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.loading import ModelSource, open_model
 from rl_backends.loading.weights import Shard
+from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
@@ -706,9 +707,12 @@ class Backend(ABC):
 
     # -- Life ---------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def explain(self) -> str:
-        """Which part of the model is where and why, in which dtypes, and the optimizer."""
+        """Which part of the model is where and why, in which dtypes, the adapters and the optimizer."""
+        lines = self._explained()
+        if self.config.lora_cfg is not None:
+            lines.append(adapter_size(self._skeleton).explain())
+        return "\n".join([*lines, *([] if self._optimizers is None else [self._optimizers.explain()])])
 
     def close(self) -> None:
         """Leave the process groups; nothing can be computed after, also by references. A second time does nothing.
@@ -751,6 +755,10 @@ class Backend(ABC):
 
         Whatever it raises is raised on every rank; the caller clears the gradient.
         """
+
+    @abstractmethod
+    def _explained(self) -> list[str]:
+        """What `explain` says of the model."""
 
     @classmethod
     @abstractmethod

@@ -29,7 +29,6 @@ from rl_backends.loading import ModelSource, initialise
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.lora import (
     MergedWeights,
-    adapter_size,
     adapters_disabled,
     add_lora,
     export_merged,
@@ -277,9 +276,9 @@ class DTensorBackend(Backend):
     def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
         return load_checkpoint(self.model, self._optimizers, folder, **asked)
 
-    def explain(self) -> str:
-        """The mesh, which rule shards which parameter and why, the adapters and the optimizer."""
-        sharded, config, model, optimizers = self._distributed, self.config, self.model, self._optimizers
+    def _explained(self) -> list[str]:
+        """The mesh, and which rule shards which parameter and why."""
+        sharded, config, model = self._distributed, self.config, self.model
         axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
         wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
         # Dtypes of the parameters and of the optimizer's state as they are now, not as they were asked for.
@@ -300,12 +299,7 @@ class DTensorBackend(Backend):
                 f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them"
             )
         ignored = ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)
-        lines += [f"ignored: {each}" for each in ignored]
-        if getattr(model, "peft_config", None) is not None:
-            lines.append(adapter_size(model).explain())
-        if optimizers is not None:
-            lines.append(optimizers.explain())
-        return "\n".join(lines)
+        return [*lines, *(f"ignored: {each}" for each in ignored)]
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.

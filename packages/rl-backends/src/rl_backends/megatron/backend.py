@@ -237,27 +237,25 @@ class MegatronBackend(Backend):
         self._distributed.finish_param_gather()
         return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
 
-    def explain(self) -> str:
-        """The layout, what is on which rank, where the weights came from, and the optimizer."""
+    def _explained(self) -> list[str]:
+        """The layout, what is on which rank, and where the weights came from."""
         model = self._distributed
         config, architecture = model.config, model.architecture
         numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
         chunks = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in model.chunks]
         layers = " and ".join(f"{layers[0]} to {layers[-1]}" for layers in chunks)
         head = ", and the head" if model.groups.last_stage else ""
-        lines = [
+        return [
             f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
             f"weights in {config.precision}, gradients and optimizer in float32",
             f"{architecture.model_type} of {architecture.num_layers} layers, {_implementation(model)}",
             f"this rank holds {numbers:,} elements, layers {layers}{head}",
             f"weights from {self._origin}",
-            *([] if model.adapters is None else [model.adapters.explain()]),
             f"microbatches of at most {config.micro_batch_size} rows"
             + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
             + (", packed" if config.sequence_packing else ", padded to their longest")
             + (f", {config.recompute_granularity} recomputation in backward" if config.recompute_granularity else ""),
         ]
-        return "\n".join([*lines, *([] if self._optimizers is None else [self._optimizers.explain()])])
 
     def _weights_moved(self, *, away: bool) -> None:
         if away and self._distributed.adapters is not None:
