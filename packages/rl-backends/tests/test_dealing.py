@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pickle
 from importlib import metadata
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from rl_backends.batching.dealing import RowDealing, in_order
 from rl_backends.batching.microbatches import MicrobatchLimits
 from rl_backends.errors import BatchError
-from rl_backends.packed_batch import pack, unpack
 from rl_parallel_plans import TopKLogp
 
 PROGRAM = Path(__file__).parent / "programs" / "dealing.py"
@@ -124,10 +122,9 @@ def test_rows_that_were_dealt_by_other_rules_are_refused(world):
         dealing().cut_of(dealt[0])
 
 
-def test_dealt_rows_travel_as_arrays_and_values_come_back_in_order(world):
+def test_values_of_dealt_rows_come_back_in_order(world):
     examples = world.make_examples(rows=5)
-    dealt = [unpack(pickle.loads(pickle.dumps(pack(each)))) for each in dealing().deal(examples)]
-    assert [type(each.examples) for each in dealt] == [type(examples)] * 2
+    dealt = dealing().deal(examples)
     counted = []
     for rank, each in enumerate(dealt):
         _, own = dealing(rank=rank).cut_of(each)
@@ -143,10 +140,10 @@ def test_dealt_rows_travel_as_arrays_and_values_come_back_in_order(world):
 
 def test_what_is_dealt_is_smaller_than_the_batch(world):
     examples = world.make_examples(rows=64, width=200)
-    sent = [
-        sum(packed.array.nbytes for packed in pack(each).fields["examples"].fields.values())
-        for each in dealing().deal(examples)
-    ]
-    whole = sum(getattr(examples, field.name).nbytes for field in dataclasses.fields(examples))
+
+    def num_bytes(batch):
+        return sum(getattr(batch, field.name).nbytes for field in dataclasses.fields(batch))
+
+    sent, whole = [num_bytes(each.examples) for each in dealing().deal(examples)], num_bytes(examples)
     assert whole <= sum(sent) <= 1.05 * whole
     assert max(sent) < 0.6 * whole

@@ -452,14 +452,14 @@ def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_
     import json
 
     from rl_backends.__main__ import main
-    from rl_backends.commands import verify_kernels
+    from rl_backends.commands import comparison
 
-    choices = dict(verify_kernels._choices())
+    choices = dict(comparison._choices())
     assert {"compile, padded rows", "attention=flex, packed rows", "loss=verl", "float8=rowwise, emulated"} <= set(
         choices
     )
     some = ("loss_chunk_size=3", "attention=flex, packed rows")
-    monkeypatch.setattr(verify_kernels, "_choices", lambda: [(name, choices[name]) for name in some])
+    monkeypatch.setattr(comparison, "_choices", lambda: [(name, choices[name]) for name in some])
     assert main(["verify", "qwen3", "--each-kernel", "--json"]) == 0
     held, refused = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
     assert held["holds"]
@@ -467,5 +467,5 @@ def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_
     assert {check["name"] for check in held["checks"]} == {"log-probabilities", "gradients"}
     assert refused["holds"] is None
     assert "it runs on cuda, not on a CPU" in refused["refused"]
-    monkeypatch.setattr(verify_kernels, "TOLERANCES", {"float32": 0.0})
+    monkeypatch.setattr(comparison, "TOLERANCES", {"float32": 0.0})
     assert main(["verify", "qwen3", "--each-kernel"]) == 1

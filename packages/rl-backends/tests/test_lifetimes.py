@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rl_backends import LoraConfig, process_group
-from rl_backends.checkpoints import frozen_weights
-from rl_backends.checkpoints.frozen_weights import frozen_digests
+from rl_backends.checkpoints import shards
+from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.lora import add_lora
+from rl_parallel_plans import named_shards
 
 PROGRAM = Path(__file__).parent / "programs" / "lifetimes.py"
 STACKED_EXPERTS = int(version("transformers").partition(".")[0]) >= 5
@@ -54,7 +55,8 @@ def test_backends_of_several_ranks_can_be_closed_and_made_anew_any_number_of_tim
 
 def test_digests_of_frozen_weights_are_the_same_on_every_mesh(results, world):
     model = add_lora(world.make_model("Phi3"), LoraConfig(rank=2, base_dtype="bfloat16"))
-    alone = frozen_digests(model, group=None)
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    alone = tensor_digests((each for each in named_shards(model) if each.name in frozen), group=None)
     assert len(set(alone.values())) == len(alone) > 10
     for result in results:
         assert result["frozen"] == [alone] * 3
@@ -62,21 +64,21 @@ def test_digests_of_frozen_weights_are_the_same_on_every_mesh(results, world):
 
 def test_the_digest_of_a_shard_is_a_sum_over_places_of_the_whole_tensor_in_chunks_of_any_size(monkeypatch):
     whole = torch.arange(2 * 6 * 5 * 4, dtype=torch.float32).view(2, 6, 5, 4)
-    alone = frozen_weights._digest(whole, (0, 0, 0, 0), whole.shape)
+    alone = shards._digest(whole, (0, 0, 0, 0), whole.shape)
     boxes = [(0, slice(0, 2)), (0, slice(2, 6)), (1, slice(0, 6))]
     for chunk in (1 << 22, 7, 1):
-        monkeypatch.setattr(frozen_weights, "CHUNK", chunk)
-        assert frozen_weights._digest(whole, (0, 0, 0, 0), whole.shape) == alone
+        monkeypatch.setattr(shards, "CHUNK", chunk)
+        assert shards._digest(whole, (0, 0, 0, 0), whole.shape) == alone
         sums = [
-            frozen_weights._digest(whole[first : first + 1, rows, 1:], (first, rows.start, 1, 0), whole.shape)
-            + frozen_weights._digest(whole[first : first + 1, rows, :1], (first, rows.start, 0, 0), whole.shape)
+            shards._digest(whole[first : first + 1, rows, 1:], (first, rows.start, 1, 0), whole.shape)
+            + shards._digest(whole[first : first + 1, rows, :1], (first, rows.start, 0, 0), whole.shape)
             for first, rows in boxes
         ]
         assert sum(sums) % 2**64 == alone
     swapped = whole.flip(0)
-    assert frozen_weights._digest(swapped, (0, 0, 0, 0), whole.shape) != alone
+    assert shards._digest(swapped, (0, 0, 0, 0), whole.shape) != alone
     scalar = torch.tensor(3.0, dtype=torch.bfloat16)
-    assert frozen_weights._digest(scalar, (), ()) != frozen_weights._digest(scalar + 1, (), ())
+    assert shards._digest(scalar, (), ()) != shards._digest(scalar + 1, (), ())
 
 
 @pytest.mark.parametrize("kind", ["dora", "ends", "experts"])

@@ -4,13 +4,12 @@ import copy
 import functools
 import json
 import math
-import shutil
 import sys
 from importlib.metadata import version
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_backends.errors import CheckpointError, ModelError
@@ -18,13 +17,12 @@ from rl_backends.lora import (
     LoraConfig,
     MergedWeights,
     adapter_size,
-    adapter_tensors,
     adapters_disabled,
     add_lora,
     export_merged,
-    load_adapter,
     save_adapter,
 )
+from rl_backends.lora.layers import peft_names
 from rl_parallel_plans import PlanError, plan_for, to_local_if_dtensor
 
 # peft 0.21 asks transformers 5.23 by an old name.
@@ -130,7 +128,7 @@ def test_a_model_with_adapters_and_a_quantized_one_are_refused(world):
 
 def test_functions_for_adapters_refuse_a_model_without(world, tmp_path):
     model = world.make_model("Qwen3")
-    for function in (MergedWeights, adapter_tensors, adapter_size):
+    for function in (MergedWeights, adapter_size):
         with pytest.raises(ModelError, match="has no adapters; call add_lora"):
             function(model)
     with pytest.raises(ModelError, match="has no adapters"), adapters_disabled(model):
@@ -290,9 +288,7 @@ def test_a_saved_adapter_loads_into_peft_with_the_same_logits(world, tmp_path, f
     assert isinstance(loaded, peft.PeftModelForCausalLM)
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     held = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
-    assert (
-        held.keys() == adapter_tensors(model).keys() == load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
-    )
+    assert held.keys() == load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/base"
     assert config["target_modules"] == sorted({name.split(".")[-1] for name in adapted_names(model)})
@@ -335,9 +331,6 @@ def test_a_head_is_trained_whole_and_saved_with_the_adapter(world, tmp_path):
     loaded = peft.PeftModel.from_pretrained(bare, tmp_path / "adapter").eval()
     assert isinstance(loaded, peft.PeftModelForSequenceClassification)
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
-    again = add_lora(reward_model(), config, seed=2)
-    load_adapter(again, tmp_path / "adapter")
-    assert torch.equal(again.score.weight, model.score.weight)
 
 
 @pytest.mark.parametrize(
@@ -353,70 +346,19 @@ def test_what_cannot_be_trained_whole_is_refused(world, modules, message):
         add_lora(world.make_model("Qwen3", tie_word_embeddings=True), LoraConfig(modules_to_save=modules))
 
 
-def test_a_saved_adapter_comes_back_bit_for_bit_and_is_never_overwritten(world, tmp_path):
+def test_a_saved_adapter_has_the_bits_of_the_model_and_is_never_overwritten(world, tmp_path):
     model = trained(world)
     save_adapter(model, tmp_path / "adapter", base_model_name="base")
-    other = add_lora(world.make_model("Qwen3"), CONFIG, seed=9)
-    load_adapter(other, tmp_path / "adapter")
-    for (name, found), (_, wanted) in zip(other.named_parameters(), model.named_parameters(), strict=True):
-        assert torch.equal(found, wanted), name
+    in_file, held = peft_names(model), load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    adapters = {in_file(name): p for name, p in model.named_parameters() if p.requires_grad}
+    assert held.keys() == adapters.keys()
+    assert all(torch.equal(held[name], parameter) for name, parameter in adapters.items())
     with pytest.raises(FileExistsError, match="never overwritten"):
-        save_adapter(other, tmp_path / "adapter", base_model_name="base")
+        save_adapter(model, tmp_path / "adapter", base_model_name="base")
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         save_adapter(model, tmp_path / "file" / "adapter", base_model_name="base")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "file"]
-
-
-def drop_a_tensor(folder):
-    tensors = load_file(folder / "adapter_model.safetensors")
-    tensors.pop(next(iter(tensors)))
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def cut_a_tensor(folder):
-    tensors = load_file(folder / "adapter_model.safetensors")
-    name = next(name for name in tensors if "lora_B" in name)
-    save_file({**tensors, name: tensors[name][1:].contiguous()}, folder / "adapter_model.safetensors")
-
-
-def truncate(folder):
-    held = (folder / "adapter_model.safetensors").read_bytes()
-    (folder / "adapter_model.safetensors").write_bytes(held[:-100])
-
-
-def change(**fields):
-    def edit(folder):
-        config = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps({**config, **fields}))
-
-    return edit
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (drop_a_tensor, "lacks 1 tensors of the model's adapters"),
-        (cut_a_tensor, r"lora_B.weight is \[\d+, 4\] and the model's \[\d+, 4\]"),
-        (truncate, "the adapter cannot be read"),
-        (shutil.rmtree, "the adapter cannot be read: FileNotFoundError"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "the adapter cannot be read"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "holds no JSON object"),
-        (change(r=8), "r is 8, and the model's adapters have 4"),
-        (change(lora_alpha=16), "lora_alpha is 16, and the model's adapters have 8"),
-        (change(peft_type="IA3"), "peft_type is 'IA3'"),
-        (change(use_dora=True), "use_dora is True, and the model's adapters have False"),
-        (change(init_lora_weights="pissa"), "'pissa'"),
-    ],
-)
-def test_a_damaged_or_foreign_adapter_is_refused_before_anything_is_copied(world, tmp_path, damage, message):
-    save_adapter(trained(world), tmp_path / "adapter", base_model_name="base")
-    damage(tmp_path / "adapter")
-    model = add_lora(world.make_model("Qwen3"), CONFIG, seed=9)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(CheckpointError, match=message):
-        load_adapter(model, tmp_path / "adapter")
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_the_cost_is_counted_without_weights(world):
@@ -526,11 +468,6 @@ def test_dora_has_the_numbers_of_peft(world, tmp_path):
     torch.testing.assert_close(
         world.plain_logp(loaded, examples).detach(), backend.logp(examples), rtol=1e-4, atol=1e-4
     )
-    again = DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=DORA), seed=3)
-    again.load_adapter(tmp_path / "adapter")
-    assert torch.equal(again.logp(examples), backend.logp(examples))
-    with pytest.raises(CheckpointError, match="use_dora is True, and the model's adapters have False"):
-        DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=CONFIG)).load_adapter(tmp_path / "adapter")
 
 
 def test_dora_under_tensor_parallelism_is_refused():
@@ -590,9 +527,6 @@ def test_adapters_on_the_embeddings_and_the_head_have_the_numbers_of_peft(world,
     backend.save_adapter(tmp_path / "adapter", base_model_name="base")
     loaded = peft.PeftModel.from_pretrained(world.make_model("Qwen3").eval(), tmp_path / "adapter").eval()
     torch.testing.assert_close(world.plain_logp(loaded, examples).detach(), expected.detach(), rtol=1e-5, atol=1e-5)
-    again = DTensorBackend(world.make_model("Qwen3"), DTensorConfig(lora_cfg=ENDS), seed=3)
-    again.load_adapter(tmp_path / "adapter")
-    assert torch.equal(again.logp(examples), backend.logp(examples))
 
 
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
@@ -632,7 +566,7 @@ BOTH = ("experts.gate_up_proj", "experts.down_proj")
 def test_adapters_on_stacked_experts_have_the_numbers_of_peft(world, tmp_path, family, modules, parameters):
     import peft
 
-    from rl_backends.lora.layers import peft_names, to_peft
+    from rl_backends.lora.layers import to_peft
 
     def bare_model():
         return world.make_model(family, **MIXTURES[family]).eval()
@@ -661,7 +595,7 @@ def test_adapters_on_stacked_experts_have_the_numbers_of_peft(world, tmp_path, f
     for name, parameter in trained.items():
         torch.testing.assert_close(to_peft(name, parameter.grad), gradients[in_file(name)], rtol=1e-4, atol=1e-6)
 
-    # The reference, what engines get, and the adapter loaded again.
+    # The reference, and what engines get.
     reference = backend.freeze_reference(without_adapters=True)
     torch.testing.assert_close(reference.logp(examples), bare, rtol=1e-5, atol=1e-5)
     merged = bare_model()
@@ -669,9 +603,6 @@ def test_adapters_on_stacked_experts_have_the_numbers_of_peft(world, tmp_path, f
     torch.testing.assert_close(world.plain_logp(merged, examples).detach(), expected.detach(), rtol=1e-5, atol=1e-5)
     exported = dict(export_merged(backend.model))
     torch.testing.assert_close(exported, {name: merged.state_dict()[name] for name in exported})
-    again = DTensorBackend(bare_model(), config, seed=3)
-    again.load_adapter(tmp_path / "adapter")
-    assert torch.equal(again.logp(examples), backend.logp(examples))
 
 
 @pytest.mark.skipif(not STACKED_EXPERTS, reason="transformers 4 does not stack the experts")

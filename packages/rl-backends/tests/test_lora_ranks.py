@@ -188,7 +188,7 @@ def test_first_values_depend_on_the_seed_and_not_on_the_mesh(world, program, com
         torch.testing.assert_close(result["first"], expected, rtol=0, atol=0)
 
 
-def test_a_saved_adapter_is_read_back_bit_for_bit_on_every_rank(compared):
+def test_a_saved_adapter_has_the_bits_that_the_ranks_hold(compared):
     _, _, ranks = compared
     for result in ranks:
-        torch.testing.assert_close(result["loaded"], result["after"], rtol=0, atol=0)
+        torch.testing.assert_close(result["saved"], result["trained"], rtol=0, atol=0)

@@ -40,14 +40,8 @@ def test_work_is_what_one_counts_by_hand():
     assert work.padding_share == 1 - 9 / 16
     assert work.model_flops == 9 * 30 + 6 * 9 + 3 * (10 + 3 + 6)
     read = 4 * 30 + 3 * 10  # of one row of 4 tokens, without its head
-    assert work.rank_costs == (2 * read + 5 * 9, read + 9)
     assert work.load_balance == pytest.approx(2 * (2 * read + 45) / (3 * read + 54))
-    assert work.hardware_flops == 4 * read + 7 * (9 + 3)  # logits are made twice, and one token in vain
-    again = work_of([one], flops=FLOPS, layout="padded", token_multiple=4, recomputed=True)
-    assert again.hardware_flops == 4 * (4 * 40 + 4 * 10) + 7 * (9 + 3)
-    assert again.model_flops == work.model_flops
     twice = work_of([one, one], flops=FLOPS, layout="padded", token_multiple=4)
-    assert twice.rank_costs == tuple(2 * cost for cost in work.rank_costs)
     assert twice.load_balance == work.load_balance
     assert (twice.tokens, twice.microbatches) == (18, 4)
 
@@ -75,9 +69,6 @@ def test_tokens_and_model_flops_do_not_depend_on_the_cut(world, lengths, rows, r
     assert work.tokens_read >= work.tokens
     if layout == "packed" and work.repeated_microbatches == 0:
         assert work.padding_share == 0.0
-        assert work.rank_costs == pytest.approx(
-            [sum(float(FLOPS.of_rows(lengths[m.rows], lengths[m.rows] - 1).sum()) for m in rank) for rank in cut]
-        )
 
 
 def test_a_meter_gives_the_figures_of_a_step(world):
@@ -98,15 +89,12 @@ def test_a_meter_gives_the_figures_of_a_step(world):
     assert metrics.asked_tokens == 2 * int(examples.trainable.sum())
     assert metrics.microbatches == 2
     assert metrics.tokens_per_s == pytest.approx(metrics.tokens / seconds)
-    assert metrics.tokens_per_s_per_rank == pytest.approx(metrics.tokens_per_s / 4)
     asked = examples.trainable.sum(1)
     assert metrics.model_flops == 2 * float(FLOPS.of_rows(examples.lengths, asked).sum())
     assert metrics.mfu == pytest.approx(metrics.model_flops / seconds / 4 / 1e9)
-    assert metrics.hfu > metrics.mfu
     assert (metrics.grad_norm, metrics.skipped, metrics.skipped_steps) == (2.5, False, 0)
     assert metrics.mfu_unknown is None
     assert metrics.as_dict()["router/load"] == 1.25
-    assert "load balance" in metrics.render()
 
 
 def test_mfu_is_unknown_by_name_and_never_guessed(world):
@@ -122,10 +110,9 @@ def test_mfu_is_unknown_by_name_and_never_guessed(world):
         with measured.optim_step():
             pass
         metrics = measured.metrics()
-        assert metrics.mfu is metrics.hfu is None
+        assert metrics.mfu is None
         assert "mfu" not in metrics.as_dict()
         reasons.append(metrics.mfu_unknown)
-        assert metrics.mfu_unknown in metrics.render()
     assert reasons == ["unknown: no data sheet's peak for cpu; pass peak_flops_per_s", "unknown: Odd holds experts"]
     assert metrics.model_flops is None
     assert metrics.load_balance == 1.0
@@ -157,7 +144,6 @@ def test_a_failed_pass_is_forgotten_and_a_skipped_step_is_counted(world):
     with measured.optim_step() as outcome:
         outcome.skipped = True
     assert measured.metrics().skipped_steps == 2
-    assert "SKIPPED" in measured.metrics().render()
 
 
 def test_asked_tokens_may_be_given(world):

@@ -27,12 +27,12 @@ def weights_of(model):
 
 def run(model, config, *, num_steps=3):
     optimizers = make_optimizers(model, config, num_steps=num_steps)
-    return optimizers, [_step(model, optimizers, config, number) for number in range(num_steps)]
+    return optimizers, [_step(model, optimizers, number) for number in range(num_steps)]
 
 
-def _step(model, optimizers, config, number):
+def _step(model, optimizers, number):
     give_gradients(model, seed=number)
-    return clip_and_step(model, optimizers, config, version=number)
+    return clip_and_step(model, optimizers, version=number)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
@@ -209,16 +209,16 @@ def test_a_stage_goes_on_where_its_state_was_taken(world):
     whole, resumed = world.make_model("Llama"), world.make_model("Llama")
     run(whole, config, num_steps=4)
     first = make_optimizers(resumed, config, num_steps=4)
-    _step(resumed, first, config, 0)
-    _step(resumed, first, config, 1)
+    _step(resumed, first, 0)
+    _step(resumed, first, 1)
     state = json.loads(json.dumps(first.schedule_state()))
     second = make_optimizers(resumed, config, num_steps=4)
     second.load_schedule_state(state)
     for old, new in zip(first.each, second.each, strict=True):
         new.load_state_dict(old.state_dict())
     assert second.learning_rate == first.learning_rate
-    _step(resumed, second, config, 2)
-    _step(resumed, second, config, 3)
+    _step(resumed, second, 2)
+    _step(resumed, second, 3)
     torch.testing.assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
 
 
@@ -241,13 +241,13 @@ def test_a_gradient_that_is_not_finite_is_skipped_whole_and_counted(world):
     model = world.make_model("Llama")
     config = OptimizerConfig(**ADAMW, final_lr_ratio=0.0, on_nonfinite_gradient="skip")
     optimizers = make_optimizers(model, config, num_steps=3)
-    _step(model, optimizers, config, 0)
+    _step(model, optimizers, 0)
     weights, state = weights_of(model), _state_of(optimizers)
     give_gradients(model, seed=1)
     names = [name for name, _ in model.named_parameters()]
     for name in names[3:10]:
         model.get_parameter(name).grad.flatten()[-1] = torch.inf
-    step = clip_and_step(model, optimizers, config, version=1)
+    step = clip_and_step(model, optimizers, version=1)
     assert (step.skipped, step.clipped, step.nonfinite) == (True, False, tuple(names[3:8]))
     assert step.norm == torch.inf
     torch.testing.assert_close(weights_of(model), weights, rtol=0, atol=0)
@@ -273,17 +273,17 @@ def test_an_error_names_the_step_and_the_parameters(world):
     with pytest.raises(
         NonFiniteGradientError, match=r"step 8 is nan: .*in 1 parameters \(lm_head\.weight\)\. .* after step 7"
     ):
-        clip_and_step(model, optimizers, config, version=7)
+        clip_and_step(model, optimizers, version=7)
     assert all(parameter.grad is None for parameter in model.parameters())
     give_gradients(model, seed=0, scale=1e25)
     with pytest.raises(NonFiniteGradientError, match=r"is inf: .*in the norm alone and in no parameter"):
-        clip_and_step(model, optimizers, config, version=7)
+        clip_and_step(model, optimizers, version=7)
 
 
 def test_a_step_without_a_gradient_is_an_error(world):
     model, config = world.make_model("Llama"), OptimizerConfig(lr=1.0)
     with pytest.raises(RuntimeError, match="there is no gradient to step along"):
-        clip_and_step(model, make_optimizers(model, config, num_steps=1), config, version=0)
+        clip_and_step(model, make_optimizers(model, config, num_steps=1), version=0)
 
 
 def test_a_parameter_without_a_gradient_stays_as_it_is(world):
@@ -292,7 +292,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is(world):
     before = weights_of(model)
     give_gradients(model, seed=0)
     model.lm_head.weight.grad = None
-    clip_and_step(model, optimizers, config, version=0)
+    clip_and_step(model, optimizers, version=0)
     after = weights_of(model)
     assert {name for name in after if torch.equal(after[name], before[name])} == {"lm_head.weight"}
 

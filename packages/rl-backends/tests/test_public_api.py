@@ -15,8 +15,6 @@ NAMES = {
     "BackendSelection",
     "MegatronBackend",
     "MegatronConfig",
-    "MegatronOptimizerConfig",
-    "MegatronSchedulerConfig",
     "MissingDependencyError",
     "megatron_checkpoint_dir",
     "select_backend",

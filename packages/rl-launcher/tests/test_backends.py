@@ -55,13 +55,12 @@ def test_a_run_as_by_default_says_nothing_of_it(recipe):
 @needs_megatron
 def test_explain_says_that_megatron_takes_precedence_over_what_and_where_conversions_lie(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "conversions"))
-    overrides = [MEGATRON, "policy.dtensor_cfg.cpu_offload=true", "policy.megatron_cfg.optimizer.lr=1.0e-3"]
+    overrides = [MEGATRON, "policy.dtensor_cfg.cpu_offload=true"]
     code, output = invoke("explain", recipe, *overrides)
     assert code == 0, output
     for text in (
         "megatron trains the policy: megatron_cfg.enabled is true, and takes precedence over dtensor_cfg.enabled",
         "of no effect: dtensor_cfg.cpu_offload=True",
-        "megatron_cfg.optimizer is used instead of sft.optimizer, grpo.optimizer",
         f"would write a Megatron-LM checkpoint to {tmp_path / 'conversions'} (NRL_MEGATRON_CHECKPOINT_DIR says so)",
         "MegatronBackend of Qwen3ForCausalLM (",
     ):

@@ -217,6 +217,6 @@ def test_a_model_is_exported_from_a_run_and_from_any_of_its_checkpoints(recipe, 
     with pytest.raises(Refusal, match=r"step_00000005 does not exist; checkpoints of this run: step_00000002, "):
         export(tmp_path / "run", tmp_path / "none", step=5)
     (tmp_path / "run" / "checkpoints" / "step_00000006" / "policy" / "checkpoint.json").write_text("{}")
-    with pytest.raises(Refusal, match=r"checkpoint\.json is not what was written"):
+    with pytest.raises(Refusal, match=r"checkpoint\.json: 2 bytes, and \d+ were written: truncated"):
         export(tmp_path / "run", tmp_path / "none", step=6)
     assert not (tmp_path / "none").exists()

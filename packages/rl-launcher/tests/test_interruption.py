@@ -337,7 +337,7 @@ def test_a_run_is_resumed_from_where_it_was_started(recipe, tmp_path, monkeypatc
 def test_a_damaged_state_is_named(recipe, tmp_path, monkeypatch, newest, interrupt):
     interrupt()
     (newest(tmp_path / "run") / "progress.json").write_text('{"stage": "grpo"')
-    with pytest.raises(Refusal, match=r"progress\.json is not what was written: missing or damaged; restore it"):
+    with pytest.raises(Refusal, match=r"progress\.json: 16 bytes, and \d+ were written: truncated; restore it"):
         resume(tmp_path / "run")
 
 

@@ -11,10 +11,9 @@ import torch
 from rl_algorithms import contracts
 from rl_backends import DTensorBackend, MegatronBackend, OptimizerConfig
 from rl_backends.backend import TrainingBackend
-from rl_backends.batching.dealing import RowDealing
+from rl_backends.batching.dealing import DealtRows, RowDealing
 from rl_backends.batching.microbatches import MicrobatchLimits
 from rl_backends.errors import BatchError
-from rl_backends.packed_batch import pack, unpack
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
 from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, packed, unpacked
@@ -67,7 +66,10 @@ def batch():
 
 def test_a_batch_travels_as_arrays_and_arrives_bit_for_bit():
     sent = batch()
-    arrived = unpack(pickle.loads(pickle.dumps(pack(sent))))
+    [dealt] = RowDealing(rank=0, num_ranks=1, limits=MicrobatchLimits(rows=4)).deal(sent)
+    travelled = unpacked(pickle.loads(pickle.dumps(packed(dealt))), writable=False)
+    assert (type(travelled), travelled.rows.tolist()) == (DealtRows, [0, 1, 2, 3])
+    arrived = travelled.examples
     assert torch.equal(arrived.tokens, sent.tokens)
     assert torch.equal(arrived.weights, sent.weights)
     assert (arrived.weights.dtype, type(arrived)) == (torch.bfloat16, Batch)
@@ -242,8 +244,8 @@ def test_a_batch_that_no_rank_could_read_is_refused_before_it_is_sent(ranks):
 def test_a_folder_is_made_absolute_and_nothing_is_returned(ranks, tmp_path, monkeypatch):
     policy, calls, _ = ranks
     monkeypatch.chdir(tmp_path)
-    assert policy.save_checkpoint("here", weights=False) is None
-    assert calls[0] == ("rank 0", "save_checkpoint", (str(tmp_path / "here"),), {"weights": False})
+    assert policy.save_checkpoint("here", asynchronous=True) is None
+    assert calls[0] == ("rank 0", "save_checkpoint", (str(tmp_path / "here"),), {"asynchronous": True})
 
 
 def test_dicts_of_all_ranks_are_merged(ranks):

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_backends.backend import Backend, TrainingBackend
+    from rl_backends.backend import Backend, ReferenceModel, TrainingBackend
     from rl_backends.checkpoints import (
         CheckpointState,
         CheckpointWrite,
@@ -44,22 +44,16 @@ if TYPE_CHECKING:
     )
     from rl_backends.lora import LoraConfig, MergedWeights
     from rl_backends.megatron.backend import MegatronBackend
-    from rl_backends.megatron.config import (
-        MegatronConfig,
-        MegatronOptimizerConfig,
-        MegatronSchedulerConfig,
-        megatron_checkpoint_dir,
-    )
+    from rl_backends.megatron.config import MegatronConfig, megatron_checkpoint_dir
     from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
     from rl_backends.offload import Offloader, OffloadReport
     from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
-    from rl_backends.reference import ReferenceModel
     from rl_backends.selection import BackendSelection, select_backend
 
 _HOMES = {
     name: home
     for home, names in {
-        "backend": "Backend TrainingBackend",
+        "backend": "Backend ReferenceModel TrainingBackend",
         "checkpoints": "CheckpointState CheckpointWrite find_latest load_checkpoint prune save_checkpoint",
         "dry_run.explanation": "DryRun explain Explanation predict",
         "dtensor.backend": "DTensorBackend",
@@ -72,11 +66,10 @@ _HOMES = {
         "materialize ModelSource open_model",
         "lora": "LoraConfig MergedWeights",
         "megatron.backend": "MegatronBackend",
-        "megatron.config": "megatron_checkpoint_dir MegatronConfig MegatronOptimizerConfig MegatronSchedulerConfig",
+        "megatron.config": "megatron_checkpoint_dir MegatronConfig",
         "metrics": "memory_by_category MemoryUse ModelFlops peak_flops_per_s StepMetrics",
         "offload": "Offloader OffloadReport",
         "optimizers": "clip_and_step GradientStep make_optimizers MuonConfig OptimizerConfig",
-        "reference": "ReferenceModel",
         "selection": "BackendSelection select_backend",
     }.items()
     for name in names.split()
@@ -100,8 +93,6 @@ __all__ = [
     "LoraConfig",
     "MegatronBackend",
     "MegatronConfig",
-    "MegatronOptimizerConfig",
-    "MegatronSchedulerConfig",
     "MemoryUse",
     "MergedWeights",
     "MissingDependencyError",

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn, final
 
+from rl_backends.errors import MissingDependencyError
+
 PROGRAM = "rl-backends"
 COMMANDS = {
     "explain": "say what the backend would do with a model on so many ranks, and what memory that takes",
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = command.run(arguments)
         sys.stdout.flush()
-    except ValueError as refusal:  # of ours, and of what ours builds on: PlanError too
+    except (ValueError, MissingDependencyError) as refusal:  # of ours, and of what ours builds on: PlanError too
         print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
         return 2
     except (OSError, RuntimeError) as failure:

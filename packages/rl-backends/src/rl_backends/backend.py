@@ -15,10 +15,10 @@ Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w to
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -34,19 +34,22 @@ from rl_backends.batching.microbatches import (
     make_inputs,
 )
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
+from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.choices import require_temperature
-from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.config import BackendConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
+from rl_backends.loading import ModelSource, open_model
+from rl_backends.loading.weights import Shard
+from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
-from rl_backends.megatron.config import MegatronConfig
 from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
 from rl_backends.metrics.flops import peak_of_this_device
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
-from rl_backends.rank_agreement import require_same_batch, require_same_deal
+from rl_backends.optimizers.optimizers import StageOptimizers
+from rl_backends.rank_agreement import host_group, require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
-from rl_backends.reference import ReferenceModel
 from rl_parallel_plans import TopKLogp
 
 WEIGHTS: tuple[Part, ...] = ("weights",)
@@ -118,10 +121,10 @@ class TrainingBackend(Protocol):
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
         """Write the adapters in PEFT's format, whole or not at all."""
 
-    def save_checkpoint(self, folder: str | Path, *, weights: bool = True) -> Any:
+    def save_checkpoint(self, folder: str | Path) -> Any:
         """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
 
-    def load_checkpoint(self, folder: str | Path, *, weights: bool = True, optimizer: bool = True) -> Any:
+    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True) -> Any:
         """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
 
     def explain(self) -> str:
@@ -131,29 +134,10 @@ class TrainingBackend(Protocol):
         """End what it holds: processes, groups, memory."""
 
 
-@runtime_checkable
-class StageOptimizers(Protocol):
-    """The optimizers of a stage, as `start_training` makes them."""
-
-    num_steps_skipped: int
-    """Steps that were left out: the gradient was not finite, or nothing was trainable."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-
-    @property
-    def each(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Torch's optimizers."""
-
-    def explain(self) -> str:
-        """What they train, how, and in how much memory."""
-
-
 class DistributedModel(ABC):
     """A model laid out over all ranks of this run, each of which is given whole batches and reads its own rows."""
 
-    config: DTensorConfig | MegatronConfig
+    config: BackendConfig
     vocabulary_size: int
     """Rows of the embedding: token ids are below it."""
     max_positions: int | None
@@ -319,6 +303,42 @@ class DistributedModel(ABC):
         )
 
 
+class ReferenceModel:
+    """Log-probabilities, and the most probable tokens, of the frozen model that a policy is compared with.
+
+    It has parameters of its own, so that nothing which fails can leave its weights in the policy; or it is the policy
+    with its adapters off, inside of `as_reference`.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModel,
+        head: Head,
+        *,
+        temperature: Callable[[], float],
+        as_reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._head = head
+        self._temperature = temperature
+        self._as_reference = as_reference
+
+    def row_dealing(self) -> RowDealing:
+        """As the policy's."""
+        return self._model.row_dealing
+
+    def logp(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
+        """As the policy's `logp`, at the policy's temperature; float32."""
+        with self._as_reference():
+            return self._model.read_all(examples, read_logp(self._head, self._temperature()))[0]
+
+    def topk_logits(self, examples: TokenBatch | DealtRows[Any], k: int) -> TopKLogp:
+        """As the policy's `topk_logits`, at the policy's temperature: a policy's teacher may be what it was before."""
+        with self._as_reference():
+            read = self._model.read_all(examples, read_top_k(self._head, self._temperature(), k))
+        return TopKLogp(logp=read[0], token_ids=read[1])
+
+
 def vocabulary_size(model: nn.Module) -> int:
     """Rows of the embedding of tokens."""
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
@@ -366,17 +386,51 @@ class Backend(ABC):
     _distributed: DistributedModel
     _meter: StepMeter
 
-    def __init__(self, config: Any, skeleton: nn.Module) -> None:
-        self.config: Any = config
+    def __init__(self, config: BackendConfig, skeleton: nn.Module) -> None:
+        self.config: BackendConfig = config
         self._skeleton = skeleton
         self._optimizers: StageOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
         self._offloader: Offloader | None = None
+        self._frozen: dict[str, int] | None = None
+        """Digests of the weights under adapters, which a checkpoint leaves out."""
         self._gradient: Literal["none", "zero", "some"] = "none"
         """What `forward_backward` has accumulated since the last step; "zero" of batches with nothing trainable."""
         self.version = 0
         """Optimizer steps that the weights have seen."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        config: Any,
+        *,
+        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
+        weights: Literal["pretrained", "random"] = "pretrained",
+        new_head: bool = False,
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Load a folder or hub id, each rank reading its own shards: no rank ever holds the whole model.
+
+        Args:
+            model_name: a folder with `config.json` and safetensors weights, or a hub id.
+            config: of the backend.
+            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
+            weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
+                same weights on every mesh.
+            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
+            seed: of random weights, of a new head and of adapters.
+            revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
+            trust_remote_code: run the model's own Python code. Only for code that you have read.
+
+        Raises:
+            ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
+        """
+        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
+        return cls._of_source(source, config, random=weights == "random", new_head=new_head, seed=seed)
 
     @property
     @abstractmethod
@@ -422,18 +476,16 @@ class Backend(ABC):
 
     # -- Training -----------------------------------------------------------------------------------------------------
 
-    def start_training(
-        self, optimizer: OptimizerConfig | None = None, *, num_steps: int, temperature: float = 1.0
-    ) -> None:
+    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
         """Begin a stage with a fresh optimizer, a schedule of `num_steps` and no gradient; weights and version go on.
 
         Args:
-            optimizer: None only where the configuration of the backend has an optimizer of its own, as Megatron's may.
+            optimizer: its learning rate over the steps, and what happens to gradients.
             num_steps: of the stage.
             temperature: divides the logits before every log-probability: the engine's, or ratios are wrong.
 
         Raises:
-            ValueError: no optimizer, or one that this backend has no counterpart of.
+            ValueError: an optimizer that this backend has no counterpart of.
         """
         require_temperature(temperature)
         self._require_on_device("start_training")
@@ -523,7 +575,6 @@ class Backend(ABC):
         """
         return self._meter.metrics(memory=memory)
 
-    @abstractmethod
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
         """The policy as it is now, frozen: `reference.logp(examples)`.
 
@@ -535,6 +586,15 @@ class Backend(ABC):
         Raises:
             ModelError: `without_adapters` of a policy that has none, or that trains other weights too.
         """
+        self._require_on_device("freeze_reference", WEIGHTS)
+        temperature = lambda: self._temperature  # noqa: E731 - of the stage
+        if without_adapters:
+            with self._adapters_off():  # refuses now, and not at the first question
+                pass
+            off = self._adapters_off
+            return ReferenceModel(self._distributed, self._head, temperature=temperature, as_reference=off)
+        copied, as_reference = self._frozen_copy(offload=offload)
+        return ReferenceModel(copied, self._head, temperature=temperature, as_reference=as_reference)
 
     # -- Weights ------------------------------------------------------------------------------------------------------
 
@@ -546,9 +606,10 @@ class Backend(ABC):
         is. Every rank must call it. The tensors are the same at every call, and hold the weights of the latest.
         """
 
-    @abstractmethod
     def skeleton_buffers(self) -> dict[str, Tensor]:
         """Buffers of the Hugging Face model that no file holds, such as rotary frequencies; the same on every rank."""
+        held, device = self._skeleton.state_dict().keys(), self.config.device
+        return {name: buffer.to(device) for name, buffer in self._skeleton.named_buffers() if name not in held}
 
     def offload(self, *, parts: Collection[Part] = PARTS, directory: str | Path | None = None) -> OffloadReport:
         """Give the device's memory of weights, gradients and optimizer state to others, such as a colocated engine.
@@ -620,39 +681,38 @@ class Backend(ABC):
         """
 
     def save_checkpoint(
-        self,
-        folder: str | Path,
-        *,
-        weights: bool = True,
-        asynchronous: bool = False,
-        extra: Mapping[str, Any] | None = None,
+        self, folder: str | Path, *, asynchronous: bool = False, extra: Mapping[str, Any] | None = None
     ) -> CheckpointWrite:
         """Write weights, optimizer, schedule and version into a new folder, from which any layout can go on.
 
         Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
         """
         self._require_on_device("save_checkpoint")
-        self._last_write = self._write_checkpoint(folder, weights=weights, asynchronous=asynchronous, extra=extra)
+        if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
+            self._frozen = tensor_digests(self._frozen_weights(), group=host_group())
+        self._last_write = self._write_checkpoint(folder, asynchronous=asynchronous, extra=extra, frozen=self._frozen)
         return self._last_write
 
-    def load_checkpoint(
-        self, folder: str | Path, *, weights: bool = True, optimizer: bool = True, verify: bool = True
-    ) -> CheckpointState:
+    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True, verify: bool = True) -> CheckpointState:
         """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
 
         Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
         """
         self._require_on_device("load_checkpoint")
-        state = self._read_checkpoint(folder, weights=weights, optimizer=optimizer, verify=verify)
+        self._frozen = None
+        state = self._read_checkpoint(folder, optimizer=optimizer, verify=verify)
         self._clear_gradient()
         self.version = state.version
         return state
 
     # -- Life ---------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def explain(self) -> str:
-        """Which part of the model is where and why, in which dtypes, and the optimizer."""
+        """Which part of the model is where and why, in which dtypes, the adapters and the optimizer."""
+        lines = self._explained()
+        if self.config.lora_cfg is not None:
+            lines.append(adapter_size(self._skeleton).explain())
+        return "\n".join([*lines, *([] if self._optimizers is None else [self._optimizers.explain()])])
 
     def close(self) -> None:
         """Leave the process groups; nothing can be computed after, also by references. A second time does nothing.
@@ -668,7 +728,7 @@ class Backend(ABC):
         finally:
             release_staging_buffers()
             with closing(self._offloader) if self._offloader is not None else nullcontext():
-                self._release()
+                self._distributed.close()
 
     # -- What a subclass says -----------------------------------------------------------------------------------------
 
@@ -697,7 +757,24 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> StageOptimizers:
+    def _explained(self) -> list[str]:
+        """What `explain` says of the model."""
+
+    @classmethod
+    @abstractmethod
+    def _of_source(cls, source: ModelSource, config: Any, *, random: bool, new_head: bool, seed: int) -> Self:
+        """Arguments are those of `from_pretrained`."""
+
+    @abstractmethod
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        """Inside, the model computes without its adapters; ModelError where it has none."""
+
+    @abstractmethod
+    def _frozen_copy(self, *, offload: bool) -> "tuple[DistributedModel, Callable[[], AbstractContextManager[Any]]]":
+        """A copy of the model that nothing trains, and what to be in while it reads."""
+
+    @abstractmethod
+    def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> StageOptimizers:
         """Fresh optimizers."""
 
     @abstractmethod
@@ -709,18 +786,21 @@ class Backend(ABC):
         self._gradient = "none"
 
     @abstractmethod
+    def _frozen_weights(self) -> Iterable[Shard]:
+        """What this rank holds of the weights under adapters."""
+
+    @abstractmethod
     def _write_checkpoint(
-        self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
+        self,
+        folder: str | Path,
+        *,
+        asynchronous: bool,
+        extra: Mapping[str, Any] | None,
+        frozen: Mapping[str, int] | None,
     ) -> CheckpointWrite: ...
 
     @abstractmethod
-    def _read_checkpoint(
-        self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool
-    ) -> CheckpointState: ...
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Leave the process groups and free what else is held; a second time does nothing."""
+    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState: ...
 
     @property
     def _always_trains(self) -> bool:
@@ -754,8 +834,8 @@ class Backend(ABC):
         if self._offloader is not None:
             self._offloader.require(what, parts)
 
-    def _make_meter(self, *, recomputed: bool) -> StepMeter:
-        """The meter of this backend's steps; `recomputed` tells whether backward computes every layer again."""
+    def _make_meter(self) -> StepMeter:
+        """The meter of this backend's steps."""
         device, config = torch.device(self.config.device), self.config
         flops: ModelFlops | ModelError
         try:
@@ -768,7 +848,6 @@ class Backend(ABC):
             num_ranks=dist.get_world_size(),
             layout="packed" if config.sequence_packing else "padded",
             token_multiple=self._distributed.token_multiple,
-            recomputed=recomputed,
             peak_flops_per_s=config.peak_flops_per_s or peak_of_this_device(device, config.precision),
             memory=lambda: memory_by_category(self.model, self._torch_optimizers()),
         )

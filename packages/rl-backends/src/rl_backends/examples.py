@@ -4,7 +4,7 @@ Axes: B rows, T tokens, K tokens of the vocabulary that are asked about in one p
 """
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -41,6 +41,16 @@ class TokenBatch(Protocol):
 
 
 BatchT = TypeVar("BatchT", bound=TokenBatch)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The least that is a `TokenBatch`: of the rows by which a backend is tried out."""
+
+    rows_per_unit: ClassVar[int] = 1
+    tokens: Int[Tensor, "B T"]
+    lengths: Int[Tensor, " B"]
+    trainable: Bool[Tensor, "B T"]
 
 
 def token_ids_of(examples: TokenBatch) -> Tensor | None:

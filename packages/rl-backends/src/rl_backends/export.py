@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backends.checkpoints.folders import probe_file, sees
-from rl_backends.checkpoints.manifest import sync, write_safetensors
+from rl_backends.checkpoints.folders import probe_file, sees, sync, write_safetensors
 from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
 from rl_backends.loading.skeleton import twin_of

@@ -1,6 +1,9 @@
 """Models on disk and what becomes of them, for the tests of conversions. Runs on ranks."""
 
+import warnings
+
 import torch
+from torch.utils._pytree import tree_leaves
 
 KINDS = {
     "Llama": {"num_hidden_layers": 4},
@@ -16,19 +19,12 @@ def save(world, folder, family="Llama", dtype=torch.float32, **overrides):
     return folder
 
 
-def convert(model, directory, *, progress=None, **sizes):
+def convert(model, directory, *, progress=None):
     """As the command does."""
     from rl_backends.loading import open_model
     from rl_backends.megatron import conversion
-    from rl_backends.megatron.config import MegatronConfig
-    from rl_backends.megatron.groups import ParallelGroups
 
-    config = MegatronConfig(timeout_s=300.0, **sizes)
-    groups = ParallelGroups.join(config)
-    try:
-        return conversion.convert(open_model(str(model)), config, directory=directory, progress=progress)
-    finally:
-        groups.leave()
+    return conversion.convert(open_model(str(model)), directory=directory, progress=progress)
 
 
 def held(model, fill, precision="float32", **sizes):
@@ -54,16 +50,50 @@ def from_files(made, source, skeleton):
 
 
 def from_conversion(conversion):
-    """By way of one."""
-    from rl_backends.megatron.conversion import load_weights
+    """By way of one, which megatron-core reads, as Megatron-LM does."""
 
     def fill(made, source, skeleton):
         with torch.no_grad():
             for parameter in made.gpt.parameters():
                 parameter.fill_(torch.nan)  # nothing may stay as it was
-        load_weights(conversion, made.chunks)
+        load_weights(conversion.folder / "release", made.chunks)
 
     return fill
+
+
+def load_weights(folder, chunks):
+    """Fill a model of any layout in place, cast to its dtype; rows that pad a vocabulary become 0."""
+    from megatron.core.dist_checkpointing import load
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    class Reading(TorchDistLoadShardedStrategy):
+        """Megatron's own stops at `TensorProperties.strides`, new in torch 2.15."""
+
+        def load_tensors_metadata(self, checkpoint_dir, metadata=None):
+            for stored in metadata.state_dict_metadata.values() if metadata else ():
+                if properties := getattr(stored, "properties", None):
+                    vars(properties).pop("strides", None)
+            return super().load_tensors_metadata(checkpoint_dir, metadata)
+
+    named = {
+        f"{number}.{name}": value
+        for number, chunk in enumerate(chunks)
+        for name, value in chunk.sharded_state_dict().items()
+    }
+    sharded, _ = extract_matching_values(named, lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory))
+    apply_factories(sharded)  # here and not by `load`, which would join what they cut in memory of its own
+    parts = {str(number): part for number, part in enumerate(tree_leaves(sharded))}  # also of the lists that those made
+    targets = {name: part.data.detach() for name, part in parts.items()}
+    with warnings.catch_warnings():  # what torch says of how megatron-core 0.16.1 loads
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = load(parts, str(folder), Reading(), strict=StrictHandling.RAISE_ALL)
+    with torch.no_grad():
+        for name, target in targets.items():
+            if loaded[name].data_ptr() != target.data_ptr():
+                target.copy_(loaded[name].view(target.shape))
 
 
 def only(directory):

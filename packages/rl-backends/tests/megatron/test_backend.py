@@ -16,7 +16,7 @@ from rl_backends import (
     NonFiniteGradientError,
     OptimizerConfig,
 )
-from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig
+from rl_backends.megatron.config import MegatronConfig
 
 ADAMW = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)
 
@@ -237,26 +237,6 @@ def test_a_step_that_is_to_be_skipped_is_and_the_next_is_the_first(world, make_b
         each.optim_step()
     torch.testing.assert_close(whole(backend), whole(other), rtol=0, atol=0)
     assert backend.version == 1
-
-
-def test_megatrons_own_optimizer_comes_before_the_other(world, make_backend):
-    examples = world.make_examples()
-    own = MegatronOptimizerConfig(
-        lr=1e-2, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-4, weight_decay=0.01, clip_grad=1.0
-    )
-    from rl_backends.megatron.backend import MegatronBackend
-
-    backend = MegatronBackend(make_model(world), MegatronConfig(optimizer=own))
-    other = make_backend(make_model(world), optimizer=ADAMW)
-    try:
-        backend.start_training(OptimizerConfig(lr=1.0), num_steps=3)
-        assert backend.learning_rate == pytest.approx(1e-2)
-        for each in (backend, other):
-            each.forward_backward(examples, loss_for(world, examples))
-            each.optim_step()
-        torch.testing.assert_close(whole(backend), whole(other), rtol=1e-6, atol=1e-7)
-    finally:
-        backend.close()
 
 
 def test_the_learning_rate_follows_the_schedule(world, make_backend):

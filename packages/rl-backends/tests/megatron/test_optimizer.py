@@ -12,7 +12,7 @@ from torch import nn
 
 from rl_backends import optimizers as neutral
 from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientError
-from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from rl_backends.megatron.config import MegatronConfig
 from rl_backends.optimizers import MuonConfig, OptimizerConfig
 
 pytestmark = [
@@ -62,7 +62,7 @@ def alone(test):
 
 
 def wrap(model, config):
-    """The model in Megatron's DDP, as the backend does it, and Megatron's configuration of it."""
+    """The model in Megatron's DDP, as the backend does it."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -79,14 +79,14 @@ def wrap(model, config):
         grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
     )
     with cpu_compat():
-        return [DistributedDataParallel(theirs, gradients, model)], theirs
+        return [DistributedDataParallel(theirs, gradients, model)]
 
 
 def make(model, config, optimizer, *, num_steps=3):
     from rl_backends.megatron.optimizer import make_optimizers
 
-    ddp, theirs = wrap(model, config)
-    return ddp, make_optimizers(ddp, theirs, config, optimizer, num_steps=num_steps)
+    ddp = wrap(model, config)
+    return ddp, make_optimizers(ddp, config, optimizer, num_steps=num_steps)
 
 
 def random_like(parameters, *, seed, scale=1.0):
@@ -119,7 +119,7 @@ def plain_steps(model, config, *, num_steps):
         parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, random_like(parameters, seed=number), strict=True):
             parameter.grad = gradient
-        steps.append(neutral.clip_and_step(model, optimizers, config, version=number))
+        steps.append(neutral.clip_and_step(model, optimizers, version=number))
     return steps
 
 
@@ -155,9 +155,9 @@ def test_a_stage_begins_anew_over_the_same_gradient_buffers():
     plain_steps(plain, config, num_steps=2)
     plain_steps(plain, config, num_steps=2)
     megatron = MegatronConfig(use_distributed_optimizer=True)
-    ddp, theirs = wrap(model, megatron)
+    ddp = wrap(model, megatron)
     for _ in range(2):
-        optimizers = make_optimizers(ddp, theirs, megatron, config, num_steps=2)
+        optimizers = make_optimizers(ddp, megatron, config, num_steps=2)
         for number in range(2):
             step(ddp, optimizers, seed=number)
     torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=0, atol=1e-6)
@@ -240,9 +240,7 @@ def test_everything_without_a_counterpart_is_told_at_once():
 
 
 @alone
-def test_no_optimizer_at_all_and_nothing_to_train_are_refused():
-    with pytest.raises(ValueError, match=r"there is no optimizer: set megatron_cfg\.optimizer"):
-        make(Layered(), MegatronConfig(), None)
+def test_nothing_to_train_is_refused():
     with pytest.raises(ModelError, match="none of the 5 parameters"):
         make(Layered().requires_grad_(False), MegatronConfig(), OptimizerConfig(**ADAMW))
 
@@ -263,14 +261,12 @@ def test_the_schedule_goes_on_from_json():
 
 
 @alone
-def test_explain_names_the_optimizer_in_use_and_the_one_that_is_not():
-    theirs = MegatronOptimizerConfig(lr=2e-3, weight_decay=0.1, min_lr=1e-4)
-    config = MegatronConfig(optimizer=theirs, scheduler=MegatronSchedulerConfig(lr_decay_style="cosine"))
-    _, optimizers = make(Layered(), config, OptimizerConfig(**ADAMW))
+def test_explain_names_the_optimizer_and_its_groups():
+    config = OptimizerConfig(lr=2e-3, weight_decay=0.1, schedule="cosine", final_lr_ratio=0.05)
+    _, optimizers = make(Layered(), MegatronConfig(), config)
     text = optimizers.explain()
-    assert text.startswith("Megatron's FP32Optimizer over AdamW: lr=0.002, cosine to 0.0001 at step 3")
-    assert "the optimizer that training was started with (name='adamw', lr=0.01, schedule='linear') is not used" in text
-    rows = {line.split()[0]: line.split()[2] for line in text.splitlines()[3:]}
+    assert text.startswith("Megatron's FP32Optimizer over AdamW: lr=0.002, cosine to 0.0001, 3 steps in all")
+    rows = {line.split()[0]: line.split()[2] for line in text.splitlines()[2:]}
     assert rows == {"0.1": "3", "none": "2"}
 
 
@@ -292,7 +288,7 @@ def trained_on_rank(config, optimizer, hugging_face, *, world, poison=None):
 
     model = MegatronModel(hugging_face, config, fill=from_hugging_face(hugging_face))
     examples = world.make_examples()
-    optimizers = make_optimizers(model.ddp, model.gpt.config, config, optimizer, num_steps=3)
+    optimizers = make_optimizers(model.ddp, config, optimizer, num_steps=3)
     mine, reader, count = model.take(examples)[1], read_logp(Head.of(hugging_face), 1.0), 30
 
     def one_step(number):
@@ -317,7 +313,7 @@ def plain_norms(model, optimizer, world):
     optimizers = neutral.make_optimizers(model, optimizer, num_steps=3)
     for number in range(3):
         world.token_loss(world.plain_logp(model, examples), examples, num_tokens=30)[0].backward()
-        norms.append(neutral.clip_and_step(model, optimizers, optimizer, version=number).norm)
+        norms.append(neutral.clip_and_step(model, optimizers, version=number).norm)
     return norms
 
 

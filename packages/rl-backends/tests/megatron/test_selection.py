@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from rl_backends import DTensorBackend, DTensorConfig, LoraConfig
-from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from rl_backends.megatron.config import MegatronConfig
 from rl_backends.selection import select_backend
 
 
@@ -67,10 +67,9 @@ def test_settings_of_the_backend_that_does_not_train_are_named():
     selection = select_backend(configs(dtensor={"device": "cuda", "compile": True}, megatron={"enabled": True}))
     assert selection.unused == ("dtensor_cfg.device='cuda'", "dtensor_cfg.compile=True")
     assert selection.reason.endswith("; of no effect: dtensor_cfg.device='cuda', dtensor_cfg.compile=True")
-    optimizer = MegatronOptimizerConfig(lr=1e-3)
-    selection = select_backend(configs(megatron={"optimizer": optimizer}))
+    selection = select_backend(configs(megatron={"use_distributed_optimizer": True}))
     assert selection.backend == "dtensor"
-    assert selection.unused == (f"megatron_cfg.optimizer={optimizer!r}",)
+    assert selection.unused == ("megatron_cfg.use_distributed_optimizer=True",)
     assert not selection.is_plain
 
 
@@ -86,7 +85,7 @@ DTENSOR_COMBINATIONS = {
 }
 MEGATRON_COMBINATIONS = {
     "sequence_parallel=True needs": {"sequence_parallel": True},
-    "scheduler is given without optimizer": {"scheduler": MegatronSchedulerConfig()},
+    "overlap_param_gather=True needs": {"overlap_param_gather": True},
     "pipeline_model_parallel_size=0": {"pipeline_model_parallel_size": 0},
     "timeout_s=-1.0": {"timeout_s": -1.0},
 }

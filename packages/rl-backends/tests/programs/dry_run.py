@@ -66,7 +66,7 @@ def asked(case):
     optimizer = OptimizerConfig(lr=1e-3, **case.get("optimizer", {}))
     return {
         "optimizer": optimizer,
-        **{key: case[key] for key in ("reference", "offload_reference") if key in case},
+        **{key: case[key] for key in ("reference",) if key in case},
     }
 
 

@@ -53,7 +53,7 @@ def main(task):
     os.environ |= task["environment"]
     world = load_world()
     from rl_backends import DTensorBackend, DTensorConfig, LoraConfig
-    from rl_backends.checkpoints.frozen_weights import frozen_digests
+    from rl_backends.checkpoints.shards import tensor_digests
     from rl_backends.process_group import require_gpu_of_its_own
 
     examples, results = world.make_examples(), {"logp": []}
@@ -73,7 +73,7 @@ def main(task):
     for sizes in ({}, {"tensor_parallel_size": 2}, {"data_parallel_replicate_size": 2}):
         lora = LoraConfig(rank=2, base_dtype="bfloat16")
         backend = DTensorBackend(world.make_model("Phi3"), DTensorConfig(**sizes, lora_cfg=lora))
-        results.setdefault("frozen", []).append(frozen_digests(backend.model, group=None))
+        results.setdefault("frozen", []).append(tensor_digests(backend._frozen_weights(), group=None))
         backend.close()
     for sizes in ({}, {"data_parallel_replicate_size": 2}, {"context_parallel_size": 2}):
         for kind in ("dora", "ends"):

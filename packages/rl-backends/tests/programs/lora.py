@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -138,7 +139,8 @@ def materialise(model, source, *, tied):
 
 
 def run(world, case, folder):
-    from rl_backends.lora import MergedWeights, adapters_disabled, export_merged, load_adapter, save_adapter
+    from rl_backends.lora import MergedWeights, adapters_disabled, export_merged, save_adapter
+    from rl_backends.lora.layers import peft_names
 
     replicate, tp = case["replicate"], case["tp"]
     shape = (replicate, dist.get_world_size() // replicate // tp, tp)
@@ -175,17 +177,14 @@ def run(world, case, folder):
     gathered = {shard.name: gather(shard.tensor, shard.row_order) for shard in merged.shards()}
     exported = dict(export_merged(model, every_rank=True))
     save_adapter(model, Path(folder) / "adapter", base_model_name="base")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.zero_()
-    load_adapter(model, Path(folder) / "adapter")
-    loaded = whole_tensors(model)
+    saved = load_file(Path(folder) / "adapter" / "adapter_model.safetensors")
+    in_file = peft_names(model)
     return {
         "first": {name: t for name, t in first.items() if ".lora_" in name},
         "before": before,
         "after": after,
-        "loaded": loaded,
+        "saved": saved,
+        "trained": {in_file(name): tensor for name, tensor in after.items() if ".lora_" in name},
         "logp": logp,
         "reference": reference,
         "gradients": first_gradients,

@@ -91,7 +91,7 @@ def take_steps(world, task):
     with torch.compiler.set_stance("force_eager" if config.name == "adamw_8bit" else "default"):
         for step in range(3):
             put_gradients(shards, step=step)
-            norms.append(clip_and_step(model, optimizers, config, version=step).norm)
+            norms.append(clip_and_step(model, optimizers, version=step).norm)
     muon.orthogonalized = orthogonalized
     return {
         "weights": whole_weights(model),
@@ -118,7 +118,7 @@ def meet_a_nan(world, task):
     optimizers = make_optimizers(model, config, num_steps=3)
     shards = parameter_shards(model)
     put_gradients(shards, step=0)
-    clip_and_step(model, optimizers, config, version=0)
+    clip_and_step(model, optimizers, version=0)
     before = whole_weights(model), _state(optimizers), optimizers.learning_rate
     put_gradients(shards, step=1)
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -126,7 +126,7 @@ def meet_a_nan(world, task):
         to_local_if_dtensor(bad.tensor.grad).flatten()[0] = torch.nan
     message, nonfinite = "", ()
     try:
-        nonfinite = clip_and_step(model, optimizers, config, version=1).nonfinite
+        nonfinite = clip_and_step(model, optimizers, version=1).nonfinite
     except errors.NonFiniteGradientError as error:
         message = str(error)
     after = whole_weights(model), _state(optimizers), optimizers.learning_rate
@@ -149,7 +149,7 @@ def step_after_a_forward(world, task):
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         model(input_ids=tokens)
-        norm = clip_and_step(model, optimizers, config, version=0).norm
+        norm = clip_and_step(model, optimizers, version=0).norm
         return {"logits": model(input_ids=tokens).logits.clone(), "norm": norm}
 
 
@@ -171,7 +171,7 @@ def step_over_meshes(_, task):
     config = OptimizerConfig(lr=1e-2, implementation=task["implementation"])
     optimizers = make_optimizers(model, config, num_steps=1)
     put_gradients(parameter_shards(model), step=0)
-    norm = clip_and_step(model, optimizers, config, version=0).norm
+    norm = clip_and_step(model, optimizers, version=0).norm
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
     return {"weights": weights, "norm": norm, "groups": len(optimizers.groups)}

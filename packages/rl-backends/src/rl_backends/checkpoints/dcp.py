@@ -8,7 +8,7 @@ docs/adr/0015-our-own-dcp-storage.md).
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,19 +40,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from rl_backends.checkpoints.manifest import (
-    INDEX,
-    STATE,
-    Manifest,
-    record_of,
-    sync,
-    write_json,
-    write_manifest,
-    write_safetensors,
-)
+from rl_backends.checkpoints.folders import Record, record_of, sync, write_json, write_safetensors
+from rl_backends.checkpoints.manifest import DAMAGED, INDEX, MARKER, STATE, Manifest, write_manifest
 from rl_backends.checkpoints.shards import FlatBox, TensorShard, dtype_name
 from rl_backends.errors import CheckpointError
-from rl_backends.loading.source import is_plain_name
 from rl_parallel_plans import Box
 
 CHUNK_BYTES = 64 * 2**20
@@ -275,9 +266,9 @@ class CheckpointWriter(FileSystemWriter):
                 addresses.add(tensor.data_ptr())
             path = self._unfinished / plan.storage_data
             write_safetensors(path, tensors)
-            record = record_of(path)
+            written = path.name, record_of(path)
             results = [
-                WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=record)
+                WriteResult(index=item.index, size_in_bytes=tensor.nbytes, storage_data=written)
                 for item, tensor in zip(plan.items, tensors.values(), strict=True)
             ]
         future: Future[list[WriteResult]] = Future()
@@ -287,8 +278,8 @@ class CheckpointWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all ranks have written: write index, state and marker, and rename the folder."""
         all_results = [result for each in results for result in each]
-        files = {result.storage_data.name: result.storage_data for result in all_results}
-        file_of = {(result.index.fqn, result.index.offset): result.storage_data.name for result in all_results}
+        files: dict[str, Record] = dict(result.storage_data for result in all_results)
+        file_of = {(result.index.fqn, result.index.offset): result.storage_data[0] for result in all_results}
         index: dict[str, Any] = {}
         for name, each in metadata.state_dict_metadata.items():
             assert isinstance(each, TensorStorageMetadata)
@@ -298,33 +289,25 @@ class CheckpointWriter(FileSystemWriter):
             ]
             index[name] = {"dtype": dtype_name(each.properties.dtype), "shape": [*each.size], "boxes": boxes}
         for name, value in ((INDEX, index), (STATE, self._state)):
-            files[name] = write_json(self._unfinished / name, value)
-        written = tuple(files.values())
-        write_manifest(self._unfinished, replace(self._manifest, written_at_ns=time.time_ns(), files=written))
+            write_json(self._unfinished / name, value)
+            files[name] = record_of(self._unfinished / name)
+        write_manifest(self._unfinished, replace(self._manifest, written_at_ns=time.time_ns(), files=files))
         sync([self._unfinished])
         self._unfinished.rename(self._target)
         sync([self._target.parent])
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads boxes, or parts of them, from a complete checkpoint."""
+    """Reads boxes, or parts of them, from a complete checkpoint, and from `files` of its marker alone."""
 
-    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, index: Mapping[str, Any], *, files: Collection[str]) -> None:
         super().__init__(folder)
         self._folder, self._index = folder, index
         self._file_of = {
             (name, tuple(box["offsets"])): box["file"] for name, each in index.items() for box in each["boxes"]
         }
-        if strange := [name for name in self._file_of.values() if not is_plain_name(name)]:
-            raise CheckpointError(
-                f"{folder / INDEX}: names {strange[0]!r}, which is no file of its own folder; only files of {folder} "
-                f"are read"
-            )
-
-    @property
-    def files(self) -> frozenset[str]:
-        """Names of all files that it may read."""
-        return frozenset(self._file_of.values())
+        if unlisted := [name for name in self._file_of.values() if name not in files]:
+            raise CheckpointError(f"{folder / INDEX}: names {unlisted[0]!r}, which {MARKER} does not list; {DAMAGED}")
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         """What was saved."""

@@ -1,20 +1,77 @@
-"""Folders and files that are complete or absent, folders that prove it by a marker, and folders that all ranks see."""
+"""Files that are on disk, folders that are complete or absent and prove it by a marker, folders that all ranks see."""
 
+import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
+from torch import Tensor
+
 from rl_backends.errors import CheckpointError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+# ---- Files that are on disk when the call returns.
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous CPU tensors into a new file, from their own memory without a copy; wait until it is on disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # its own name for an error of the operating system
+        raise OSError(f"{path} cannot be written: {error}") from error
+    sync([path])
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON into a new file and wait until it is on disk."""
+    with path.open("xb") as file:
+        file.write(json.dumps(value).encode())
+    sync([path])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically, replacing what is there."""
+    unfinished = path.with_name(unfinished_name(path))
+    unfinished.write_text(text, encoding="utf-8")
+    sync([unfinished])
+    unfinished.replace(path)
+    sync([path.parent])
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """Wait until files, and the names in folders, are on disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file, read as a stream."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_digest(body: Mapping[str, Any]) -> str:
+    """The SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# ---- Folders that are complete or absent.
 
 
 @contextmanager
@@ -56,20 +113,49 @@ def unfinished_name(folder: Path) -> str:
     return f".{folder.name}.unfinished"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, replacing what is there."""
-    unfinished = path.with_name(unfinished_name(path))
-    unfinished.write_text(text, encoding="utf-8")
-    sync([unfinished])
-    unfinished.replace(path)
-    sync([path.parent])
-
-
 # ---- A marker: size and digest of the other files, and a digest of its own text.
 
+Record = tuple[int, str]
+"""Bytes and SHA-256 of a file that was written."""
 
-def write_marker(marker: Path, about: Mapping[str, Any], *, format: tuple[str, int], files: Iterable[Path]) -> None:  # noqa: A002
-    """Write the marker of a folder whose other files are written.
+
+def record_of(path: Path) -> Record:
+    """Of a file; the digest is read from the file, so that it is that of what a reader gets."""
+    return path.stat().st_size, digest_of(path)
+
+
+def records_of(folder: Path, files: Sequence[Path]) -> dict[str, Record]:
+    """Of each file in a folder, by its path there."""
+    names = [path.relative_to(folder).as_posix() for path in files]
+    return dict(zip(names, in_threads(record_of, files), strict=True))
+
+
+def check_file(path: Path, record: Record, *, remedy: str, digest: bool = True) -> None:
+    """Refuse a file that is not what was written; without `digest` its size alone is looked at."""
+    num_bytes, sha256 = record
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing, though its folder was complete; {remedy}")
+    if (size := path.stat().st_size) != num_bytes:
+        kind = "truncated" if size < num_bytes else "longer than what was written"
+        raise CheckpointError(f"{path}: {size} bytes, and {num_bytes} were written: {kind}; {remedy}")
+    try:
+        found = digest_of(path) if digest else sha256
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; {remedy}") from error
+    if found != sha256:
+        raise CheckpointError(
+            f"{path}: damaged: its SHA-256 is {found[:16]}..., and that of what was written {sha256[:16]}...; {remedy}"
+        )
+
+
+def write_marker(
+    marker: Path,
+    about: Mapping[str, Any],
+    *,
+    format: tuple[str, int],  # noqa: A002
+    files: Mapping[str, Record],
+) -> None:
+    """Write the marker of a folder whose other files are written; it is on disk when the call returns.
 
     Args:
         marker: the new file, in that folder.
@@ -77,11 +163,8 @@ def write_marker(marker: Path, about: Mapping[str, Any], *, format: tuple[str, i
         format: name and version of the folder's layout.
         files: those in the folder that the marker vouches for.
     """
-    paths = list(files)
-    digests = zip(paths, in_threads(digest_of, paths), strict=True)
-    sizes = {path.relative_to(marker.parent).as_posix(): [path.stat().st_size, digest] for path, digest in digests}
-    body = {"format": format[0], "format_version": format[1], **about, "files": sizes}
-    marker.write_text(json.dumps({**body, "sha256": text_digest(body)}), encoding="utf-8")
+    body = {"format": format[0], "format_version": format[1], **about, "files": files}
+    write_json(marker, {**body, "sha256": text_digest(body)})
 
 
 def read_marker(marker: Path, *, format: tuple[str, int], remedy: str, check: bool = True) -> dict[str, Any]:  # noqa: A002
@@ -96,30 +179,22 @@ def read_marker(marker: Path, *, format: tuple[str, int], remedy: str, check: bo
         )
     try:
         body: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
-        digest, written, listed = body.pop("sha256"), (body["format"], body["format_version"]), body["files"]
+        digest, written = body.pop("sha256"), (body["format"], body["format_version"])
         sound = digest == text_digest(body)
-        body["files"] = files = {
-            name: (int(num_bytes), str(file_digest)) for name, (num_bytes, file_digest) in listed.items()
-        }
+        body["files"] = {name: (int(size), str(sha256)) for name, (size, sha256) in body["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{marker} is damaged: {error}; {remedy}") from error
-    if not sound:
-        raise CheckpointError(f"{marker} is damaged: its digest does not match its text; {remedy}")
+        raise CheckpointError(f"{marker} is damaged: {type(error).__name__}: {error}; {remedy}") from error
     if written != format:
         raise CheckpointError(
             f"{marker} has format {written[0]} {written[1]}, and this release reads {format[0]} {format[1]}: use the "
             f"release that wrote it"
         )
-    if strange := [name for name in files if {"..", "/"} & set(PurePosixPath(name).parts)]:
+    if not sound:
+        raise CheckpointError(f"{marker} is damaged: its digest does not match its text; {remedy}")
+    if strange := [name for name in body["files"] if {"..", "/"} & set(PurePosixPath(name).parts)]:
         raise CheckpointError(f"{marker} names {strange[0]!r}, which does not lie in its folder; {remedy}")
-
-    def is_whole(name: str) -> bool:
-        path, (num_bytes, file_digest) = marker.parent / name, files[name]
-        return path.is_file() and path.stat().st_size == num_bytes and digest_of(path) == file_digest
-
-    for name, whole in zip(files, in_threads(is_whole, files) if check else (), strict=check):
-        if not whole:
-            raise CheckpointError(f"{marker.parent / name} is not what was written: missing or damaged; {remedy}")
+    if check:
+        in_threads(lambda file: check_file(marker.parent / file[0], file[1], remedy=remedy), body["files"].items())
     return body
 
 

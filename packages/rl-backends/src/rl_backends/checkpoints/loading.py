@@ -16,19 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner, describe_failure, metadata_of
-from rl_backends.checkpoints.frozen_weights import check_frozen_weights
-from rl_backends.checkpoints.manifest import (
-    DAMAGED,
-    INDEX,
-    MARKER,
-    STATE,
-    Manifest,
-    check_digest,
-    check_model,
-    check_sizes,
-    read_json,
-    read_manifest,
-)
+from rl_backends.checkpoints.folders import check_file
+from rl_backends.checkpoints.manifest import DAMAGED, INDEX, STATE, Manifest, check_model, read_json, read_manifest
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
     check_hyperparameters,
@@ -39,6 +28,7 @@ from rl_backends.checkpoints.optimizer_state import (
 from rl_backends.checkpoints.saving import idle_group, other_ranks_failures
 from rl_backends.checkpoints.shards import (
     TensorShard,
+    check_frozen_weights,
     described_by_all_ranks,
     device_of,
     fingerprint,
@@ -103,7 +93,6 @@ def load_checkpoint(
     optimizers: CheckpointedOptimizers | None,
     folder: str | Path,
     *,
-    weights: bool = True,
     optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
@@ -117,7 +106,6 @@ def load_checkpoint(
         model: built like the one that wrote it, sharded in any way.
         optimizers: as when it was written; None if there is none.
         folder: of the checkpoint.
-        weights: False leaves the weights as they are.
         optimizer: False leaves optimizers and schedule as they are, whatever the checkpoint has of them.
         verify: compare the digest of every file, which reads each once more.
 
@@ -141,7 +129,7 @@ def load_checkpoint(
 
     def check() -> None:
         check_model(opened.source, opened.manifest.model, names)
-        check_holds(opened, weights=weights, optimizer=optimizer, has_optimizers=optimizers is not None)
+        check_holds(opened, optimizer=optimizer, has_optimizers=optimizers is not None)
         if described is not None:
             check_hyperparameters(opened.source, described, saved, same_mesh=opened.manifest.mesh == mesh_of(held))
 
@@ -152,8 +140,7 @@ def load_checkpoint(
     rng = rng_shards(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
     states = on_every_rank(lambda: [] if restored is None else new_states(restored, held, saved), group=opened.group)
     filled = numbered([shard for state in states for shard in (*state.scalars, *state.shards)])
-    if weights:
-        filled |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
+    filled |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
     read_shards(opened, rng | filled, schedule=restored)
     put_states(states, saved)
     set_rng(rng)
@@ -173,23 +160,18 @@ def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
         raise CheckpointError(f"the ranks were given different checkpoints ({source} here): give all the same one")
 
     def check_files() -> None:
-        check_sizes(source, manifest)
-        if verify:
-            for record in manifest.files[this_rank() :: num_ranks()]:
-                check_digest(source, record)
+        for number, (name, record) in enumerate(manifest.files.items()):
+            digest = verify and number % num_ranks() == this_rank()
+            check_file(source / name, record, remedy=DAMAGED, digest=digest)
 
     on_every_rank(check_files, group=group)
     state, index = on_every_rank(lambda: (read_json(source / STATE), read_json(source / INDEX)), group=group)
     return OpenCheckpoint(source=source, manifest=manifest, state=state, index=index, group=group)
 
 
-def check_holds(opened: OpenCheckpoint, *, weights: bool, optimizer: bool, has_optimizers: bool) -> None:
+def check_holds(opened: OpenCheckpoint, *, optimizer: bool, has_optimizers: bool) -> None:
     """Check that the checkpoint has what is asked for, and no optimizer state that would be lost."""
     source, saved = opened.source, opened.state["optimizers"]
-    if weights and not opened.manifest.weights:
-        raise CheckpointError(
-            f"{source} holds no weights, which were left out: load them elsewhere, with weights=False"
-        )
     if optimizer and not has_optimizers and saved is not None:
         raise CheckpointError(
             f"{source} holds the state of an optimizer, and there is none here to take it: call start_training "
@@ -213,9 +195,7 @@ def read_shards(
     source, index, group = opened.source, opened.index, opened.group
 
     def plan() -> CheckpointReader:
-        reader = CheckpointReader(source, index)
-        if unlisted := sorted(reader.files - {record.name for record in opened.manifest.files}):
-            raise CheckpointError(f"{source / INDEX}: names {unlisted[0]!r}, which {MARKER} does not list; {DAMAGED}")
+        reader = CheckpointReader(source, index, files=opened.manifest.files)
         planner = ShardLoadPlanner()
         planner.set_up_planner(shards, metadata_of(index))
         try:

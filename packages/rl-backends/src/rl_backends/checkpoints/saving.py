@@ -7,7 +7,6 @@ for any backend, and `save_checkpoint` says which tensors and figures a model of
 
 import json
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -65,7 +64,6 @@ def save_checkpoint(
     folder: str | Path,
     *,
     version: int,
-    weights: bool = True,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
@@ -77,12 +75,11 @@ def save_checkpoint(
         optimizers: None saves the weights alone.
         folder: the checkpoint to be written; its parent belongs to this run, which removes what killed saves left.
         version: optimizer steps that the weights have seen.
-        weights: False leaves them out, if they are saved elsewhere; the model is still identified by names and shapes.
         asynchronous: return when the copies to host memory are made or queued, and write while training goes on. The
             host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
             the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
         extra: what else belongs to the run, as JSON.
-        frozen: weights that are left out, since they never change: their digests by name, as `frozen_digests` returns
+        frozen: weights that are left out, since they never change: their digests by name, as `tensor_digests` returns
             them. A model that loads the checkpoint must have them.
 
     Returns:
@@ -103,14 +100,13 @@ def save_checkpoint(
             held = model_shards(model)
             shards = rng_shards(device_of(held))
             state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
-            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {}) if weights else {}}
-            if weights:
-                shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
+            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {})}
+            shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
             if optimizers is not None:
                 shards |= numbered(optimizer_shards(optimizers, held, bound=bound))
                 state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
                 state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
-            manifest = Manifest(version=version, mesh=mesh_of(held), model=fingerprint(held), weights=weights)
+            manifest = Manifest(version=version, mesh=mesh_of(held), model=fingerprint(held))
             return shards, manifest, state
 
         shards, manifest, state = on_every_rank(collect_here, group=group)
@@ -125,11 +121,9 @@ def save_checkpoint(
 class CheckpointWrite:
     """A save that was started; the checkpoint is on disk when `wait` returns."""
 
-    def __init__(self, folder: Path, future: "Future[Any]", *, waited_s: float) -> None:
+    def __init__(self, folder: Path, future: "Future[Any]") -> None:
         self.folder = folder
         """Where the checkpoint will be."""
-        self.waited_s = waited_s
-        """Seconds that this save first waited for the previous one."""
         self._future = future
         self._raised = False
 
@@ -202,9 +196,7 @@ def write_checkpoint(
     asynchronous: bool,
 ) -> CheckpointWrite:
     """Write what `collect` returns on each rank. It is called when nothing else is being written."""
-    start, running = time.perf_counter(), any(not write.done for write in _last)
     group = idle_group()
-    waited_s = time.perf_counter() - start if running else 0.0
     unseen = [error for write in _last if (error := write.unseen_error()) is not None]
     _last.clear()
 
@@ -242,7 +234,7 @@ def write_checkpoint(
                 future.set_result(save(shards, storage_writer=writer, planner=planner, process_group=group))
             except (CheckpointException, RuntimeError, OSError) as error:
                 future.set_exception(error)
-    write = CheckpointWrite(target, future, waited_s=waited_s)
+    write = CheckpointWrite(target, future)
     if asynchronous:
         _last.append(write)
     else:

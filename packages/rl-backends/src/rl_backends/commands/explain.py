@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     )
     group.add_argument("--lora-rank", type=int, metavar="N", help="train adapters on all linear layers (default: no)")
     group.add_argument("--reference", action="store_true", help="keep a frozen copy of the policy")
-    group.add_argument("--offload-reference", action="store_true", help="keep that copy in host memory")
     group.add_argument("--no-plan", action="store_true", help="leave out which rule shards which parameter")
     add_backend_flags(parser, backend)
 
@@ -64,8 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
             rows=arguments.rows,
             length=arguments.length,
-            reference=arguments.reference or arguments.offload_reference,
-            offload_reference=arguments.offload_reference,
+            reference=arguments.reference,
             **source,
         )
         text, document = explanation.text(plan=not arguments.no_plan), dict(explanation.document)

@@ -1,6 +1,6 @@
-"""`rl-backends export`: a Hugging Face folder of a checkpoint or of a conversion, in one process.
+"""`rl-backends export`: a Hugging Face folder of a checkpoint of either backend, in one process.
 
-It never holds the whole model where it reads a checkpoint; a conversion takes megatron-core, and the model's memory.
+It never holds the whole model.
 
 Exit codes: 0 written; 1 it could not be written, or the checkpoint cannot be read; 2 refused.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rl_backends.commands.flags import add_common_flags, one_of
-from rl_backends.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from rl_backends.checkpoints.manifest import Manifest
     from rl_backends.loading import ModelSource
 
 GIB = 2**30
@@ -29,10 +29,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> None:
     """Declare what the command takes."""
-    parser.add_argument("checkpoint", metavar="FOLDER", help="that save_checkpoint, or `convert`, has written")
-    parser.add_argument(
-        "--model", metavar="SOURCE", help="folder or hub id that training began from (default: a conversion's own)"
-    )
+    parser.add_argument("checkpoint", metavar="FOLDER", help="that save_checkpoint has written")
+    parser.add_argument("--model", required=True, metavar="SOURCE", help="folder or hub id that training began from")
     parser.add_argument("--to", required=True, metavar="FOLDER", help="where to; it must not exist")
     parser.add_argument(
         "--dtype", type=one_of(DTYPES, "--dtype"), metavar="|".join(DTYPES), help="default: the checkpoint's own"
@@ -46,82 +44,50 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and return the exit code."""
-    from rl_backends.megatron.conversion import is_conversion
-
     if not arguments.max_shard_gib > 0:
         raise ValueError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
-    started = time.monotonic()
-    checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
-    what = _of_conversion if is_conversion(checkpoint) else _of_checkpoint
-    figures = what(checkpoint, target, arguments)
-    written = sum(path.stat().st_size for path in target.iterdir())
-    print(f"{target}: {figures['tensors']} tensors of {figures['of']}, {written / GIB:.3f} GiB")
-    if arguments.json:
-        seconds = round(time.monotonic() - started, 3)
-        print(json.dumps({"folder": str(target), **figures, "bytes": written, "seconds": seconds, "holds": True}))
-    return 0
-
-
-def _of_checkpoint(checkpoint: Path, target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from rl_backends.checkpoints.manifest import check_digest, check_model, check_sizes, read_manifest
+    from rl_backends.checkpoints.folders import check_file, in_threads
+    from rl_backends.checkpoints.manifest import DAMAGED, check_model, read_manifest
     from rl_backends.checkpoints.shards import fingerprint, model_shards
     from rl_backends.export import export_pretrained
     from rl_backends.loading import open_model
 
-    if arguments.model is None:
-        raise ValueError("--model is needed for a checkpoint: the folder or hub id that training began from")
+    started = time.monotonic()
+    checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
     manifest = read_manifest(checkpoint)
-    if not manifest.weights:
-        raise ValueError(f"{checkpoint} holds no weights, which were left out when it was saved")
     source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
     skeleton = source.skeleton()
     check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
-    check_sizes(checkpoint, manifest)
-    for record in manifest.files:
-        check_digest(checkpoint, record)
+    in_threads(lambda file: check_file(checkpoint / file[0], file[1], remedy=DAMAGED), manifest.files.items())
     export_pretrained(
         skeleton,
         target,
-        **_options(arguments, source),
-        tensors=_tensors(checkpoint, list(manifest.model), dtype=arguments.dtype),
+        dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
+        max_shard_bytes=int(arguments.max_shard_gib * GIB),
+        tokenizer=_tokenizer(source, arguments) if arguments.tokenizer else None,
+        tensors=_tensors(checkpoint, manifest, dtype=arguments.dtype),
     )
-    version = manifest.version
-    return {"of": f"version {version}", "version": version, "tensors": len(manifest.model)}
+    version, tensors = manifest.version, len(manifest.model)
+    written = sum(path.stat().st_size for path in target.iterdir())
+    print(f"{target}: {tensors} tensors of version {version}, {written / GIB:.3f} GiB")
+    if arguments.json:
+        figures = {"folder": str(target), "version": version, "tensors": tensors, "bytes": written}
+        print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 3), "holds": True}))
+    return 0
 
 
-def _of_conversion(conversion: Path, target: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from rl_backends.loading import open_model
-    from rl_backends.megatron.conversion import export_conversion, read_conversion
-
-    found = read_conversion(conversion)
-    name, revision = arguments.model or found.model_name, arguments.revision
-    if arguments.model is None and revision is None:
-        revision = found.revision
-    source = open_model(name, revision=revision, trust_remote_code=arguments.trust_remote_code)
-    try:
-        tensors = export_conversion(found, source, target, **_options(arguments, source))
-    except MissingDependencyError as absent:
-        raise ValueError(str(absent)) from absent
-    return {"of": f"the conversion of {found.model_name}", "key": found.key, "tensors": tensors}
-
-
-def _options(arguments: argparse.Namespace, source: "ModelSource") -> dict[str, Any]:
+def _tokenizer(source: "ModelSource", arguments: argparse.Namespace) -> Any:
+    """That of the source, if it has one."""
     from rl_backends.loading import load_tokenizer
 
-    tokenizer, files = None, ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    if arguments.tokenizer and any((source.folder / name).is_file() for name in files):
+    if any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-        tokenizer = load_tokenizer(source.model_name, **asked)
-    elif arguments.tokenizer:
-        print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
-    return {
-        "dtype": None if arguments.dtype is None else getattr(torch, arguments.dtype),
-        "max_shard_bytes": int(arguments.max_shard_gib * GIB),
-        "tokenizer": tokenizer,
-    }
+        return load_tokenizer(source.model_name, **asked)
+    print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
+    return None
 
 
-def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -130,13 +96,13 @@ def _tensors(checkpoint: Path, names: list[str], *, dtype: str | None) -> Iterat
     from rl_backends.checkpoints.shards import whole_tensor
 
     index = read_json(checkpoint / INDEX)
-    for name in names:
+    for name in manifest.model:
         key = f"weights/{name}"
         entry = index[key]
         tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
-            reader = CheckpointReader(checkpoint, {key: entry})
+            reader = CheckpointReader(checkpoint, {key: entry}, files=manifest.files)
             load({key: whole_tensor(tensor)}, storage_reader=reader, planner=ShardLoadPlanner())
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)

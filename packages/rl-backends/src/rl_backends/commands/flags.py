@@ -9,7 +9,8 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -34,7 +35,7 @@ SHORT: Mapping[str, Mapping[str, str]] = {
 }
 """Field -> a shorter flag."""
 
-NO_FLAG = ("enabled", "lora_cfg", "kernels", "optimizer", "scheduler")
+NO_FLAG = ("enabled", "lora_cfg", "kernels")
 """What is chosen by --backend, and what is no single value."""
 KERNELS_PREFIX = "kernels_"
 
@@ -123,15 +124,15 @@ def config_of(config: type[ConfigT], arguments: argparse.Namespace, *, prefix: s
 
 
 def field_docs(config: type[Any]) -> dict[str, str]:
-    """Field -> the string that stands under it in the source, in one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """Field -> the string that stands under it in the source, of the class or one that it derives from, in one line."""
     found: dict[str, str] = {}
-    for field, under in zip(body.body, body.body[1:], strict=False):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        is_text = isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
-        if is_field and is_text:
-            found[field.target.id] = " ".join(str(under.value.value).split())  # type: ignore[attr-defined]
+    for owner in filter(is_dataclass, reversed(config.__mro__)):
+        [body] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, under in pairwise(body.body):
+            match field, under:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
     return found
 
 

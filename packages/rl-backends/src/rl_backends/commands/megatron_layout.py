@@ -1,18 +1,13 @@
-"""How Megatron would arrange ranks and lay a model over them, by arithmetic: no ranks, no weights, no megatron-core.
-
-Ranks are counted as megatron-core counts them: tensor-parallel ones first, then context, data, pipeline; experts count
-from the first rank of a stage on, over tensor, context and data ranks alike.
-"""
+"""How Megatron would lay a model over ranks, and what each holds, by arithmetic: no ranks, weights or megatron-core."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from torch import nn
 
-from rl_backends.dry_run.explanation import format_bytes
+from rl_backends.dry_run.explanation import format_bytes, release_of
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
@@ -30,23 +25,11 @@ DOES = {
     "dp": "have rows of their own, and sum gradients",
     "pp": "share the layers, as stages of a pipeline",
 }
-SHOWN_GROUPS, SHOWN_RANKS = 4, 8
 GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
 """Where weights are bfloat16."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
-    """One way in which ranks share the work."""
-
-    name: str
-    size: int
-    does: str
-    groups: tuple[tuple[int, ...], ...]
-    """Ranks that share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +56,8 @@ class Stage:
 def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors, tied ones once, with the adapters that `config` asks for."""
     if config.lora_cfg is not None and not getattr(skeleton, "peft_config", None):
+        from rl_backends.loading.skeleton import without_weights
         from rl_backends.lora import add_lora
-        from rl_backends.reference import without_weights
 
         skeleton = add_lora(without_weights(skeleton), config.lora_cfg, layers_only=True)
     names = first_names(skeleton)
@@ -107,24 +90,6 @@ def readable_layout(
     assert architecture is not None
     assert config is not None
     return architecture, config
-
-
-def axes_of(config: MegatronConfig, *, ranks: int) -> list[Axis]:
-    """Every axis of more than one rank, and who shares along it."""
-    sizes = sizes_of(config, ranks)
-    strides = {"tp": 1, "cp": sizes["tp"], "ep": 1, "dp": sizes["tp"] * sizes["cp"]}
-    strides["pp"] = strides["dp"] * sizes["dp"]
-    axes = []
-    for name, does in DOES.items():
-        if (size := sizes[name]) > 1:
-            stride = strides[name]
-            groups = tuple(
-                tuple(range(start + first, start + first + size * stride, stride))
-                for start in range(0, ranks, size * stride)
-                for first in range(stride)
-            )
-            axes.append(Axis(name=name, size=size, does=does, groups=groups))
-    return axes
 
 
 def stages_of(
@@ -200,14 +165,10 @@ def describe_layout(
 
     No ranks, no weights, and no megatron-core are needed.
     """
-    from rl_backends.dry_run.explanation import release_of
-
     architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
-    axes = axes_of(config, ranks=ranks)
     stages = stages_of(architecture, shapes_of(skeleton, config), config, ranks=ranks)
     fullest = max(stages, key=lambda stage: stage.num_bytes)
-    padded = padded_vocab_size(architecture, config)
-    directory = {"directory": str(megatron_checkpoint_dir().absolute()), "told": explain_megatron_checkpoint_dir()}
+    words, padded = architecture.vocab_size, padded_vocab_size(architecture, config)
     document = {
         "backend": "megatron",
         "model": {
@@ -218,63 +179,46 @@ def describe_layout(
         "world_size": ranks,
         "config": asdict(config),
         "versions": {name: release_of(name) for name in ("megatron-core", "torch", "transformers")},
-        "layout": [asdict(axis) for axis in axes],
+        "layout": sizes_of(config, ranks),
         "stages": [{**asdict(stage), "bytes": stage.num_bytes} for stage in stages],
         "memory": {"fullest_rank_bytes": fullest.num_bytes},
-        "vocabulary": {
-            "words": architecture.vocab_size,
-            "padded": padded,
-            "padding": padded - architecture.vocab_size,
-            "rows_of_rank": padded // config.tensor_model_parallel_size,
-        },
-        "checkpoint_dir": directory,
+        "vocabulary": {"words": words, "padded": padded, "rows_of_rank": padded // config.tensor_model_parallel_size},
+        "checkpoint_dir": str(megatron_checkpoint_dir().absolute()),
     }
-    return "\n".join(_told(document, axes, stages, fullest=fullest)), document, fullest.num_bytes
+    return "\n".join(_told(document, config, stages, fullest=fullest)), document, fullest.num_bytes
 
 
-def _told(document: dict[str, Any], axes: Sequence[Axis], stages: Sequence[Stage], *, fullest: Stage) -> Iterator[str]:
-    model, ranks, config = document["model"], document["world_size"], document["config"]
+def _told(
+    document: dict[str, Any], config: MegatronConfig, stages: Sequence[Stage], *, fullest: Stage
+) -> Iterator[str]:
+    model, ranks, words = document["model"], document["world_size"], document["vocabulary"]
     yield (
-        f"MegatronBackend of {model['class']} ({model['parameters']:,} parameters) on {ranks} {config['device']} "
+        f"MegatronBackend of {model['class']} ({model['parameters']:,} parameters) on {ranks} {config.device} "
         f"rank{'s' if ranks > 1 else ''}"
     )
     yield ", ".join(
         f"{name} {release}" if release else f"{name} is not installed, and training needs it: {INSTALL}"
         for name, release in document["versions"].items()
     )
-    yield "\nlayout" if axes else "\nlayout\n  one rank: nothing is shared out"
-    for axis in axes:
-        listed = "; ".join(_listed(group) for group in axis.groups[:SHOWN_GROUPS])
-        more = f"; and {len(axis.groups) - SHOWN_GROUPS} more" if len(axis.groups) > SHOWN_GROUPS else ""
-        yield f"  {axis.name}{axis.size:>5}  {axis.does}: ranks {listed}{more}"
+    used = [
+        f"  {axis}{size:>5}  {DOES[axis]}" for axis, size in document["layout"].items() if axis in DOES and size > 1
+    ]
+    yield "\n".join(["\nlayout", *(used or ["  one rank: nothing is shared out"])])
     yield "\nstages" if len(stages) > 1 else "\neach rank"
     for stage in stages:
-        runs: list[list[int]] = []  # several where a stage holds chunks of the model
-        for layer in stage.layers:
-            if runs and layer == runs[-1][-1] + 1:
-                runs[-1].append(layer)
-            else:
-                runs.append([layer])
-        named = " and ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-        parts = [f"layer{'s' if len(stage.layers) > 1 else ''} {named}"]
+        first, last = stage.layers[0], stage.layers[-1]
+        in_one = last - first == len(stage.layers) - 1  # and not in the chunks of virtual stages
+        parts = [f"layers {first} to {last}" if in_one else f"layers {' '.join(map(str, stage.layers))}"]
         parts += ["the embedding"] * stage.embedding + ["the last norm and the head"] * stage.head
-        yield f"  ranks {_listed(stage.ranks)}: {', '.join(parts)}; {stage.numbers:,} numbers each"
-    words = document["vocabulary"]
-    padding = f"padded with zeros to {words['padded']:,}" if words["padding"] else "as is"
+        yield f"  ranks {stage.ranks[0]} to {stage.ranks[-1]}: {', '.join(parts)}; {stage.numbers:,} numbers each"
+    padding = f"padded with zeros to {words['padded']:,}" if words["padded"] > words["words"] else "as is"
     yield f"  vocabulary of {words['words']:,} words, {padding}: {words['rows_of_rank']:,} rows a rank"
-    states = "AdamW, two moments" + (" and float32 masters" if config["precision"] == "bfloat16" else "")
-    shared = ", shared out to data-parallel ranks" if config["use_distributed_optimizer"] else ""
-    yield f"\nmemory of the fullest ranks ({_listed(fullest.ranks)}), without activations and communication"
-    yield f"  weights    {format_bytes(fullest.weight_bytes):>12}  {config['precision']}"
+    states = "AdamW, two moments" + (" and float32 masters" if config.precision == "bfloat16" else "")
+    shared = ", shared out to data-parallel ranks" if config.use_distributed_optimizer else ""
+    yield f"\nmemory of the fullest ranks (from {fullest.ranks[0]} on), without activations and communication"
+    yield f"  weights    {format_bytes(fullest.weight_bytes):>12}  {config.precision}"
     yield f"  gradients  {format_bytes(fullest.gradient_bytes):>12}  float32"
     yield f"  optimizer  {format_bytes(fullest.optimizer_bytes):>12}  {states}{shared}"
     yield f"  together   {format_bytes(fullest.num_bytes):>12}"
     yield "\nweights are read from the Hugging Face files, each rank its own parts; nothing is converted"
-    yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {document['checkpoint_dir']['told']}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) > 1 and all(later - rank == 1 for rank, later in pairwise(ranks)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    shown = " ".join(map(str, ranks[:SHOWN_RANKS]))
-    return f"{shown} ... {ranks[-1]}" if len(ranks) > SHOWN_RANKS else shown
+    yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {explain_megatron_checkpoint_dir()}"

@@ -22,9 +22,6 @@ from typing import Any
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config
 
-TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
-"""Of the largest relative difference where nobody said another; bfloat16 has 8 bits."""
-
 LEFT_OUT = ("device", "router_aux_loss_coef", "peak_flops_per_s", "checkpoint_dir", "timeout_s")
 PREFERRED = {"micro_batch_size": 2}
 LENGTHS = {"dtensor": (5, 13), "megatron": (512, 560)}
@@ -35,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     """Declare what the command takes, with the flags of the backend that is asked for."""
     backend = add_model_arguments(parser, given)
     group = parser.add_argument_group("comparison")
-    group.add_argument("--tolerance", type=float, metavar="X", help=f"default: {TOLERANCES} by --precision")
+    group.add_argument("--tolerance", type=float, metavar="X", help="default: 1e-5 in float32, 0.1 in bfloat16")
     group.add_argument("--no-shrink", action="store_true", help="the configuration is small already")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and rows (default %(default)s)")
     group.add_argument(
@@ -58,14 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.each_kernel:
         if arguments.ranks != 1 or arguments.backend != "dtensor":
             raise ValueError("--each-kernel compares kernels of the DTensor backend on one rank: leave out the others")
-        from rl_backends.commands.verify_kernels import verify_each_kernel
+        from rl_backends.commands.comparison import verify_each_kernel
 
         return verify_each_kernel(arguments)
     if arguments.device == "cuda":
         raise ValueError("--device cuda is for --each-kernel: the comparison of several ranks runs on CPUs over gloo")
     import torch
 
-    from rl_backends.commands.comparison import compare, make_rows, plain_result, run_ranks, save_small_model
+    from rl_backends.commands.comparison import (
+        TOLERANCES,
+        compare,
+        make_rows,
+        plain_result,
+        run_ranks,
+        save_small_model,
+    )
 
     megatron = arguments.backend == "megatron"
     if megatron:
@@ -114,15 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _megatron_config(arguments: argparse.Namespace) -> Any:
     """What could not be done with the model itself is refused here, and not done with a small one."""
     from rl_backends.commands.megatron_layout import readable_layout
-    from rl_backends.errors import MissingDependencyError
     from rl_backends.megatron.installed import check_installed
     from rl_parallel_plans.model_source import read_config
 
     asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     hf_config = read_config(arguments.model, **asked)
     config = readable_layout(hf_config, lambda: chosen_config(arguments, **PREFERRED), ranks=arguments.ranks)[1]
-    try:
-        check_installed()  # else every rank would say so, half a minute later
-    except MissingDependencyError as absent:
-        raise ValueError(str(absent)) from None
+    check_installed()  # else every rank would say so, half a minute later
     return config

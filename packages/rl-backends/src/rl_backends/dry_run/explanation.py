@@ -33,13 +33,13 @@ from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
+from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.optimizers import OptimizerConfig
 from rl_backends.optimizers.optimizers import table
-from rl_backends.reference import without_weights
 from rl_parallel_plans import as_json
-from rl_parallel_plans.forecast.report import PhasePeak
+from rl_parallel_plans.forecast.report import PhasePeak, StepPeaks
 
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
@@ -72,8 +72,6 @@ class StepRequest:
     """Of the log-probabilities."""
     reference: bool = False
     """Keep a frozen copy of the policy."""
-    offload_reference: bool = False
-    """Keep that copy in host memory."""
     different_tokens: int = DIFFERENT_TOKENS
     """Ids of the rows are from 0 to one less."""
 
@@ -124,46 +122,21 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
-    """Peak memory of a step of the backend on one rank, predicted by running it on fake tensors."""
+class DryRun(StepPeaks):
+    """Peak memory of a step of the backend on one rank, predicted by running it on fake tensors.
 
-    model: str
-    """Class of the model."""
-    num_parameters: int
-    """Of the whole model, ties counted once."""
+    Its phases are between steps, logp, reference logp, forward_backward and optim_step, on rank 0, whose shards are the
+    largest.
+    """
+
     mesh: Mapping[str, int]
     """Ranks on each axis."""
-    num_rows: int
-    """Of the whole batch, on all ranks together."""
-    num_tokens: int
-    """Of the whole batch, padding left out."""
     num_microbatches: int
     """That each rank works on."""
-    phases: tuple[PhasePeak, ...]
-    """between steps, logp, reference logp, forward_backward, optim_step, on rank 0, whose shards are the largest. A
-    phase's peak counts what was alive when it began."""
     host_bytes: int
     """Held in host memory beside, where parameters or the reference are offloaded from a GPU; else 0."""
     collectives: tuple[Collective, ...]
     """What ranks send one another, by phase."""
-    assumptions: tuple[str, ...]
-    """What the figures rest on, and what they leave out."""
-
-    @property
-    def peak(self) -> PhasePeak:
-        """The worst moment of the step."""
-        return max(self.phases, key=lambda phase: phase.num_bytes)
-
-    def phase(self, name: str) -> PhasePeak:
-        """The phase of this name.
-
-        Raises:
-            KeyError: there is none.
-        """
-        found = {phase.name: phase for phase in self.phases}
-        if name not in found:
-            raise KeyError(f"no phase {name!r}: the step has {', '.join(found)}")
-        return found[name]
 
     def text(self) -> str:
         """For people."""
@@ -234,7 +207,6 @@ def explain(
     lengths: Sequence[int] | None = None,
     temperature: float = 1.0,
     reference: bool = False,
-    offload_reference: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Explanation:
@@ -252,7 +224,6 @@ def explain(
         lengths: of each row of the batch, instead of `rows` and `length`.
         temperature: divides the logits.
         reference: keep a frozen copy of the policy too.
-        offload_reference: keep that copy in host memory.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run the model's own Python code. Only for code that you have read.
 
@@ -277,7 +248,6 @@ def explain(
         optimizer=optimizer,
         temperature=temperature,
         reference=reference,
-        offload_reference=offload_reference,
     )
     if isinstance(model, nn.Module):
         skeleton = without_weights(model)
@@ -288,12 +258,16 @@ def explain(
     flops, all_lengths = None, torch.tensor(asked.lengths)
     with suppress(ModelError):  # of a model whose modules do not tell
         flops = {"model": float(ModelFlops.of(skeleton).of_rows(all_lengths, all_lengths - 1).sum())}
-    model_type = getattr(getattr(skeleton, "config", None), "model_type", None)
+    about = {
+        "class": type(skeleton).__name__,
+        "parameters": sum(parameter.numel() for parameter in skeleton.parameters()),
+        "model_type": getattr(getattr(skeleton, "config", None), "model_type", None),
+    }
     made, plan = dry_run_here(skeleton, config, asked, world_size=world_size)
     sharded_over = made.mesh["dp"] * made.mesh["ep"] * made.mesh["cp"]
     document = {
         "format": FORMAT,
-        "model": {"class": made.model, "parameters": made.num_parameters, "model_type": model_type},
+        "model": about,
         "versions": {name: release_of(name) for name in ("torch", "transformers", "rl-backends")},
         "world_size": world_size,
         "config": asdict(config),
@@ -306,8 +280,8 @@ def explain(
             "optimizer": None if optimizer is None else optimizer.name,
         },
         "batch": {
-            "rows": made.num_rows,
-            "tokens": made.num_tokens,
+            "rows": len(asked.lengths),
+            "tokens": sum(asked.lengths),
             "layout": "packed" if config.sequence_packing else "padded",
             "microbatches": made.num_microbatches,
             "micro_batch_size": config.micro_batch_size,

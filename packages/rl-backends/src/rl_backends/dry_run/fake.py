@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import compress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +32,7 @@ from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.errors import ModelError
+from rl_backends.examples import TokenRows
 from rl_backends.kernels import KernelsConfig
 from rl_backends.kernels.table import PLAIN
 from rl_backends.lora import add_lora
@@ -45,7 +46,7 @@ from rl_parallel_plans.forecast import (
     gathered_labels,
 )
 from rl_parallel_plans.forecast.fake import tensors_in
-from rl_parallel_plans.forecast.report import PhasePeak
+from rl_parallel_plans.forecast.report import phase_peaks
 from rl_parallel_plans.forecast.tracker import (
     ACTIVATIONS,
     BUFFERS,
@@ -57,16 +58,6 @@ from rl_parallel_plans.forecast.tracker import (
 
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Examples of which every token but the first is trained."""
-
-    rows_per_unit: ClassVar[int] = 1
-    tokens: Int[Tensor, "B T"]
-    lengths: Int[Tensor, " B"]
-    trainable: Bool[Tensor, "B T"]
 
 
 def run_step(
@@ -101,7 +92,7 @@ def run_step(
         reference = None
         if asked.reference:
             tracker.outside_backward = REFERENCE
-            reference = backend.freeze_reference(offload=asked.offload_reference)
+            reference = backend.freeze_reference()
         tracker.outside_backward = ACTIVATIONS
         gc.collect()
         ledger.moment(BETWEEN_STEPS)
@@ -130,26 +121,24 @@ def run_step(
     return backend
 
 
-def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> _Rows:
-    """Rows of these lengths, with ids below `different_tokens`."""
+def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> TokenRows:
+    """Rows of these lengths, with ids below `different_tokens`; every token but the first trains."""
     width = max(lengths)
     each = torch.tensor(lengths)
     place = torch.arange(width)
-    return _Rows(
+    return TokenRows(
         tokens=(place + each[:, None]) % different_tokens,
         lengths=each,
         trainable=(place > 0) & (place < each[:, None]),
     )
 
 
-def _loss(logp: Float[Tensor, "b w"], _: _Rows) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(logp: Float[Tensor, "b w"], _: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
     total = -logp.sum()
     return total, {"loss": total.detach()}
 
 
 # ---- On fake ranks and tensors.
-
-LARGEST = 8
 
 
 def dry_run_here(
@@ -176,7 +165,6 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tupl
 
     vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
-    num_parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
     # Kernels of a GPU do not run here: memory is predicted with those that run anywhere.
     kernels = KernelsConfig(loss_chunk_size=config.kernels.loss_chunk_size)
@@ -207,26 +195,13 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tupl
         ) from error
 
     # What lies in the memory of the host and not of a GPU; on a CPU there is one memory only.
-    away: tuple[str, ...] = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE) if config.cpu_offload else ()
-    away += (REFERENCE,) if asked.reference and (asked.offload_reference or config.cpu_offload) else ()
-    away = () if config.device == "cpu" else away
+    lies_there = config.cpu_offload and config.device != "cpu"
+    away = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, REFERENCE) if lies_there else ()
     sharded = backend._distributed  # noqa: SLF001 - ours
     made = DryRun(
-        model=type(skeleton).__name__,
-        num_parameters=num_parameters,
         mesh=sizes_of(sharded.mesh),
-        num_rows=len(asked.lengths),
-        num_tokens=sum(asked.lengths),
         num_microbatches=len(sharded.take(rows_of(asked.lengths, different_tokens=asked.different_tokens))[1]),
-        phases=tuple(
-            PhasePeak(
-                name=name,
-                num_bytes=peak.total,
-                by_category=peak.by_category,
-                largest=tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST]),
-            )
-            for name, peak in ledger.peaks(without=away).items()
-        ),
+        phases=phase_peaks(ledger, without=away),
         host_bytes=max(sum(peak.by_category.get(kind, 0) for kind in away) for peak in ledger.peaks().values()),
         collectives=counter.found(sharded.mesh),
         assumptions=tuple(_assumptions(config, attention_calls=len(calls))),

@@ -19,22 +19,20 @@ from torch.distributed.fsdp import FSDPModule
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
-from rl_backends.checkpoints.frozen_weights import frozen_digests
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading import initialise, open_model
+from rl_backends.loading import ModelSource, initialise
+from rl_backends.loading.skeleton import without_weights
 from rl_backends.lora import (
     MergedWeights,
-    adapter_size,
     adapters_disabled,
     add_lora,
     export_merged,
     fill_with_adapters,
-    load_adapter,
     save_adapter,
 )
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
@@ -42,14 +40,12 @@ from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
 from rl_backends.rank_agreement import (
     add_up,
-    host_group,
     largest_on_any_rank,
     raise_together,
     sums_of_last_rank,
     told_by_last_rank,
 )
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
-from rl_backends.reference import ReferenceModel, without_weights
 from rl_parallel_plans import (
     NamedShard,
     get_logprobs_from_vocab_parallel_logits,
@@ -110,43 +106,15 @@ class DTensorBackend(Backend):
                 check_head(self._distributed, self._head)
             watched = config.router_aux_loss_coef > 0
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
-            self._meter = self._make_meter(recomputed=config.activation_checkpointing == "full")
+            self._meter = self._make_meter()
         self._merged: MergedWeights | None = None
-        self._frozen: dict[str, int] | None = None
-        """Digests of the weights that adapters leave as they are."""
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model_name: str,
-        config: DTensorConfig,
-        *,
-        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
-        weights: Literal["pretrained", "random"] = "pretrained",
-        new_head: bool = False,
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
+    def _of_source(
+        cls, source: ModelSource, config: DTensorConfig, *, random: bool, new_head: bool, seed: int
     ) -> "DTensorBackend":
-        """Load a folder or hub id, each rank reading its own shards: no rank ever holds the whole model.
-
-        Args:
-            model_name: a folder with `config.json` and safetensors weights, or a hub id.
-            config: sharding, device, precision, microbatches, adapters.
-            head: what the model ends in; "sequence_classification" is a reward or value model of one number.
-            weights: "random" reads the configuration alone and initialises as transformers would, from `seed`, to the
-                same weights on every mesh.
-            new_head: let a reward or value model's head begin at random, where the folder is a language model's.
-            seed: of random weights, of a new head and of adapters.
-            revision: branch, tag or commit of a hub id; pin it to make a run repeatable.
-            trust_remote_code: run the model's own Python code. Only for code that you have read.
-
-        Raises:
-            ModelError: what `open_model` refuses: absent files, missing or superfluous tensors, other shapes.
-        """
-        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
         load = partial(source.load_into, new_head=new_head, seed=seed)
-        fill: Callable[[nn.Module], object] = partial(initialise, seed=seed) if weights == "random" else load
+        fill: Callable[[nn.Module], object] = partial(initialise, seed=seed) if random else load
         return cls(source.skeleton(), config, seed=seed, fill=fill)
 
     @property
@@ -154,10 +122,7 @@ class DTensorBackend(Backend):
         """The sharded model, an `nn.Module` under its Hugging Face names, for whatever reads or moves its weights."""
         return self._distributed.model
 
-    def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> Optimizers:
-        if optimizer is None:
-            raise ValueError("start_training needs an optimizer: pass an OptimizerConfig")
-        self._optimizer_config = optimizer
+    def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> Optimizers:
         return make_optimizers(self.model, optimizer, num_steps=num_steps)
 
     def _accumulate(
@@ -247,13 +212,7 @@ class DTensorBackend(Backend):
 
     def _clip_and_step(self) -> GradientStep:
         assert self._optimizers is not None
-        return clip_and_step(
-            self.model,
-            self._optimizers,
-            self._optimizer_config,
-            version=self.version,
-            pipeline=self._distributed.pipeline,
-        )
+        return clip_and_step(self.model, self._optimizers, version=self.version, pipeline=self._distributed.pipeline)
 
     @property
     def _always_trains(self) -> bool:
@@ -267,17 +226,12 @@ class DTensorBackend(Backend):
                     dist.all_reduce(count, group=group)
         return router_metrics(counts) if counts else {}
 
-    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
-        """As of every backend; of a copy that is offloaded, each layer visits the device when it runs."""
-        self._require_on_device("freeze_reference", WEIGHTS)
-        temperature = lambda: self._temperature  # noqa: E731 - of the stage
-        if without_adapters:
-            with adapters_disabled(self.model):  # refuses now, and not at the first question
-                pass
-            off = partial(adapters_disabled, self.model)
-            return ReferenceModel(self._distributed, self._head, temperature=temperature, as_reference=off)
-        copied = copy_of(self._distributed, without_weights(self._skeleton), offload=offload)
-        return ReferenceModel(copied, self._head, temperature=temperature)
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        return adapters_disabled(self.model)
+
+    def _frozen_copy(self, *, offload: bool) -> tuple[ShardedModel, Callable[[], AbstractContextManager[Any]]]:
+        # Of one that is offloaded, FSDP lets each layer visit the device when it runs.
+        return copy_of(self._distributed, without_weights(self._skeleton), offload=offload), nullcontext
 
     def shards(self) -> "list[NamedShard]":  # noqa: D102 - as of every backend
         self._require_on_device("shards", WEIGHTS)
@@ -288,14 +242,6 @@ class DTensorBackend(Backend):
         else:
             self._merged.refresh()
         return list(self._merged.shards())
-
-    def skeleton_buffers(self) -> dict[str, Tensor]:  # noqa: D102
-        transient = {
-            f"{path}.{name}" if path else name
-            for path, module in self.model.named_modules()
-            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public one
-        }
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in transient}
 
     def _weights_moved(self, *, away: bool) -> None:
         if self._merged is not None:
@@ -320,34 +266,19 @@ class DTensorBackend(Backend):
         self._require_on_device("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
-    def load_adapter(self, folder: str | Path) -> None:
-        """Put adapters that `save_adapter` or peft wrote in the place of this policy's; every rank must call it.
+    def _frozen_weights(self) -> "list[NamedShard]":
+        parameters = (each for each in named_shards(self.model) if isinstance(each.tensor, nn.Parameter))
+        return [each for each in parameters if not each.tensor.requires_grad]
 
-        Raises:
-            CheckpointError: they are damaged, or another model's; nothing has changed.
-        """
-        self._require_on_device("load_adapter", WEIGHTS)
-        load_adapter(self.model, Path(folder))
-
-    def _write_checkpoint(
-        self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
-    ) -> CheckpointWrite:
-        asked: dict[str, Any] = {"weights": weights, "asynchronous": asynchronous, "extra": extra}
-        if self.config.lora_cfg is not None:
-            if self._frozen is None:  # once: these weights never change
-                self._frozen = frozen_digests(self.model, group=host_group())
-            asked["frozen"] = self._frozen
+    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
         return save_checkpoint(self.model, self._optimizers, folder, version=self.version, **asked)
 
-    def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
-        self._frozen = None
-        return load_checkpoint(
-            self.model, self._optimizers, folder, weights=weights, optimizer=optimizer, verify=verify
-        )
+    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
+        return load_checkpoint(self.model, self._optimizers, folder, **asked)
 
-    def explain(self) -> str:
-        """The mesh, which rule shards which parameter and why, the adapters and the optimizer."""
-        sharded, config, model, optimizers = self._distributed, self.config, self.model, self._optimizers
+    def _explained(self) -> list[str]:
+        """The mesh, and which rule shards which parameter and why."""
+        sharded, config, model = self._distributed, self.config, self.model
         axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
         wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
         # Dtypes of the parameters and of the optimizer's state as they are now, not as they were asked for.
@@ -368,15 +299,7 @@ class DTensorBackend(Backend):
                 f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them"
             )
         ignored = ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)
-        lines += [f"ignored: {each}" for each in ignored]
-        if getattr(model, "peft_config", None) is not None:
-            lines.append(adapter_size(model).explain())
-        if optimizers is not None:
-            lines.append(optimizers.explain())
-        return "\n".join(lines)
-
-    def _release(self) -> None:
-        self._distributed.close()
+        return [*lines, *(f"ignored: {each}" for each in ignored)]
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.

@@ -2,37 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
+from rl_backends.choices import out_of_bounds
+from rl_backends.config import BackendConfig
 from rl_backends.kernels import KernelsConfig
 from rl_backends.kernels.table import static_problems
-from rl_backends.lora.config import LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DTensorConfig:
+class DTensorConfig(BackendConfig):
     """Ranks = pipeline x replicate x shard x expert x context x tensor; `shard` is what the sizes below leave."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     enabled: bool = True
     """Train with this backend, unless `megatron_cfg.enabled` takes precedence; see `select_backend`."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model lives. It is stated, never guessed; `cuda` without a GPU is refused."""
-
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """What the forward and backward passes compute in; weights, gradients and optimizer state stay float32."""
-
     tensor_parallel_size: int = 1
     """Ranks that share each matrix multiplication."""
-
-    sequence_parallel: bool = False
-    """Under tensor parallelism, cut what lies between blocks along the sequence too: less memory for activations."""
-
-    context_parallel_size: int = 1
-    """Ranks that share the tokens of each row, for rows too long for one; of packed rows each rank has its share."""
 
     expert_parallel_size: int = 1
     """Ranks that share the experts of a mixture; each has rows of its own."""
@@ -48,21 +34,8 @@ class DTensorConfig:
     data_parallel_replicate_size: int = 1
     """Groups that hold a whole copy of the shards each (HSDP). 1 shards over all data-parallel ranks (FSDP)."""
 
-    lora_cfg: LoraConfig | None = None
-    """Train low-rank adapters and freeze the rest; None trains all weights. Engines get merged weights either way."""
-
     custom_parallel_plan: str | None = None
     """`package.module:name` of a plan or of a function that makes one, instead of the built-in plan."""
-
-    micro_batch_size: int = 64
-    """Most rows in one forward and backward pass on one rank. Smaller takes less memory."""
-
-    micro_batch_tokens: int | None = None
-    """Most tokens in one pass on one rank, padding included (dynamic batching); None bounds by rows alone. A single
-    unit of rows that is larger is refused."""
-
-    sequence_packing: bool = False
-    """Lay rows one after the other without padding, in one sequence that attention cannot see across."""
 
     share_prefixes: bool = False
     """Compute once what rows of one microbatch begin with alike: the prompt of a group of rollouts, and what their
@@ -87,26 +60,9 @@ class DTensorConfig:
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss of a mixture of experts, sequence by sequence; 0 leaves it out."""
 
-    peak_flops_per_s: float | None = None
-    """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
-    of a GPU; a CPU has none."""
-
-    timeout_s: float = 600.0
-    """Seconds that a rank waits for another in a collective before it gives up with an error; there, what the first
-    backend of the process was given counts for all. Also for one that still writes its part of a checkpoint."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        bounds = {
-            ">= 1": "tensor_parallel_size context_parallel_size expert_parallel_size pipeline_parallel_size "
-            "data_parallel_replicate_size micro_batch_size micro_batch_tokens",
-            "> 0": "peak_flops_per_s timeout_s",
-            ">= 0": "router_aux_loss_coef",
-        }
-        refuse([*out_of_bounds(self, bounds), *self._combinations()])
-
-    def _combinations(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
+        sizes = "tensor_parallel_size expert_parallel_size pipeline_parallel_size data_parallel_replicate_size"
+        yield from out_of_bounds(self, {">= 1": sizes, ">= 0": "router_aux_loss_coef"})
         yield from static_problems(self)
         if self.pipeline_parallel_size > 1:
             for holds, other in (

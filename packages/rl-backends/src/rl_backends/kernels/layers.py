@@ -27,6 +27,15 @@ ROPE = "apply_rotary_pos_emb"
 """What transformers calls the function of queries, keys, cosines and sines, in every modelling module."""
 
 
+def _gives(run: Callable[[], Any], wanted: Any) -> bool:
+    """Whether a module's own code returns these tensors, and raises nothing."""
+    try:
+        torch.testing.assert_close(run(), wanted, rtol=1e-5, atol=1e-6)
+    except (AssertionError, TypeError, RuntimeError, AttributeError, ValueError):
+        return False
+    return True
+
+
 # -- RMS norms -------------------------------------------------------------------------------------------
 
 
@@ -71,12 +80,8 @@ def _offset_of(path: str, norm: nn.Module) -> float:
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if isinstance(eps, float):
             normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
-            try:
-                said = type(norm).forward(twin, hidden)
-            except (TypeError, RuntimeError, AttributeError):
-                said = torch.full_like(hidden, float("nan"))
             for offset in (0.0, 1.0):
-                if torch.allclose(said, normed * (offset + weight), rtol=1e-5, atol=1e-6):
+                if _gives(lambda: type(norm).forward(twin, hidden), normed * (offset + weight)):
                     return offset
     raise ModelError(
         f"{path} ({type(norm).__name__}) is not x / rms(x) * weight or * (1 + weight) of one input, which is all that "
@@ -141,12 +146,8 @@ def _check_rotation(path: str, module: nn.Module, own: Callable[..., Any]) -> No
     with unset_fake_temporarily():
         query, key = torch.randn(1, 4, 5, 8, device="cpu"), torch.randn(1, 2, 5, 8, device="cpu")
         angles = torch.randn(1, 5, 4, device="cpu").repeat(1, 1, 2)
-        wanted = rotated(query, key, angles.cos(), angles.sin())
-        try:
-            said = own(query, key, angles.cos(), angles.sin())
-            same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(said, wanted, strict=True))
-        except (TypeError, RuntimeError, ValueError):
-            same = False
+        given = query, key, angles.cos(), angles.sin()
+        same = _gives(lambda: own(*given), rotated(*given))
     if not same:
         raise ModelError(
             f"{path} ({type(module).__name__}) does not rotate queries and keys by halves, as Llama does and as "
@@ -191,12 +192,8 @@ def _activation_of(path: str, mlp: nn.Module) -> str:
         twin = copy.copy(mlp)
         twin._modules = {**mlp._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}  # noqa: SLF001 - as above
         x = torch.randn(3, 4, device="cpu")
-        try:
-            said = type(mlp).forward(twin, x)
-        except (TypeError, RuntimeError, AttributeError):
-            said = torch.full_like(x, float("nan"))
         for name, activation in (("silu", F.silu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
-            if torch.allclose(said, down(activation(gate(x)) * up(x)), rtol=1e-5, atol=1e-6):
+            if _gives(lambda: type(mlp).forward(twin, x), down(activation(gate(x)) * up(x))):
                 return name
     raise ModelError(
         f"{path} ({type(mlp).__name__}) is not down_proj(act(gate_proj(x)) * up_proj(x)) with SiLU or tanh's GELU, "

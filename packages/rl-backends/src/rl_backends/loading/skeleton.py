@@ -57,6 +57,14 @@ def make_skeleton(make: Callable[[], nn.Module]) -> nn.Module:
     return model.eval()
 
 
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of `model` with its parameters on the meta device, ties and buffers kept; no weight is copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
 def twin_of(model: nn.Module) -> nn.Module:
     """The skeleton of a model that may be sharded, wrapped and adapted: its names, shapes and rules before all that."""
     from torch.distributed.fsdp import FSDPModule  # of which FSDP makes a subclass of the model's class

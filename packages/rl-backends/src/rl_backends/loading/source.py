@@ -204,6 +204,7 @@ def _auto_class(config: Any, head: Head) -> Any:
 
 # ---- Whole models and tokenizers by transformers, and what is checked of them before a run and not after it.
 
+CONFIG = ("config.json",)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
 
@@ -270,16 +271,7 @@ def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote
 
 
 def _load(auto_class: Any, model_name: str, *, what: str, **options: Any) -> Any:
-    folder = Path(model_name)
-    if model_name.startswith((".", "/", "~")) or folder.exists():
-        folder = folder.expanduser()
-        wanted = ("config.json",) if what == "model" else TOKENIZER_FILES
-        if not any((folder / name).is_file() for name in wanted):
-            state = f"has no {' or '.join(wanted)}" if folder.is_dir() else "does not exist"
-            raise ModelError(
-                f"{model_name}: {state}, so transformers cannot load the {what}; give a folder that save_pretrained "
-                f"wrote, or a hub id"
-            )
+    if (folder := local_folder(model_name, holding=CONFIG if what == "model" else TOKENIZER_FILES)) is not None:
         model_name = str(folder)
     try:
         return auto_class.from_pretrained(model_name, **options)
@@ -345,13 +337,13 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def local_folder(model_name: str) -> Path | None:
-    """The folder that `model_name` means, or None where it is an id of the Hub."""
+def local_folder(model_name: str, *, holding: Sequence[str] = CONFIG) -> Path | None:
+    """The folder that `model_name` means, with one of the files `holding`; None where it is an id of the Hub."""
     folder = Path(model_name).expanduser()
     if not (model_name.startswith((".", "/", "~")) or folder.exists()):
         return None
-    if not (folder / "config.json").is_file():
-        state = "has no config.json" if folder.is_dir() else "does not exist"
+    if not any((folder / name).is_file() for name in holding):
+        state = f"has no {' or '.join(holding)}" if folder.is_dir() else "does not exist"
         raise ModelError(f"{model_name}: {state}; give a folder that save_pretrained wrote, or an id of the Hub")
     return folder
 

@@ -1,56 +1,33 @@
 """Adapters as a folder in peft's format: adapter_config.json and adapter_model.safetensors.
 
-`peft.PeftModel.from_pretrained` and vLLM read it. Written beside its place and renamed into it; read by every rank,
-each of which copies its own part. The folder names the model that it belongs to.
+`peft.PeftModel.from_pretrained` and vLLM read it. Written beside its place and renamed into it. The folder names the
+model that it belongs to.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rl_backends.checkpoints.folders import atomic_folder
-from rl_backends.checkpoints.manifest import write_safetensors
-from rl_backends.errors import CheckpointError
-from rl_backends.loading.weights import Shard
+from rl_backends.checkpoints.folders import atomic_folder, write_safetensors
 from rl_backends.lora.inject import require_peft
 from rl_backends.lora.layers import (
     ADAPTER,
     AdaptedLayer,
     adapted_layers,
-    adapter_tensors,
-    from_peft,
     peft_names,
     to_peft,
     trained_whole,
     unwrapped,
 )
-from rl_backends.rank_agreement import on_every_rank, on_rank_0
-from rl_parallel_plans import export_state_dict, named_shards
+from rl_backends.rank_agreement import on_rank_0
+from rl_parallel_plans import export_state_dict
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
+WEIGHTS = "adapter_model.safetensors"
 
 TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
 """How the name of a model's class ends to what peft calls its task."""
-
-OTHER_MATHS = (
-    "lora_bias",
-    "use_qalora",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-)
-"""Keys of adapter_config.json that, set, make something else of A and B than W + scaling * B A."""
-
-KEEP_BASE = ("gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights`, beside booleans, that left W alone."""
 
 
 def save_adapter(
@@ -95,61 +72,6 @@ def save_adapter(
     on_rank_0(write)
 
 
-@torch.no_grad()
-def load_adapter(model: nn.Module, folder: str | Path, *, shards: Sequence[Shard] | None = None) -> None:
-    """Put the values of a saved adapter into the model's, in place; every rank must call it, and reads only its part.
-
-    Strict: the same layers, rank, scaling, shapes and names. Nothing is copied before every rank has read its part.
-
-    Args:
-        model: with adapters; sharded or not.
-        folder: that `save_adapter` or peft has written.
-        shards: what this rank holds of what trains, where `model` is a skeleton.
-
-    Raises:
-        CheckpointError: the folder is not there, is damaged, or holds another adapter than the model has.
-        RankError: another rank could not read it.
-        ModelError: the model has no adapters.
-    """
-    adapted_layers(model)
-    for target, saved in on_every_rank(lambda: _read(model, Path(folder), shards=shards)):
-        target.copy_(saved)
-
-
-def _read(model: nn.Module, folder: Path, *, shards: Sequence[Shard] | None) -> list[tuple[Tensor, Tensor]]:
-    """Views of this rank's adapters, and what the folder has for each."""
-    from safetensors import SafetensorError, safe_open
-
-    found = []
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-        if not isinstance(config, dict):
-            raise CheckpointError(f"{folder / CONFIG} holds no JSON object, but {type(config).__name__}")
-        _check_config(config, model, folder)
-        with safe_open(str(folder / WEIGHTS), framework="pt") as file:
-            in_file = peft_names(model)
-            own: dict[str, Shard] = {
-                in_file(shard.name): shard for shard in (named_shards(model) if shards is None else shards)
-            }
-            wanted = {
-                name: tuple(to_peft(own[name].name, torch.empty(own[name].shape, device="meta")).shape)
-                if name in own
-                else tuple(tensor.shape)  # of another pipeline stage
-                for name, tensor in adapter_tensors(model).items()
-            }
-            held = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            _check_same(wanted, held, folder / WEIGHTS)
-            for name in wanted.keys() & own.keys():
-                shard, saved = own[name], file.get_slice(name)
-                whole = from_peft(shard.name, saved[:], shape=shard.shape) if wanted[name] != shard.shape else saved
-                for box in shard.boxes():
-                    cut = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                    found.append((box.of_local(shard.local), whole[cut]))
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder}: the adapter cannot be read: {type(error).__name__}: {error}") from error
-    return found
-
-
 def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name in the model and unsharded tensor, on rank 0; on the others nothing."""
     for path, module in model.named_modules():
@@ -189,42 +111,3 @@ def _short_names(names: list[str], targets: list[str], *, tokens: int) -> list[s
     ends = sorted({".".join(target.split(".")[-tokens:]) for target in targets})
     fits = {name for name in names if ".".join(name.split(".")[-tokens:]) in ends}
     return ends if fits == set(targets) else targets
-
-
-def _check_config(config: dict[str, Any], model: Any, folder: Path) -> None:
-    trained = model.peft_config[ADAPTER]  # as add_lora has made it
-    ours = {
-        "peft_type": "LORA",
-        "r": trained.r,
-        "lora_alpha": trained.lora_alpha,
-        "use_rslora": trained.use_rslora,
-        "use_dora": trained.use_dora,
-        "bias": "none",
-    }
-    theirs = {"use_rslora": False, "use_dora": False, "bias": "none", **config}
-    for key, value in ours.items():
-        if theirs.get(key) != value:
-            raise CheckpointError(
-                f"{folder / CONFIG}: {key} is {theirs.get(key)!r}, and the model's adapters have {value!r}; give the "
-                f"LoraConfig that the adapter was trained with"
-            )
-    others = {key: config[key] for key in OTHER_MATHS if config.get(key)}
-    start = config.get("init_lora_weights", True)
-    if not (isinstance(start, bool) or start in KEEP_BASE):
-        others["init_lora_weights"] = start
-    if others:
-        raise CheckpointError(f"{folder / CONFIG}: {others} makes another model of A and B than LoRA; convert it first")
-
-
-def _check_same(wanted: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]], path: Path) -> None:
-    missing, foreign = sorted(wanted.keys() - held.keys()), sorted(held.keys() - wanted.keys())
-    if missing or foreign:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} tensors of the model's adapters {missing[:2]} and has {len(foreign)} of "
-            f"others {foreign[:2]}; give the LoraConfig that the adapter was trained with"
-        )
-    for name, shape in wanted.items():
-        if held[name] != shape:
-            raise CheckpointError(
-                f"{path}: {name} is {list(held[name])} and the model's {list(shape)}: not its adapter"
-            )

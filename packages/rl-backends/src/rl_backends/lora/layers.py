@@ -113,18 +113,6 @@ def trained_whole(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named if parameter.requires_grad and not _of_adapter(name)}
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Adapters, and what is trained whole, under the names of peft's files; as the model holds them, sharded or not.
-
-    Raises:
-        ModelError: the model has no adapters.
-    """
-    adapted_layers(model)
-    in_file = peft_names(model)
-    named = ((unwrapped(name), parameter) for name, parameter in model.named_parameters())
-    return {in_file(name): parameter for name, parameter in named if _of_adapter(name) or parameter.requires_grad}
-
-
 def unwrapped(name: str) -> str:
     """The name without what wrappers of torch put in."""
     return ".".join(token for token in name.split(".") if token not in WRAPPERS)
@@ -164,13 +152,6 @@ def to_peft(name: str, tensor: Tensor) -> Tensor:
     if name.endswith(EXPERTS_A_TAIL):
         return tensor.flatten(0, 1)
     return tensor.permute(1, 2, 0).flatten(1) if name.endswith(EXPERTS_B_TAIL) else tensor
-
-
-def from_peft(name: str, tensor: Tensor, *, shape: tuple[int, ...]) -> Tensor:
-    """The reverse of `to_peft`; shape: of the tensor in the model."""
-    if name.endswith(EXPERTS_A_TAIL):
-        return tensor.view(shape)
-    return tensor.view(*shape[1:], shape[0]).permute(2, 0, 1) if name.endswith(EXPERTS_B_TAIL) else tensor
 
 
 def _of_adapter(name: str) -> bool:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
-from rl_backends.checkpoints.frozen_weights import tensor_digests
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading import open_model
-from rl_backends.lora import add_lora, load_adapter, save_adapter
+from rl_backends.loading import ModelSource
+from rl_backends.loading.skeleton import without_weights
+from rl_backends.lora import add_lora, save_adapter
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -41,9 +41,8 @@ from rl_backends.megatron.weights import (
 )
 from rl_backends.offload import Offloader, Part
 from rl_backends.optimizers import GradientStep, OptimizerConfig
-from rl_backends.rank_agreement import host_group, on_every_rank, require_same_model
+from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
-from rl_backends.reference import ReferenceModel, without_weights
 
 ACCELERATIONS = (
     "bias_activation_fusion",
@@ -111,32 +110,16 @@ class MegatronBackend(Backend):
         except BaseException:
             self._distributed.close()
             raise
-        self._meter = self._make_meter(recomputed=config.recompute_granularity == "full")
+        self._meter = self._make_meter()
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
-        self._frozen: dict[str, int] = {}  # digests of the weights under adapters, which a checkpoint leaves out
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model_name: str,
-        config: MegatronConfig,
-        *,
-        head: Literal["causal_lm", "sequence_classification"] = "causal_lm",
-        weights: Literal["pretrained", "random"] = "pretrained",
-        new_head: bool = False,
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
+    def _of_source(
+        cls, source: ModelSource, config: MegatronConfig, *, random: bool, new_head: bool, seed: int
     ) -> "MegatronBackend":
-        """Load a folder or hub id: every rank reads from the safetensors files the parts that it holds.
-
-        Arguments and errors are those of `DTensorBackend.from_pretrained`; `weights="random"` gives the same weights
-        in every layout.
-        """
-        source = open_model(model_name, head=head, revision=revision, trust_remote_code=trust_remote_code)
         skeleton, model = source.skeleton(), source.skeleton()  # one of them gets the adapters
-        if weights == "random":
+        if random:
             return cls(model, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
         origin = f"the safetensors files of {source.folder}, each rank its own parts"
         fill = from_files(source, skeleton, new_head=new_head, seed=seed)
@@ -147,10 +130,10 @@ class MegatronBackend(Backend):
         """Megatron's model of this pipeline stage, under Megatron's names; a list of its chunks with virtual stages."""
         return self._distributed.gpt
 
-    def _make_optimizers(self, optimizer: OptimizerConfig | None, *, num_steps: int) -> MegatronOptimizers:
+    def _make_optimizers(self, optimizer: OptimizerConfig, *, num_steps: int) -> MegatronOptimizers:
         model = self._distributed
         on_every_rank(partial(require_trainable, model.gpt))
-        return make_optimizers(model.ddp, model.chunks[0].config, self.config, optimizer, num_steps=num_steps)
+        return make_optimizers(model.ddp, self.config, optimizer, num_steps=num_steps)
 
     def _accumulate(
         self,
@@ -182,26 +165,19 @@ class MegatronBackend(Backend):
         del output
         return value_reader(self._skeleton)  # the last pipeline stage alone has the head
 
-    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
-        """As of every backend; a copy that is offloaded visits the device as a whole."""
-        self._require_on_device("freeze_reference", WEIGHTS)
+    def _adapters_off(self) -> AbstractContextManager[None]:
+        return self._require_adapters().disabled()
+
+    def _frozen_copy(self, *, offload: bool) -> tuple[MegatronModel, Callable[[], AbstractContextManager[Any]]]:
         model = self._distributed
-        if without_adapters:
-            adapters = self._require_adapters()
-            with adapters.disabled():  # refuses now, and not at the first question
-                pass
-            temperature = lambda: self._temperature  # noqa: E731 - of the stage
-            return ReferenceModel(model, self._head, temperature=temperature, as_reference=adapters.disabled)
         model.finish_param_gather()
-        copied = MegatronModel(
-            self._skeleton, self.config, fill=from_megatron(model), trainable=False, groups=model.groups
-        )
-        visit: Callable[[], AbstractContextManager[None]] = nullcontext
-        if offload:
-            offloader = Offloader(copied.gpt)
-            offloader.offload()
-            visit = partial(_visit, offloader)
-        return ReferenceModel(copied, self._head, temperature=lambda: self._temperature, as_reference=visit)
+        fill = from_megatron(model)
+        copied = MegatronModel(self._skeleton, self.config, fill=fill, trainable=False, groups=model.groups)
+        if not offload:
+            return copied, nullcontext
+        offloader = Offloader(copied.gpt)
+        offloader.offload()
+        return copied, partial(_visit, offloader)
 
     def shards(self) -> list[HeldTensor]:  # noqa: D102
         # A tensor of another pipeline stage is not among them.
@@ -210,10 +186,6 @@ class MegatronBackend(Backend):
         adapters = self._distributed.adapters
         every = self._distributed.held if adapters is None else adapters.merged()
         return [held for held in every if not held.duplicate]
-
-    def skeleton_buffers(self) -> dict[str, Tensor]:  # noqa: D102 - as of every backend
-        persistent = self._skeleton.state_dict().keys()
-        return {name: buffer for name, buffer in self._skeleton.named_buffers() if name not in persistent}
 
     def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
         """The buffers that gradients add up in, and float32 masters of weights in bfloat16."""
@@ -238,17 +210,6 @@ class MegatronBackend(Backend):
         tensors = Gatherer(trainable, shapes).tensors()
         save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
 
-    def load_adapter(self, folder: str | Path) -> None:
-        """Put adapters that `save_adapter` or peft wrote in the place of this policy's; every rank must call it.
-
-        Raises:
-            CheckpointError: they are damaged, or another model's; nothing has changed.
-        """
-        self._require_on_device("load_adapter", WEIGHTS)
-        load_adapter(self._skeleton, Path(folder), shards=self._require_adapters().trainable())
-        if self._optimizers is not None:
-            self._optimizers.inner.reload_model_params()  # masters in float32, where there are any
-
     def save_pretrained(  # noqa: D102
         self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
     ) -> None:
@@ -262,52 +223,39 @@ class MegatronBackend(Backend):
         tensors = gatherer.tensors()
         export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
 
-    def _write_checkpoint(
-        self, folder: str | Path, *, weights: bool, asynchronous: bool, extra: Mapping[str, Any] | None
-    ) -> CheckpointWrite:
+    def _frozen_weights(self) -> list[HeldTensor]:
         self._distributed.finish_param_gather()
-        if self._distributed.adapters is not None and not self._frozen:  # once: these weights never change
-            frozen = (each for each in self._distributed.held if not each.parameter.requires_grad)
-            self._frozen = tensor_digests(frozen, group=host_group())
-        return save_checkpoint(
-            self._distributed.held,
-            self._optimizers,
-            folder,
-            version=self.version,
-            layout=self._distributed.groups.sizes,
-            weights=weights,
-            asynchronous=asynchronous,
-            extra=extra,
-            frozen=self._frozen,
-        )
+        return [each for each in self._distributed.held if not each.parameter.requires_grad]
 
-    def _read_checkpoint(self, folder: str | Path, *, weights: bool, optimizer: bool, verify: bool) -> CheckpointState:
+    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
+        model = self._distributed
+        model.finish_param_gather()
+        asked |= {"version": self.version, "layout": model.groups.sizes}
+        return save_checkpoint(model.held, self._optimizers, folder, **asked)
+
+    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
         self._distributed.finish_param_gather()
-        self._frozen = {}
-        asked = {"weights": weights, "optimizer": optimizer, "verify": verify}
         return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
 
-    def explain(self) -> str:
-        """The layout, what is on which rank, where the weights came from, and the optimizer."""
+    def _explained(self) -> list[str]:
+        """The layout, what is on which rank, and where the weights came from."""
         model = self._distributed
         config, architecture = model.config, model.architecture
         numbers = sum(parameter.numel() for parameter in model.gpt.parameters())
         chunks = [[layer.layer_number - 1 for layer in chunk.decoder.layers] for chunk in model.chunks]
         layers = " and ".join(f"{layers[0]} to {layers[-1]}" for layers in chunks)
         head = ", and the head" if model.groups.last_stage else ""
-        lines = [
+        return [
             f"Megatron backend on {config.device}: {_ranks(model.groups.sizes)}",
             f"weights in {config.precision}, gradients and optimizer in float32",
             f"{architecture.model_type} of {architecture.num_layers} layers, {_implementation(model)}",
             f"this rank holds {numbers:,} elements, layers {layers}{head}",
             f"weights from {self._origin}",
-            *([] if model.adapters is None else [model.adapters.explain()]),
             f"microbatches of at most {config.micro_batch_size} rows"
             + ("" if config.micro_batch_tokens is None else f" and {config.micro_batch_tokens} tokens")
             + (", packed" if config.sequence_packing else ", padded to their longest")
             + (f", {config.recompute_granularity} recomputation in backward" if config.recompute_granularity else ""),
         ]
-        return "\n".join([*lines, *([] if self._optimizers is None else [self._optimizers.explain()])])
 
     def _weights_moved(self, *, away: bool) -> None:
         if away and self._distributed.adapters is not None:
@@ -317,9 +265,6 @@ class MegatronBackend(Backend):
         if self._distributed.adapters is None:
             raise ModelError("this policy has no adapters: set lora_cfg, and it trains them in the place of weights")
         return self._distributed.adapters
-
-    def _release(self) -> None:
-        self._distributed.close()
 
 
 @contextmanager

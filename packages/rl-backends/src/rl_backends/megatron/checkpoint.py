@@ -11,7 +11,7 @@ Megatron's own checkpoints are not used: they are pickles, their loading needs a
 Transformer Engine those of the distributed optimizer do not come back as they were (seen in 0.16.1).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from torch import nn
 from torch.optim import AdamW
 
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite
-from rl_backends.checkpoints.frozen_weights import check_frozen_weights
 from rl_backends.checkpoints.loading import check_holds, open_checkpoint, read_shards
 from rl_backends.checkpoints.manifest import Manifest, check_model
 from rl_backends.checkpoints.optimizer_state import (
@@ -37,6 +36,7 @@ from rl_backends.checkpoints.optimizer_state import (
 from rl_backends.checkpoints.saving import Collected, as_json, other_ranks_failures, write_checkpoint
 from rl_backends.checkpoints.shards import (
     TensorShard,
+    check_frozen_weights,
     described_by_all_ranks,
     dtype_name,
     has_rng,
@@ -52,10 +52,6 @@ from rl_backends.rank_agreement import on_every_rank
 
 ADAMW = f"{AdamW.__module__}.{AdamW.__qualname__}"
 """What every backend calls it; Transformer Engine's and Apex's compute the same."""
-ADAMW_WITH_MASTERS = f"{ADAMW} with float32 masters"
-"""The same where the weights lie elsewhere, in 16 bits, and the checkpoint holds the numbers that are stepped."""
-MASTER = "master"
-"""Their name in a parameter's state."""
 MIXED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Dtypes in which one weight may be kept here and in a checkpoint: masters are rounded for the model, or begin from
 it."""
@@ -90,62 +86,28 @@ def describe(
     optimizers: MegatronOptimizers | None,
     masters: Sequence[Master],
     *,
+    dtype_of: Callable[[HeldTensor], torch.dtype],
     group: dist.ProcessGroup | None,
-) -> tuple[dict[str, list[Any]], dict[str, Any] | None]:
-    """Dtype and shape of each tensor as the model holds it, and the optimizer, of all ranks; every rank must call it.
-
-    A weight that the optimizer keeps in more digits has MASTER in its state.
-    """
+) -> tuple[dict[str, list[Any]], list[dict[str, Any]] | None]:
+    """Dtype and shape of each tensor, and the optimizer, of all ranks; every rank must call it."""
 
     def describe_here() -> tuple[dict[str, list[Any]], list[dict[str, Any]] | None]:
-        model = {each.name: [dtype_name(each.parameter.dtype), list(each.shape)] for each in held if not each.duplicate}
+        model = {each.name: [dtype_name(dtype_of(each)), list(each.shape)] for each in held if not each.duplicate}
         if optimizers is None:
             return model, None
         groups = [{"names": list(each.parts), "options": _options(optimizers, each.group)} for each in masters]
-        state = describe_state(masters)
-        for each in masters:
-            for name in each.parts if each.is_copy else ():
-                copy = {MASTER: {"dtype": dtype_name(each.tensor.dtype), "sharded": True}}
-                state[name] = state.get(name, {}) | copy
-        return model, [{"kind": ADAMW, "bound_to_mesh": False, "groups": groups, "state": state}]
+        return model, [{"kind": ADAMW, "bound_to_mesh": False, "groups": groups, "state": describe_state(masters)}]
 
     model, described = on_every_rank(describe_here, group=group)
-    names, merged = described_by_all_ranks(model, described, group=group)
-    return names, None if merged is None else merged[0]
-
-
-def _kept_apart(described: Mapping[str, Any] | None) -> dict[str, str]:
-    """Name -> dtype of each weight that the optimizer keeps in more digits than the model."""
-    state = {} if described is None else described["state"]
-    return {name: values[MASTER]["dtype"] for name, values in state.items() if MASTER in values}
-
-
-def _as_saved(described: Mapping[str, Any], *, masters: bool) -> list[dict[str, Any]]:
-    """The optimizers in `state.json`.
-
-    masters: the checkpoint holds what is stepped as state, since it holds no weights.
-    """
-    if masters and _kept_apart(described):
-        return [{**described, "kind": ADAMW_WITH_MASTERS}]
-    return [{**described, "state": _without_masters(described["state"])}]
-
-
-def _without_masters(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    kept = {name: {key: spec for key, spec in values.items() if key != MASTER} for name, values in state.items()}
-    return {name: values for name, values in kept.items() if values}
+    return described_by_all_ranks(model, described, group=group)
 
 
 def _options(optimizers: MegatronOptimizers, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of torch's AdamW, of which Megatron does not use all, and has others that are its own affair.
-
-    Weight decay is that of the settings, also where a schedule is changing it.
-    """
-    settings = optimizers.settings
-    standard = AdamW(
-        [nn.Parameter(torch.zeros(()))], betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps
-    ).param_groups[0]
+    """Those of torch's AdamW, of which Megatron does not use all, and has others that are its own affair."""
+    config = optimizers.config
+    standard = AdamW([nn.Parameter(torch.zeros(()))], betas=config.betas, eps=config.eps).param_groups[0]
     options = {key: value for key, value in standard.items() if key not in NOT_RESTORED}
-    return {**options, "lr": float(group["lr"]), "weight_decay": settings.weight_decay * group["wd_mult"]}
+    return {**options, "lr": float(group["lr"]), "weight_decay": config.weight_decay * group["wd_mult"]}
 
 
 def _device_of(held: Sequence[HeldTensor]) -> str:
@@ -163,7 +125,6 @@ def save_checkpoint(
     *,
     version: int,
     layout: Mapping[str, int],
-    weights: bool = True,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
@@ -171,40 +132,38 @@ def save_checkpoint(
     """As `rl_backends.checkpoints.save_checkpoint`, of everything that this rank holds.
 
     layout: sizes of the axes that the model is laid over, for people.
-    weights: False leaves them out, where they lie elsewhere; float32 masters are then saved as state.
     """
+
+    def dtype_of(each: HeldTensor) -> torch.dtype:  # of weights in 16 bits that train, what is saved is stepped
+        stepped = optimizers is not None and each.parameter.requires_grad
+        return torch.float32 if stepped else each.parameter.dtype
 
     def collect(group: dist.ProcessGroup | None) -> Collected:
         own = [each for each in held if not each.duplicate]
         masters = stepped_by(own, optimizers)
-        names, described = describe(held, optimizers, masters, group=group)
-        apart = _kept_apart(described)
+        names, described = describe(held, optimizers, masters, dtype_of=dtype_of, group=group)
         shards = state_shards(masters)
         shards += [
-            replace(part(each.tensor), saved_as=f"weights/{name}" if weights else f"optimizer/{name}/{MASTER}")
+            replace(part(each.tensor), saved_as=f"weights/{name}")
             for each in masters
             if each.is_copy
             for name, part in each.parts.items()
         ]
-        if weights:
-            names = {name: [apart.get(name, dtype), shape] for name, (dtype, shape) in names.items()}
-            left_out = {*apart, *(frozen or {})}
-            shards += [
-                TensorShard(local=each.local, shape=each.shape, boxes=each.parts, saved_as=f"weights/{each.name}")
-                for each in own
-                if each.name not in left_out
-            ]
+        shards += [
+            TensorShard(local=each.local, shape=each.shape, boxes=each.parts, saved_as=f"weights/{each.name}")
+            for each in own
+            if each.parameter.dtype == dtype_of(each) and each.name not in (frozen or {})
+        ]
 
         def state() -> dict[str, Any]:
             state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
-            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {}) if weights else {}}
-            if optimizers is not None and described is not None:
-                state["optimizers"] = _as_saved(described, masters=not weights)
+            state |= {"optimizers": described, "schedule": None, "frozen": dict(frozen or {})}
+            if optimizers is not None:
                 state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
             return state
 
         mesh = {"ranks": num_ranks(), "axes": dict(layout)}
-        manifest = Manifest(version=version, mesh=mesh, model=names, weights=weights)
+        manifest = Manifest(version=version, mesh=mesh, model=names)
         return rng_shards(_device_of(own)) | numbered(shards), manifest, on_every_rank(state, group=group)
 
     return write_checkpoint(collect, folder, asynchronous=asynchronous)
@@ -219,18 +178,19 @@ def load_checkpoint(
     optimizers: MegatronOptimizers | None,
     folder: str | Path,
     *,
-    weights: bool = True,
     optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
     """As `rl_backends.checkpoints.load_checkpoint`, also of a checkpoint of DTensors where AdamW was its optimizer.
 
     What is saved in float32 is rounded for a model in 16 bits, and its optimizer goes on from the float32; a model in
-    float32 takes float32 alone. Without `weights` they stay as they are, unless masters were saved for them.
+    float32 takes float32 alone.
     """
     opened = open_checkpoint(folder, verify=verify)
     masters = stepped_by(held, optimizers)
-    names, described = describe(held, optimizers, masters, group=opened.group)
+    names, described = describe(
+        held, optimizers, masters, dtype_of=lambda each: each.parameter.dtype, group=opened.group
+    )
     restored = optimizers if optimizer else None
 
     def check() -> None:
@@ -240,12 +200,10 @@ def load_checkpoint(
             if dtype != "float32" and theirs.get(name) in {"float32", dtype}:
                 names[name] = [theirs[name], shape]
         check_model(opened.source, opened.manifest.model, names)
-        check_holds(opened, weights=weights, optimizer=optimizer, has_optimizers=optimizers is not None)
+        check_holds(opened, optimizer=optimizer, has_optimizers=optimizers is not None)
         if restored is not None and described is not None:
-            optimizer_there = opened.state["optimizers"]
-            ours = _as_saved(described, masters=[each["kind"] for each in optimizer_there] == [ADAMW_WITH_MASTERS])
             same_mesh = opened.manifest.mesh["ranks"] == num_ranks()
-            check_hyperparameters(opened.source, ours, optimizer_there, same_mesh=same_mesh)
+            check_hyperparameters(opened.source, described, opened.state["optimizers"], same_mesh=same_mesh)
 
     on_every_rank(check, group=opened.group)
     frozen: dict[str, int] = opened.state.get("frozen", {})
@@ -253,21 +211,16 @@ def load_checkpoint(
         check_frozen_weights(opened.source, frozen, held, group=opened.group)
     device = _device_of(held)
     rng = rng_shards(device) if has_rng(opened.index, device) else {}
-    saved: dict[str, Any] = {} if restored is None else opened.state["optimizers"][0]["state"]
     states: list[NewState] = []
     if restored is not None:
-        bare = _without_masters(saved)
-        states = on_every_rank(lambda: [new_state(each, bare) for each in masters], group=opened.group)
+        saved: dict[str, Any] = opened.state["optimizers"][0]["state"]
+        states = on_every_rank(lambda: [new_state(each, saved) for each in masters], group=opened.group)
         # How many steps were taken of each tensor is read before anything else: they may not fit.
         counts = [shard for state in states for shard in state.scalars]
         read_shards(opened, numbered(counts), schedule=None)
         on_every_rank(lambda: _check_steps(states), group=opened.group)
     filled = [shard for state in states for shard in state.shards]
-    if weights:
-        filled += _weights({each.name for each in held} - frozen.keys(), held, masters, saved_as="weights/{}")
-    else:
-        mastered = {name for name, values in saved.items() if MASTER in values}
-        filled += _weights(mastered, held, masters, saved_as=f"optimizer/{{}}/{MASTER}")
+    filled += _weights(held, masters, frozen=frozen)
     read_shards(opened, rng | numbered(filled), schedule=restored)
     for state in states:
         state.stepped.put_state(state.values)
@@ -291,15 +244,14 @@ def _check_steps(states: Sequence[NewState]) -> None:
 
 
 def _weights(
-    names: Collection[str], held: Sequence[HeldTensor], masters: Sequence[Master], *, saved_as: str
+    held: Sequence[HeldTensor], masters: Sequence[Master], *, frozen: Collection[str]
 ) -> Iterator[TensorShard]:
     """The parameters, and what the optimizer keeps of them in more digits: both are filled from one source."""
     for each in held:
-        if each.name in names:
+        if each.name not in frozen:
             takes = MIXED if each.parameter.dtype in MIXED - {torch.float32} else frozenset()
-            name = saved_as.format(each.name)
+            name = f"weights/{each.name}"
             yield TensorShard(local=each.local, shape=each.shape, boxes=each.parts, saved_as=name, takes=takes)
     for master in masters:
-        for name, part in master.parts.items():
-            if master.is_copy and name in names:
-                yield replace(part(master.tensor), saved_as=saved_as.format(name), takes=MIXED)
+        for name, part in master.parts.items() if master.is_copy else ():
+            yield replace(part(master.tensor), saved_as=f"weights/{name}", takes=MIXED)

@@ -1,4 +1,4 @@
-"""Configuration of the Megatron backend: the layout over ranks, microbatches, kernels, the optimizer.
+"""Configuration of the Megatron backend: the layout over ranks, microbatches, kernels.
 
 Names are megatron-core's own, where it has one.
 """
@@ -7,126 +7,21 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
-from rl_backends.lora.config import LoraConfig
-
-STRICT: dict[str, object] = {"extra": "forbid"}
+from rl_backends.choices import out_of_bounds
+from rl_backends.config import BackendConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronOptimizerConfig:
-    """Megatron's optimizer, in its own words."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    optimizer: Literal["adam"] = "adam"
-    """Adam with decoupled weight decay (AdamW)."""
-
-    lr: float = 5.0e-6
-    """Peak learning rate."""
-
-    min_lr: float = 0.0
-    """Where the decay of the learning rate ends; at most `lr`."""
-
-    weight_decay: float = 0.01
-    """Pulls matrices towards 0; norms and biases do not decay."""
-
-    adam_beta1: float = 0.9
-    """Of the running mean of the gradient."""
-
-    adam_beta2: float = 0.999
-    """Of the running mean of its square."""
-
-    adam_eps: float = 1.0e-8
-    """Added to the root of the mean square."""
-
-    clip_grad: float | None = 1.0
-    """The gradient is scaled down to this global norm; None does not clip."""
-
-    on_nonfinite_gradient: Literal["raise", "skip"] = "raise"
-    """What a NaN or infinite gradient does: an error, or a step that is left out and counted."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        refuse(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        yield from out_of_bounds(self, {"> 0": "lr adam_eps clip_grad", ">= 0": "weight_decay"})
-        if not 0 <= self.min_lr <= self.lr:
-            yield f"min_lr={self.min_lr} must be from 0 to lr={self.lr}"
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"{name}={getattr(self, name)} must be at least 0 and below 1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronSchedulerConfig:
-    """Megatron's schedule of the learning rate and of weight decay, in its own words. Steps are optimizer steps."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
-    """How the learning rate goes from `lr` to `min_lr`."""
-
-    lr_decay_iters: int | None = None
-    """Steps until it is there, warm-up included; None takes all steps of the stage."""
-
-    lr_warmup_iters: int = 0
-    """Steps of linear warm-up."""
-
-    lr_warmup_init: float = 0.0
-    """Learning rate of the first warm-up step, as Megatron counts it: with 0 the first step changes nothing."""
-
-    start_weight_decay: float | None = None
-    """Weight decay of the first step; None: the optimizer's."""
-
-    end_weight_decay: float | None = None
-    """Weight decay of the last; None: the optimizer's."""
-
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay goes from the one to the other."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        refuse(self._problems())
-
-    def _problems(self) -> Iterator[str]:
-        yield from out_of_bounds(self, {">= 1": "lr_decay_iters", ">= 0": "lr_warmup_iters lr_warmup_init"})
-        start, end = self.start_weight_decay, self.end_weight_decay
-        if (start is None) != (end is None) or (start is not None and end is not None and not 0 <= start <= end):
-            yield (
-                f"start_weight_decay and end_weight_decay are {(start, end)}: give both, of which end is not less, or "
-                f"none"
-            )
-        if self.weight_decay_incr_style == "constant" and start != end:
-            yield "weight_decay_incr_style='constant' keeps one weight decay, and start and end differ"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronConfig:
+class MegatronConfig(BackendConfig):
     """Ranks = tensor x context x pipeline x data; experts are shared out within tensor x context x data."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
 
     enabled: bool = False
     """Train with this backend; it takes precedence over DTensor where both are enabled."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model lives. It is stated, never guessed; `cuda` without a GPU is refused."""
-
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """What weights and activations are; with bfloat16 the optimizer keeps float32 masters, and gradients are summed in
-    float32."""
-
     tensor_model_parallel_size: int = 1
     """Ranks that share each matrix multiplication."""
-
-    sequence_parallel: bool = False
-    """Under tensor parallelism, cut what lies between blocks along the sequence too: less memory for activations."""
 
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are shared out to; microbatches go through them in turn (1F1B)."""
@@ -146,23 +41,11 @@ class MegatronConfig:
     a number after * to repeat: `Ett|t*3|t*2L`. With virtual stages it has a part for each of a stage's chunks: all
     first ones, then all second ones."""
 
-    context_parallel_size: int = 1
-    """Ranks that share the tokens of each row."""
-
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a mixture."""
 
     use_distributed_optimizer: bool = False
     """Share the optimizer's state out to data-parallel ranks (ZeRO-1)."""
-
-    micro_batch_size: int = 64
-    """Most rows in one forward and backward pass on one rank."""
-
-    micro_batch_tokens: int | None = None
-    """Most tokens in one pass of the ranks that share its rows, padding included; None bounds by rows alone."""
-
-    sequence_packing: bool = False
-    """Lay rows one after the other without padding, in one sequence that attention cannot see across."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: of whole layers, or of attention alone."""
@@ -201,32 +84,6 @@ class MegatronConfig:
     """Gather updated parameters over data-parallel ranks while the next forward runs. Needs `overlap_grad_reduce` and
     `use_distributed_optimizer`."""
 
-    tp_comm_overlap: bool = False
-    """Overlap tensor-parallel communication with matrix multiplications. Refused: its buffers have one sequence length,
-    and rows have several."""
-
-    lora_cfg: LoraConfig | None = None
-    """Train low-rank adapters in the place of the weights, in plain torch's layers (`transformer_impl="local"`)."""
-
-    optimizer: MegatronOptimizerConfig | None = None
-    """Megatron's optimizer. None translates the one that training is started with."""
-
-    scheduler: MegatronSchedulerConfig | None = None
-    """Megatron's schedule; only together with `optimizer`."""
-
-    peak_flops_per_s: float | None = None
-    """What one device could compute a second, for the utilisation that metrics report. None looks up the data sheet
-    of a GPU; a CPU has none."""
-
-    timeout_s: float = 600.0
-    """Seconds that a rank waits for another in a collective before it gives up with an error; there, what the first
-    backend of the process was given counts for all."""
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        refuse(self._problems())
-
     @property
     def data_multiple(self) -> int:
         """Ranks that hold one copy of the model: the run's ranks are a multiple of it."""
@@ -234,10 +91,10 @@ class MegatronConfig:
 
     def _problems(self) -> Iterator[str]:
         sizes = (
-            "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage micro_batch_size micro_batch_tokens"
+            "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+            "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
         )
-        yield from out_of_bounds(self, {">= 1": sizes, "> 0": "peak_flops_per_s timeout_s"})
+        yield from out_of_bounds(self, {">= 1": sizes})
         if (chunks := self.virtual_pipeline_model_parallel_size) is not None and chunks < 2:
             yield f"virtual_pipeline_model_parallel_size={chunks} must be at least 2 chunks a stage, or None for one"
         tensor_parallel = self.tensor_model_parallel_size > 1
@@ -291,18 +148,11 @@ class MegatronConfig:
                     f"lora_cfg.base_dtype={self.lora_cfg.base_dtype!r} with precision={self.precision!r}: on Megatron "
                     f"frozen weights are in the precision of the others; set base_dtype to it"
                 )
-        if self.tp_comm_overlap:
-            yield (
-                "tp_comm_overlap=True: Transformer Engine's buffers for it have one fixed sequence length, and rows of "
-                "post-training have many; leave it out"
-            )
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             yield (
                 "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True: without "
                 "them no rank lacks parameters"
             )
-        if self.scheduler is not None and self.optimizer is None:
-            yield "scheduler is given without optimizer, whose learning rate it would follow: give both, or neither"
 
 
 # ---- Where `rl-backends convert` keeps Megatron checkpoints of Hugging Face models.

@@ -1,44 +1,44 @@
-"""A Hugging Face model as a distributed checkpoint of Megatron-LM, and back.
+"""A Hugging Face model as a distributed checkpoint of Megatron-LM.
 
 Training needs no conversion: `MegatronBackend.from_pretrained` reads Hugging Face files. This is an export for people
-who go on with Megatron-LM, and the way back from it.
+who go on with Megatron-LM.
 
     <directory>/<model>-<key>/conversion.json                    what it is of, and the SHA-256 of every other file
                               latest_checkpointed_iteration.txt  by which Megatron-LM finds `release`
                               release/                           what `megatron.core.dist_checkpointing.load` reads
 
 The key in the folder's name is a digest of the model's files, so a changed model gets a folder of its own. A conversion
-is written under a hidden name and renamed when it is complete: a kill leaves a complete one or none. Every byte of it
-is checked before anything is read.
+is written under a hidden name and renamed when it is complete: a kill leaves a complete one or none. Where there is one
+already, every byte of it is checked.
 
-`release/.metadata` is pickle, as torch's Distributed Checkpoint writes it. It is first read here by an unpickler that
-makes torch's metadata classes and refuses everything else, then by megatron-core. That and the digests find damage, not
-malice: keep conversions where only people write whom you would let run code.
+`release/.metadata` and `common.pt` are pickle, as megatron-core writes and reads them; nothing here reads them. The
+digests find damage, not malice: keep conversions where only people write whom you would let run code.
 """
 
-import json
-import pickle
 import re
 import shutil
 import time
 import uuid
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils._pytree import tree_leaves
 
 from rl_backends.checkpoints.dcp import describe_failure
-from rl_backends.checkpoints.folders import in_threads, read_marker, sync_tree, write_marker
-from rl_backends.checkpoints.manifest import digest_of, sync, text_digest
-from rl_backends.checkpoints.shards import num_ranks, this_rank
-from rl_backends.errors import CheckpointError, RankError
-from rl_backends.export import export_pretrained
+from rl_backends.checkpoints.folders import (
+    digest_of,
+    in_threads,
+    read_marker,
+    records_of,
+    sync,
+    sync_tree,
+    text_digest,
+    write_marker,
+)
+from rl_backends.errors import CheckpointError
 from rl_backends.loading import ModelSource
 from rl_backends.loading.source import local_folder
 from rl_backends.megatron.config import (
@@ -49,11 +49,10 @@ from rl_backends.megatron.config import (
 )
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.model import MegatronModel
-from rl_backends.megatron.weights import Gatherer, from_files
-from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
+from rl_backends.megatron.weights import from_files
 
 MANIFEST = "conversion.json"
-FORMAT = ("rl-backends conversion", 3)
+FORMAT = ("rl-backends conversion", 4)
 WEIGHTS = "release"
 """The name that Megatron-LM has for a checkpoint that no training step made."""
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -81,16 +80,10 @@ class Conversion:
     """SHA-256 of the model's files, 64 hexadecimal digits."""
     architecture: str
     """Class of transformers."""
-    vocab_size: int
-    """Without the rows that a layout pads it with."""
     dtype: str
     """Of the tensors: "bfloat16" if all of the model's files are, else "float32", which holds float16 exactly."""
-    source_dtype: str
-    """Of the tensors in the model's files; "float32" where they differ."""
     seconds: float
     """Wall-clock time that converting took."""
-    ranks: int
-    """Processes that wrote it."""
     written_at: str
     """UTC."""
     libraries: Mapping[str, str]
@@ -99,11 +92,6 @@ class Conversion:
     """Bytes and SHA-256 of every file but the manifest, by its path in the folder."""
     found: bool = False
     """True if it was there already, False if this run wrote it."""
-
-    @property
-    def weights(self) -> Path:
-        """The folder that `megatron.core.dist_checkpointing.load` reads."""
-        return self.folder / WEIGHTS
 
     @property
     def num_bytes(self) -> int:
@@ -125,152 +113,53 @@ class Conversion:
         model = self.model_name + (f" at {self.revision[:8]}" if self.revision else "")
         return (
             f"{self.folder}: {model} ({self.architecture}) as a Megatron checkpoint in {self.dtype}, "
-            f"{self.num_bytes / 2**20:,.2f} MiB, made {self.written_at} in {self.seconds:.1f} s by {self.ranks} "
-            f"rank{'s' if self.ranks > 1 else ''}; {'found, every byte checked' if self.found else 'written now'}"
+            f"{self.num_bytes / 2**20:,.2f} MiB, made {self.written_at} in {self.seconds:.1f} s; "
+            f"{'found, every byte checked' if self.found else 'written now'}"
         )
 
 
-def convert(
-    source: ModelSource, config: MegatronConfig, *, directory: str | Path | None = None, progress: Say | None = None
-) -> Conversion:
-    """Write the conversion of a model, or find the one that is there; every rank must call it.
+def convert(source: ModelSource, *, directory: str | Path | None = None, progress: Say | None = None) -> Conversion:
+    """Write the conversion of a model, or find the one that is there, in this process, which holds the whole model.
 
     Args:
         source: the model.
-        config: the layout to write from; any layout reads what any other wrote. Its precision is not looked at.
-        directory: of all conversions, the same for all ranks; None for `megatron_checkpoint_dir()`.
-        progress: called on rank 0 with a line of text now and then.
+        directory: of all conversions; None for `megatron_checkpoint_dir()`.
+        progress: called with a line of text now and then.
     """
-    say: Say = progress if progress is not None and this_rank() == 0 else lambda _line: None
-    about = _from_rank_0(lambda: _describe(source, directory))
+    say: Say = (lambda _line: None) if progress is None else progress
+    about = _describe(source, directory)
     target = Path(about.pop("target"))
-    if _from_rank_0(target.is_dir):
-        return _checked_by_rank_0(target, found=True)
+    if target.is_dir():
+        return read_conversion(target)
 
     started = time.monotonic()
-    unfinished = Path(_from_rank_0(lambda: str(target.with_name(f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}"))))
+    unfinished = target.with_name(f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}")
     say(f"converting {source.model_name} to {target}")
     if left := [each.name for each in target.parent.glob(f".{target.name}.unfinished-*")]:
         say(f"left by a conversion that was killed or is still running: {', '.join(left)} in {target.parent}")
     try:
-        on_rank_0(lambda: (unfinished / WEIGHTS).mkdir(parents=True))
-        on_every_rank(lambda: _require_shared(unfinished / WEIGHTS))
-        skeleton = source.skeleton()
-        laid_out = replace(config, precision=about["dtype"])
-        model = MegatronModel(skeleton, laid_out, fill=from_files(source, skeleton), trainable=False)
+        (unfinished / WEIGHTS).mkdir(parents=True)
+        skeleton, config = source.skeleton(), MegatronConfig(precision=about["dtype"])
+        model = MegatronModel(skeleton, config, fill=from_files(source, skeleton), trainable=False)
         try:
             with cpu_compat():
-                _save(model.chunks, unfinished / WEIGHTS)
-        except RankError:
-            raise
+                _save(model.chunks[0], unfinished / WEIGHTS)
         except (OSError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(f"{target} cannot be written: {describe_failure(error)}; {ELSEWHERE}") from error
         finally:
             model.close(collect=False)
-        on_rank_0(lambda: _publish(unfinished, target, source, about, started=started))
+        _publish(unfinished, target, source, about, started=started)
     except BaseException:
-        if this_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return _checked_by_rank_0(target, found=False)
+    return read_conversion(target, found=False)
 
 
-def is_conversion(folder: str | Path) -> bool:
-    """True if the folder says that it is a conversion, complete and undamaged or not."""
-    return (Path(folder) / MANIFEST).is_file()
-
-
-def read_conversion(folder: str | Path, *, found: bool = True, check: bool = True) -> Conversion:
-    """Read the manifest of a conversion, and compare every byte of every file with it, unless `check` is False."""
-    body = read_marker(Path(folder) / MANIFEST, format=FORMAT, remedy=DAMAGED, check=check)
+def read_conversion(folder: str | Path, *, found: bool = True) -> Conversion:
+    """Read the manifest of a conversion, and compare every byte of every file with it."""
+    body = read_marker(Path(folder) / MANIFEST, format=FORMAT, remedy=DAMAGED)
     del body["format"], body["format_version"]
     return Conversion(folder=Path(folder), found=found, **body)
-
-
-def _reading() -> Any:
-    """Return how megatron-core reads tensors; its own way stops at `TensorProperties.strides`, new in torch 2.15."""
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-
-    class Reading(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-        def load_tensors_metadata(self, checkpoint_dir: Path, metadata: Any = None) -> Any:
-            for stored in metadata.state_dict_metadata.values() if metadata else ():
-                if properties := getattr(stored, "properties", None):
-                    vars(properties).pop("strides", None)
-            return super().load_tensors_metadata(checkpoint_dir, metadata)
-
-    return Reading()
-
-
-def load_weights(conversion: Conversion, chunks: Sequence[Any]) -> None:
-    """Fill a model of any layout in place, cast to its dtype; every rank must call it.
-
-    Rows that pad a vocabulary become 0. That the vocabulary itself is the same cannot be seen here, because every
-    layout pads it otherwise.
-    """
-    from megatron.core.dist_checkpointing import load
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.mapping import apply_factories
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
-    on_every_rank(lambda: require_plain_metadata(conversion.weights / ".metadata"))
-    sharded = _sharded_weights(chunks)
-    apply_factories(sharded)  # here and not by `load`, which would join what they cut in memory of its own
-    parts = {str(number): part for number, part in enumerate(tree_leaves(sharded))}  # also of the lists that those made
-    targets = {name: part.data.detach() for name, part in parts.items()}
-    try:
-        with warnings.catch_warnings():  # what torch says of how megatron-core 0.16.1 loads
-            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-            warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-            loaded = load(parts, str(conversion.weights), _reading(), strict=StrictHandling.RAISE_ALL)
-    except (CheckpointingException, CheckpointException, KeyError, OSError) as error:
-        raise CheckpointError(f"{conversion.weights} does not hold this model: {describe_failure(error)}") from error
-    with torch.no_grad():
-        for name, target in targets.items():
-            if loaded[name].data_ptr() != target.data_ptr():
-                target.copy_(loaded[name].view(target.shape))
-
-
-def export_conversion(
-    conversion: Conversion,
-    source: ModelSource,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 2**30,
-    tokenizer: Any = None,
-) -> int:
-    """Write a conversion as a Hugging Face folder, bit for bit, in one process; return the number of tensors.
-
-    source: the model that it was made of, or another of the same configuration; its weights are not read.
-    """
-    if source.config.vocab_size != conversion.vocab_size:
-        raise CheckpointError(
-            f"{conversion.folder} has a vocabulary of {conversion.vocab_size}, and {source.model_name} one of "
-            f"{source.config.vocab_size}"
-        )
-    precision: Any = conversion.dtype
-    skeleton = source.skeleton()
-    model = MegatronModel(
-        skeleton,
-        MegatronConfig(precision=precision),
-        fill=lambda made: load_weights(conversion, made.chunks),
-        trainable=False,
-    )
-    try:
-        export_pretrained(
-            skeleton,
-            folder,
-            dtype=getattr(torch, conversion.source_dtype) if dtype is None else dtype,
-            max_shard_bytes=max_shard_bytes,
-            tokenizer=tokenizer,
-            tensors=Gatherer(model.held, model.shapes).tensors(),
-        )
-        return len(model.shapes)
-    finally:
-        model.close()
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def _describe(source: ModelSource, directory: str | Path | None) -> dict[str, Any]:
@@ -283,7 +172,7 @@ def _describe(source: ModelSource, directory: str | Path | None) -> dict[str, An
         raise CheckpointError(f"conversions cannot lie in {where}: {error}; {ELSEWHERE}") from error
     is_folder = local_folder(source.model_name) is not None
     model_name = str(local_folder(source.model_name).resolve()) if is_folder else source.model_name  # type: ignore[union-attr]
-    key, source_dtype = _content_of(source)
+    key, dtype = _content_of(source)
     plain = Path(model_name).name if is_folder else model_name.replace("/", "--")
     safe = re.sub(r"[^A-Za-z0-9._]+", "-", plain).strip("-._")[:80] or "model"
     return {
@@ -292,14 +181,12 @@ def _describe(source: ModelSource, directory: str | Path | None) -> dict[str, An
         "revision": None if is_folder else source.folder.name,
         "key": key,
         "architecture": next(iter(source.config.architectures or [source.config.model_type])),
-        "vocab_size": source.config.vocab_size,
-        "source_dtype": source_dtype,
-        "dtype": "bfloat16" if source_dtype == "bfloat16" else "float32",
+        "dtype": dtype,
     }
 
 
 def _content_of(source: ModelSource) -> tuple[str, str]:
-    """A key of the model's files, and the dtype that their tensors have in common, else "float32"."""
+    """A key of the model's files, and the dtype of a conversion of them."""
     from safetensors import SafetensorError, safe_open
 
     def digest(file: Path) -> str:
@@ -315,19 +202,20 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
                 dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"{file} is no safetensors file: {error}; fetch it again") from error
-    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    common = names.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
+    dtype = "bfloat16" if dtypes == {"BF16"} else "float32"
     config = digest_of(source.folder / "config.json")
-    return text_digest({"head": source.head, "config": config, "files": digests}), common
+    return text_digest({"head": source.head, "config": config, "files": digests}), dtype
 
 
-def _save(chunks: Sequence[Any], folder: Path) -> None:
-    """Write the weights as `torch_dist`; a collective of all ranks, which write each replica once.
+def _save(gpt: Any, folder: Path) -> None:
+    """Write the weights as `torch_dist`, without the states of kernels (`_extra_state`).
 
     megatron-core's own writer starts processes that may outlive the run. torch's writes the same files, names and
     metadata from this one.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
     from megatron.core.dist_checkpointing.strategies.torch import (
@@ -338,16 +226,17 @@ def _save(chunks: Sequence[Any], folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    sharded, _ = save_preprocess(
-        _sharded_weights(chunks)
-    )  # which also checks that every element is written exactly once
-    on_rank_0(lambda: TorchCommonSaveStrategy("torch", 1).save_common(dict(COMMON), folder))
+    weights, _ = extract_matching_values(
+        gpt.sharded_state_dict(), lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory)
+    )
+    sharded, _ = save_preprocess(weights)  # which also checks that every element is written exactly once
+    TorchCommonSaveStrategy("torch", 1).save_common(dict(COMMON), folder)
     save(
         mcore_to_pyt_state_dict(_replace_state_dict_keys_with_sharded_keys(sharded, True)[0], False),
         storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True),
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
     )
-    on_rank_0(lambda: save_config(CheckpointingConfig("torch_dist", 1), str(folder)))
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def _publish(  # noqa: PLR0917 - from, to, of what
@@ -361,98 +250,17 @@ def _publish(  # noqa: PLR0917 - from, to, of what
             raise CheckpointError(f"the files of {source.model_name} changed while they were converted; start again")
         about |= {
             "seconds": round(time.monotonic() - started, 3),
-            "ranks": num_ranks(),
             "written_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "libraries": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
         }
-        write_marker(unfinished / MANIFEST, about, format=FORMAT, files=files)
+        write_marker(unfinished / MANIFEST, about, format=FORMAT, files=records_of(unfinished, files))
         sync_tree(unfinished)
         try:
             unfinished.rename(target)
         except OSError:
-            if not is_conversion(target):
+            if not (target / MANIFEST).is_file():
                 raise
             shutil.rmtree(unfinished)  # somebody else was first with the same model; theirs is checked next
         sync([target.parent])
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}; {ELSEWHERE}") from error
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def _checked_by_rank_0(folder: Path, *, found: bool) -> Conversion:
-    """Rank 0 alone reads every byte; the others wait for its verdict."""
-    on_every_rank(lambda: _require_shared(folder))
-    return on_every_rank(lambda: read_conversion(folder, found=found, check=this_rank() == 0))
-
-
-def require_plain_metadata(path: Path) -> None:
-    """Read torch's pickled metadata with an unpickler that makes nothing but its classes."""
-    try:
-        with path.open("rb") as file:
-            _MetadataUnpickler(file).load()
-    except Exception as error:  # of many kinds: whatever a damaged pickle raises
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-@final
-class _MetadataUnpickler(pickle.Unpickler):
-    ALLOWED = frozenset(
-        {
-            ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),  # Python 3.13's name of the same
-            ("torch", "Size"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "Metadata"),
-            ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-            ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-            ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-            ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-            ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-            ("torch.serialization", "_get_layout"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self.ALLOWED or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors has")
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
-
-
-def _sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
-    """This rank's parts as megatron-core describes them, without the states of kernels (`_extra_state`)."""
-    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    weights: dict[str, Any] = extract_matching_values(
-        {
-            f"{number}.{name}": value
-            for number, chunk in enumerate(chunks)
-            for name, value in chunk.sharded_state_dict().items()
-        },
-        lambda value: isinstance(value, ShardedTensor | ShardedTensorFactory),
-    )[0]
-    return weights
-
-
-def _require_shared(folder: Path, *, patience_s: float = 10.0) -> None:
-    """Wait until this rank sees a folder that rank 0 has made: a network file system may take a while."""
-    until = time.monotonic() + patience_s
-    while not folder.is_dir():
-        if time.monotonic() > until:
-            raise CheckpointError(
-                f"{folder} was made by rank 0 and is not there for this rank: name a folder that all ranks share"
-            )
-        time.sleep(0.2)
-
-
-def _from_rank_0(action: Callable[[], Any]) -> Any:
-    """What rank 0 finds, as JSON, on every rank."""
-    return json.loads(gather_text(on_every_rank(lambda: json.dumps(action()) if this_rank() == 0 else ""))[0])

@@ -23,7 +23,7 @@ from rl_backends.megatron.model import MegatronModel, bucket_groups
 from rl_backends.megatron.optimizer import MegatronOptimizers, masters_of
 from rl_backends.megatron.passes import run_passes
 from rl_backends.optimizers import GradientStep
-from rl_backends.optimizers.optimizers import NAMED, nonfinite_error
+from rl_backends.optimizers.optimizers import nonfinite_step
 from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together, sums_of_last_rank
 from rl_backends.readers import Reader
 
@@ -104,12 +104,8 @@ def clip_and_step(
         norm = _agree_on_norm(optimizers, next(ddp[0].parameters()).device)
         if not math.isfinite(norm):
             found = _nonfinite_gradients(optimizers, names or {})
-            optimizers.zero_grad()
-            if optimizers.settings.on_nonfinite_gradient == "raise":
-                raise nonfinite_error(found, norm=norm, version=version)
-            optimizers.num_steps_skipped += 1
-            return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=found[:NAMED])
-        max_norm = optimizers.settings.clip_grad
+            return nonfinite_step(optimizers, found, norm=norm, version=version)
+        max_norm = optimizers.config.max_grad_norm
         if max_norm is not None:
             for part in optimizers.parts:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, norm)

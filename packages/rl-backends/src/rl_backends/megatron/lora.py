@@ -152,15 +152,6 @@ class Adapters:
             if is_adapter(held.name):
                 write_whole(first_value(held.name, held.shape, seed=seed), [held])
 
-    def explain(self) -> str:
-        """How many, and how large."""
-        layers = adapted_layers(self._skeleton)
-        numbers = sum(each.numel() for update in self._updates for each in update.parameters())
-        return (
-            f"LoRA of rank {layers[0].lora_a.shape[0]} in {len(layers)} linear layers, {numbers:,} elements on this "
-            f"rank; the update is added to the weight in every forward"
-        )
-
 
 def add_adapters(
     gpt: nn.Module, held: Sequence[HeldTensor], skeleton: nn.Module, *, tensor_ranks: int

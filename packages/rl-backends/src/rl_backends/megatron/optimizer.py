@@ -1,14 +1,12 @@
-"""Megatron's optimizer over a model in Megatron's DDP, plain or distributed, and its schedule.
+"""Megatron's optimizer over a model in Megatron's DDP, plain or distributed, with the numbers of every other backend.
 
-Settings come from one of two sources: Megatron's own words (`MegatronConfig.optimizer`, `.scheduler`), or the
-`OptimizerConfig` of every other backend, translated so that the same recipe gives the same numbers. A schedule has no
-state but the step's number. Megatron leaves norms and biases out of weight decay by a factor on their group,
-`wd_mult`, which whoever sets the schedule has to apply.
+The schedule is that of `OptimizerConfig`, set before each step. Megatron leaves norms and biases out of weight decay by
+a factor on their group, `wd_mult`, which whoever sets the schedule has to apply.
 """
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
 
@@ -18,151 +16,49 @@ from torch.optim import AdamW, Optimizer
 
 from rl_backends.checkpoints.optimizer_state import Stepped
 from rl_backends.checkpoints.shards import TensorShard, flat_boxes
-from rl_backends.choices import refuse
 from rl_backends.errors import ModelError
-from rl_backends.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.mapping import HeldTensor, parameters_of
-from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
-from rl_backends.optimizers.optimizers import StepCount, check_schedule, explain_schedule, table
+from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.optimizers import StageOptimizers, explain_schedule, table
 
 
-@final
-class NeutralSchedule:
-    """The schedule of `OptimizerConfig`."""
-
-    def __init__(self, inner: Any, config: OptimizerConfig, *, num_steps: int) -> None:
-        check_schedule(config, num_steps=num_steps)
-        self._inner = inner
-        self._config = config
-        self._num_steps = num_steps
-
-    def learning_rate(self, index: int) -> float:
-        """Of step `index`."""
-        return self._config.lr * learning_rate_factor(index, self._config, num_steps=self._num_steps)
-
-    def apply(self, index: int) -> None:
-        """Give every group of parameters what it has in step `index`."""
-        for group in self._inner.param_groups:
-            group["lr"] = self.learning_rate(index)
-            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
-
-    def explain(self) -> str:
-        """In words."""
-        return f"lr={self._config.lr:g}, {explain_schedule(self._config, num_steps=self._num_steps)}"
-
-
-@final
-class MegatronSchedule:
-    """Megatron's own schedule, of learning rate and weight decay."""
-
-    def __init__(
-        self, inner: Any, optimizer: MegatronOptimizerConfig, scheduler: MegatronSchedulerConfig, *, num_steps: int
-    ) -> None:
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-        self._decay_steps = scheduler.lr_decay_iters or num_steps
-        problems = []
-        if scheduler.lr_warmup_iters >= self._decay_steps:
-            default = "" if scheduler.lr_decay_iters is not None else ", which is the steps of the stage,"
-            problems.append(
-                f"lr_warmup_iters={scheduler.lr_warmup_iters} must be less than lr_decay_iters={self._decay_steps}"
-                f"{default} or the learning rate goes down before it is up"
-            )
-        if scheduler.lr_warmup_init > optimizer.lr:
-            problems.append(
-                f"lr_warmup_init={scheduler.lr_warmup_init} must be at most lr={optimizer.lr}, which the warm-up goes "
-                f"up to"
-            )
-        refuse(problems)
-        self._inner = inner
-        self._optimizer = optimizer
-        self._config = scheduler
-        start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
-        self._scheduler = OptimizerParamScheduler(
-            inner,
-            init_lr=scheduler.lr_warmup_init,
-            max_lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            lr_warmup_steps=scheduler.lr_warmup_iters,
-            lr_decay_steps=self._decay_steps,
-            lr_decay_style=scheduler.lr_decay_style,
-            start_wd=optimizer.weight_decay if start is None else start,
-            end_wd=optimizer.weight_decay if end is None else end,
-            wd_incr_steps=num_steps,
-            wd_incr_style=scheduler.weight_decay_incr_style,
-        )
-
-    def learning_rate(self, index: int) -> float:
-        """Of step `index`."""
-        self._scheduler.num_steps = index
-        return float(self._scheduler.get_lr({}))
-
-    def apply(self, index: int) -> None:
-        """Give every group of parameters what it has in step `index`."""
-        for group in self._inner.param_groups:
-            # Megatron prefers a group's own, which come back with a checkpoint of other settings.
-            group.update(max_lr=self._optimizer.lr, min_lr=self._optimizer.min_lr)
-        self._scheduler.num_steps = index
-        self._scheduler.step(0)
-
-    def explain(self) -> str:
-        """In words."""
-        config, scheduler = self._config, self._scheduler
-        parts = (
-            [f"{config.lr_warmup_iters} steps of warm-up from {config.lr_warmup_init:g}"]
-            if config.lr_warmup_iters
-            else []
-        )
-        constant = config.lr_decay_style == "constant"
-        down = f"{config.lr_decay_style} to {self._optimizer.min_lr:g} at step {self._decay_steps}"
-        parts.append("constant" if constant else down)
-        text = f"lr={self._optimizer.lr:g}, {', then '.join(parts)}, by Megatron's scheduler"
-        if scheduler.start_wd == scheduler.end_wd:
-            return text
-        grows = f"{scheduler.start_wd:g} to {scheduler.end_wd:g} ({config.weight_decay_incr_style})"
-        return f"{text}; weight decay from {grows} in {scheduler.wd_incr_steps} steps"
-
-
-def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may say how
-    ddp: Sequence[nn.Module],
-    transformer_config: Any,
-    config: MegatronConfig,
-    optimizer: OptimizerConfig | None,
-    *,
-    num_steps: int,
+def make_optimizers(
+    ddp: Sequence[nn.Module], config: MegatronConfig, optimizer: OptimizerConfig, *, num_steps: int
 ) -> "MegatronOptimizers":
     """Megatron's optimizer over the trainable parameters of all `ddp`, for a stage of `num_steps` steps.
 
     Make it after the weights were loaded: in bfloat16 it copies them into float32 here. Collective over all ranks.
 
     ddp: Megatron's `DistributedDataParallel` of each chunk, whose state is shared out as `config` says.
-    transformer_config: of the model.
-    optimizer: what training was started with; used where `config.optimizer` is None.
+    optimizer: as of every backend.
 
     Raises:
-        ValueError: no source at all; settings that have no counterpart in Megatron, all of them at once; a schedule
-            that does not fit into `num_steps`.
+        ValueError: settings that have no counterpart in Megatron, all of them at once; a schedule that does not fit
+            into `num_steps`.
         ModelError: nothing is trainable.
     """
     from megatron.core.optimizer import OptimizerConfig as TheirConfig
     from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 
-    settings = config.optimizer or _translated(optimizer)
-    of_adam = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    del of_adam["on_nonfinite_gradient"]
-    notes: list[str] = []
+    _require_counterparts(optimizer)
     with cpu_compat():
         theirs = TheirConfig(
-            **{**of_adam, "clip_grad": settings.clip_grad or 0.0},
-            bf16=transformer_config.bf16,
-            params_dtype=transformer_config.params_dtype,
+            optimizer="adam",  # with decoupled weight decay
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.max_grad_norm or 0.0,
+            bf16=config.precision == "bfloat16",
+            params_dtype=getattr(torch, config.precision),
             use_distributed_optimizer=config.use_distributed_optimizer,
             log_num_zeros_in_grad=False,
         )
         # Only an empty dict lets everything decay; the standard ones leave out norms and biases, as Megatron does.
-        decay_vectors = config.optimizer is None and optimizer is not None and optimizer.decay_vectors
-        overrides = {} if decay_vectors else get_standard_config_overrides(theirs)
+        overrides = {} if optimizer.decay_vectors else get_standard_config_overrides(theirs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="WARNING: there is no optimizer on RANK")  # an error below
             inner = get_megatron_optimizer(theirs, list(ddp), config_overrides=overrides, use_gloo_process_groups=False)
@@ -176,44 +72,19 @@ def make_optimizers(  # noqa: PLR0917 - what is optimized, and the two that may 
             if isinstance(getattr(part, "optimizer", None), AdamW):
                 for group in part.optimizer.param_groups:
                     group.update(fused=True, foreach=False)
-        schedule: NeutralSchedule | MegatronSchedule
-        if config.optimizer is not None:
-            scheduler = config.scheduler or MegatronSchedulerConfig()
-            schedule = MegatronSchedule(inner, config.optimizer, scheduler, num_steps=num_steps)
-            if optimizer is not None:
-                unused = f"name={optimizer.name!r}, lr={optimizer.lr:g}, schedule={optimizer.schedule!r}"
-                notes.append(
-                    f"From megatron_cfg.optimizer; the optimizer that training was started with ({unused}) is not used."
-                )
-        else:
-            assert optimizer is not None
-            schedule = NeutralSchedule(inner, optimizer, num_steps=num_steps)
-        return MegatronOptimizers(ddp, inner, schedule, settings=settings, num_steps=num_steps, notes=notes)
+        return MegatronOptimizers(ddp, inner, optimizer, num_steps=num_steps)
 
 
 @final
-class MegatronOptimizers(StepCount):
+class MegatronOptimizers(StageOptimizers):
     """What `make_optimizers` made: Megatron's optimizer, and the learning rate of the next step."""
 
-    def __init__(
-        self,
-        ddp: Sequence[nn.Module],
-        inner: Any,
-        schedule: NeutralSchedule | MegatronSchedule,
-        *,
-        settings: MegatronOptimizerConfig,
-        num_steps: int,
-        notes: Sequence[str] = (),
-    ) -> None:
-        super().__init__(num_steps=num_steps)
+    def __init__(self, ddp: Sequence[nn.Module], inner: Any, config: OptimizerConfig, *, num_steps: int) -> None:
+        super().__init__(config, num_steps=num_steps)
         self.inner = inner
         """Megatron's `MegatronOptimizer`, for whatever keeps its state. Its learning rate is set anew by every step."""
-        self.settings = settings
-        """Of AdamW, and of the gradient step."""
         self._ddp: Sequence[Any] = ddp
-        self._schedule = schedule
-        self._notes = notes
-        schedule.apply(0)
+        self._apply_schedule()
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -231,21 +102,21 @@ class MegatronOptimizers(StepCount):
         named = parameters_of([each.module for each in self._ddp])
         return {name: parameter for *_, name, parameter in named if parameter.requires_grad}
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        return self._schedule.learning_rate(self.num_steps_taken)
+    def _apply_schedule(self) -> None:
+        """Give every group of parameters what it has in the next step."""
+        for group in self.inner.param_groups:
+            group["lr"] = self.learning_rate
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter along the gradient that `inner.prepare_grads()` has laid out."""
         with cpu_compat():
-            self._schedule.apply(self.num_steps_taken)
+            self._apply_schedule()
             self.inner.step_with_ready_grads()
         self.num_steps_taken += 1
 
-    def zero_grad(self) -> None:
-        """Forget every gradient, also what microbatches have summed up."""
+    def zero_grad(self) -> None:  # noqa: D102
         with cpu_compat(), warnings.catch_warnings():
             # The distributed optimizer asks views of float32 parameters whether they have one.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -256,7 +127,7 @@ class MegatronOptimizers(StepCount):
     def explain(self) -> str:
         """The optimizer, its schedule, and what each group of parameters holds on this rank."""
         kinds = dict.fromkeys(f"{type(part).__name__} over {type(part.optimizer).__name__}" for part in self.parts)
-        lines = [f"Megatron's {', '.join(kinds)}: {self._schedule.explain()}", *self._notes]
+        schedule = explain_schedule(self.config, num_steps=self._num_steps)
         rows = [["weight decay", "experts", "parameters", "elements here"]]
         rows += [
             [
@@ -267,16 +138,11 @@ class MegatronOptimizers(StepCount):
             ]
             for group in self.inner.param_groups
         ]
-        return "\n".join([*lines, *table(rows)])
+        return "\n".join([f"Megatron's {', '.join(kinds)}: lr={self.config.lr:g}, {schedule}", *table(rows)])
 
 
-def _translated(config: OptimizerConfig | None) -> MegatronOptimizerConfig:
-    """What the `OptimizerConfig` of every other backend says of AdamW and of the gradient step, in Megatron's words."""
-    if config is None:
-        raise ValueError(
-            "there is no optimizer: set megatron_cfg.optimizer (and megatron_cfg.scheduler), or start training with an "
-            "OptimizerConfig"
-        )
+def _require_counterparts(config: OptimizerConfig) -> None:
+    """Refuse what Megatron's optimizer has no counterpart of."""
     problems = []
     if config.name != "adamw":
         problems.append(f"name={config.name!r}: take 'adamw'")
@@ -291,19 +157,7 @@ def _translated(config: OptimizerConfig | None) -> MegatronOptimizerConfig:
             f"there is one, else torch's; leave it out"
         )
     if problems:
-        raise ValueError(
-            f"the Megatron backend has no counterpart of {'; of '.join(problems)}. Or set megatron_cfg.optimizer, "
-            f"which is then used instead"
-        )
-    return MegatronOptimizerConfig(
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.eps,
-        clip_grad=config.max_grad_norm,
-        on_nonfinite_gradient=config.on_nonfinite_gradient,
-    )
+        raise ValueError(f"the Megatron backend has no counterpart of {'; of '.join(problems)}")
 
 
 # ---- What the optimizers keep on this rank of each parameter: the elements that they step, and state beside them.

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from rl_backends.checkpoints.shards import num_ranks, this_rank
 from rl_backends.errors import ModelError
+from rl_backends.examples import TokenRows
 from rl_backends.loading import ModelSource
 from rl_backends.loading.skeleton import initial_value
 from rl_backends.loading.weights import first_names, write_whole
@@ -165,16 +165,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Nats. Rounding is far below; something that was missed is far above, unless all logits are near 0."""
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A `TokenBatch`."""
-
-    rows_per_unit: ClassVar[int] = 1
-    tokens: Tensor
-    lengths: Tensor
-    trainable: Tensor
-
-
 def require_own_code(model: nn.Module) -> None:
     """The model's class is one of transformers."""
     if not type(model).__module__.startswith("transformers."):
@@ -192,7 +182,7 @@ def prove(model: MegatronModel, *, source: Any) -> None:
     bound = model.config.micro_batch_tokens or NUM_TOKENS  # of a row that fits into a microbatch
     length = min(NUM_TOKENS, model.architecture.max_positions, max(2, bound - bound % model.token_multiple))
     tokens = (torch.arange(length) * 7 + 3) % model.architecture.vocab_size
-    rows = _Rows(tokens=tokens[None], lengths=torch.tensor([length]), trainable=torch.arange(length)[None] > 0)
+    rows = TokenRows(tokens=tokens[None], lengths=torch.tensor([length]), trainable=torch.arange(length)[None] > 0)
     scores = model.architecture.num_labels > 0
     reader = value_reader(source) if scores else read_logp(Head.of(source), temperature=1.0)
     ours = model.read_all(rows, reader)[0][0, 1:]

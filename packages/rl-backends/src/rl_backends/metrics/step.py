@@ -75,24 +75,13 @@ class Work:
     repeated_microbatches: int
     """That did not count."""
     load_balance: float
-    """FLOPs of the most expensive rank over the mean of all: 1 is perfect."""
+    """FLOPs of the most expensive rank over the mean of all, padding included; tokens where FLOPs are not known. 1 is
+    perfect."""
     model_flops: float | None
     """That the mathematics of the step needs; see `ModelFlops`."""
-    hardware_flops: float | None
-    """With padding, repetitions, and what is computed again in backward."""
-    rank_costs: tuple[float, ...]
-    """Of each rank's own rows as they are read, padding included and repetitions not: FLOPs, or tokens where FLOPs are
-    not known."""
 
 
-def work_of(
-    passes: Sequence[Pass],
-    *,
-    flops: ModelFlops | None,
-    layout: Layout,
-    token_multiple: int = 1,
-    recomputed: bool = False,
-) -> Work:
+def work_of(passes: Sequence[Pass], *, flops: ModelFlops | None, layout: Layout, token_multiple: int = 1) -> Work:
     """Add up what `passes` make all ranks do.
 
     Args:
@@ -100,7 +89,6 @@ def work_of(
         flops: what a token of the model costs; None where that is not known.
         layout: whether rows are padded to the longest of their microbatch.
         token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
-        recomputed: whether backward computes the layers again.
     """
     # Every row that is read, those of repeated microbatches again: its number among the rows of all passes, its rank.
     microbatches, of_rank, numbers, num_rows = list[Microbatch](), list[int](), list[Tensor](), 0
@@ -123,14 +111,6 @@ def work_of(
         read = torch.tensor(widths).repeat_interleave(sizes)
     cost = read.double() if flops is None else flops.of_rows(read, wanted)
     costs = torch.zeros(len(passes[0].cut), dtype=torch.float64).index_add_(0, ranks, cost * counted)
-    model_flops = hardware_flops = None
-    if flops is not None:
-        model_flops = float((flops.of_rows(real, wanted) * counted).sum())
-        # The head makes its logits a second time in backward always; the layers only where they are checkpointed.
-        if recomputed:
-            hardware_flops = float(flops.of_rows(read, wanted, recomputed=True).sum())
-        else:
-            hardware_flops = float(cost.sum()) + float(wanted.sum()) * flops.head.forward
     tokens, tokens_read, total = int((real * counted).sum()), int(read.sum()), float(costs.sum())
     return Work(
         tokens=tokens,
@@ -140,9 +120,7 @@ def work_of(
         microbatches=sum(max(map(len, each.cut)) for each in passes),
         repeated_microbatches=sum(not each.counted for each in microbatches),
         load_balance=float(costs.max()) * len(costs) / total if total else 1.0,
-        model_flops=model_flops,
-        hardware_flops=hardware_flops,
-        rank_costs=tuple(costs.tolist()),
+        model_flops=None if flops is None else float((flops.of_rows(real, wanted) * counted).sum()),
     )
 
 
@@ -159,14 +137,10 @@ class StepMetrics(Work):
     """Seconds in `optim_step`."""
     tokens_per_s: float
     """Real tokens over the seconds of both."""
-    tokens_per_s_per_rank: float
-    """The same, divided by all ranks of the run."""
     flops_per_s_per_rank: float | None
     """Model FLOPs a second, of one rank."""
     mfu: float | None
     """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
-    hfu: float | None
-    """Hardware FLOPs utilisation."""
     mfu_unknown: str | None
     """Why there is no `mfu`; None where there is."""
     grad_norm: float | None
@@ -203,17 +177,6 @@ class StepMetrics(Work):
             values |= {} if memory.peak_resident is None else {"memory/peak_resident_bytes": memory.peak_resident}
         return {name: float(value) for name, value in values.items()}
 
-    def render(self) -> str:
-        """One line for people."""
-        speed = "unknown" if self.flops_per_s_per_rank is None else f"{self.flops_per_s_per_rank / 1e12:.3g} TFLOP/s"
-        mfu = self.mfu_unknown if self.mfu is None else f"{self.mfu:.1%}"
-        return (
-            f"{self.tokens:,} tokens in {self.forward_backward_s + self.optim_s:.3g} s: {self.tokens_per_s:,.0f}/s, "
-            f"{speed} a rank, MFU {mfu}; padding {self.padding_share:.1%}, load balance {self.load_balance:.2f}, "
-            f"{self.microbatches} microbatches a rank, {self.repeated_microbatches} repeated"
-            f"{'; SKIPPED' if self.skipped else ''}"
-        )
-
 
 # ---- The meter.
 
@@ -231,8 +194,6 @@ class StepMeter:
     layout: Layout = "padded"
     token_multiple: int = 1
     """What rows are rounded up to: 2 · ranks under context parallelism."""
-    recomputed: bool = False
-    """Whether backward computes whole layers again (`activation_checkpointing="full"`)."""
     peak_flops_per_s: float | None = None
     """Of one device, in the dtype of the computation; None where it is not known."""
     memory: Callable[[], MemoryUse] | None = None
@@ -322,7 +283,6 @@ class StepMeter:
             flops=self.flops if isinstance(self.flops, ModelFlops) else None,
             layout=self.layout,
             token_multiple=self.token_multiple,
-            recomputed=self.recomputed,
         )
         unknown = None
         if isinstance(self.flops, ModelError):
@@ -332,16 +292,13 @@ class StepMeter:
         passed, optim_s = sum(_seconds(each.start, each.end) for each in passes), _seconds(*optim)
         seconds, peak = passed + optim_s, self.peak_flops_per_s
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
-        hardware = None if work.hardware_flops is None else work.hardware_flops / seconds / self.num_ranks
         return StepMetrics(
             **{each.name: getattr(work, each.name) for each in fields(Work)},
             forward_backward_s=passed,
             optim_s=optim_s,
             tokens_per_s=work.tokens / seconds,
-            tokens_per_s_per_rank=work.tokens / seconds / self.num_ranks,
             flops_per_s_per_rank=each_rank,
             mfu=None if each_rank is None or peak is None else each_rank / peak,
-            hfu=None if hardware is None or peak is None else hardware / peak,
             mfu_unknown=unknown,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,

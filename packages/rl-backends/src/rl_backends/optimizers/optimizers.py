@@ -15,9 +15,11 @@ ever, so whether a gradient is finite is decided by all ranks of the parameters'
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from rl_backends.errors import CheckpointError, NonFiniteGradientError
+from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientError
 from rl_backends.optimizers.config import OptimizerConfig
-from rl_backends.optimizers.groups import ParameterGroup, group_parameters
-from rl_parallel_plans import Pipeline, clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
+from rl_parallel_plans import (
+    NamedShard,
+    Pipeline,
+    clip_grad_by_total_norm_,
+    get_grad_norm,
+    named_shards,
+    to_local_if_dtensor,
+)
 from rl_parallel_plans.checkpoints import reshard
 
 if TYPE_CHECKING:
@@ -80,6 +88,90 @@ def learning_rate_factor(index: int, config: OptimizerConfig, *, num_steps: int)
             return 1.0 - (1.0 - config.final_lr_ratio) * decayed
 
 
+# ---- Which parameters are treated alike: by names, shapes and module classes.
+#
+# Groups are split by mesh because torch's fused and foreach kernels take the tensors of one mesh at a time.
+
+_NO_MATRICES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that one optimizer treats alike."""
+
+    trained_by: Literal["adamw", "muon"]
+    """Muon takes the matrices inside layers, where it was asked for; AdamW everything else."""
+    decays: bool
+    """Whether weight decay pulls them towards 0."""
+    names: tuple[str, ...]
+    """In the unsharded model; a tied parameter under its first name."""
+    parameters: tuple[nn.Parameter, ...]
+    """This rank's shards, in the order of the names."""
+    row_dims: tuple[int | None, ...]
+    """Of a fused weight that is sharded row by row: the first of the two dims that its rows are registered as
+    (`rl_parallel_plans.NamedShard.row_order`). None of any other parameter."""
+
+
+def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
+    """The groups of every trainable parameter of `model`, sharded or not, in the model's order.
+
+    Raises:
+        ModelError: nothing is trainable.
+        ValueError: a pattern of `no_decay` matches no trainable parameter.
+    """
+    shards = [each for each in named_shards(model) if isinstance(each.tensor, nn.Parameter)]
+    trainable = [each for each in shards if each.tensor.requires_grad]
+    if not trainable:
+        raise ModelError(
+            f"none of the {len(shards)} parameters of {type(model).__name__} requires a gradient, so there is nothing "
+            "to optimize: unfreeze some, or add adapters"
+        )
+    names = [each.name for each in trainable]
+    for pattern in config.no_decay:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"no_decay pattern {pattern!r} matches none of the {len(names)} trainable parameters "
+                f"({', '.join(names[:3])}, ...): `*` stands for anything, and a tied parameter has its first name only"
+            )
+    owners: dict[int, nn.Module] = {}  # the first module that holds each parameter
+    layered: set[int] = set()  # parameters inside a list of modules, as decoder layers and experts are
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), module)
+        if isinstance(module, nn.ModuleList):
+            layered |= {id(parameter) for parameter in module.parameters()}
+    members: dict[tuple[bool, bool, object], list[NamedShard]] = {}
+    for each in trainable:
+        owner = owners[id(each.tensor)]
+        vector = _is_vector(each, owner)
+        left_out = any(fnmatchcase(each.name, pattern) for pattern in config.no_decay)
+        decays = not left_out and (config.decay_vectors or not vector)
+        # A linear map, or a stack of them, one for each expert; not a table of vectors and not a convolution.
+        matrix = not vector and not isinstance(owner, _NO_MATRICES) and len(each.shape) in {2, 3}
+        by_muon = config.name == "muon" and id(each.tensor) in layered and matrix
+        key = (by_muon, decays, getattr(each.tensor, "device_mesh", None))
+        members.setdefault(key, []).append(each)
+    return tuple(
+        ParameterGroup(
+            trained_by="muon" if by_muon else "adamw",
+            decays=decays,
+            names=tuple(each.name for each in group),
+            parameters=tuple(each.tensor for each in group if isinstance(each.tensor, nn.Parameter)),
+            row_dims=tuple(None if each.row_order is None else each.row_order.dim for each in group),
+        )
+        for (by_muon, decays, _), group in members.items()
+    )
+
+
+def _is_vector(shard: NamedShard, owner: nn.Module) -> bool:
+    """Norms and biases of several heads or experts are stacks of vectors: two dims, and still no matrix."""
+    own_name = shard.name.rpartition(".")[2]
+    return len(shard.shape) < 2 or own_name.endswith("bias") or "norm" in type(owner).__name__.lower()
+
+
+# ---- The optimizers.
+
+
 def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int) -> "Optimizers":
     """Optimizers over the trainable parameters of `model`, plain or sharded, for a stage of `num_steps` steps.
 
@@ -91,7 +183,6 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
             without a matrix; torch has no such implementation for these parameters.
         ImportError: `adamw_8bit` without torchao.
     """
-    check_schedule(config, num_steps=num_steps)
     groups = group_parameters(model, config)
     by_muon = [group for group in groups if group.trained_by == "muon"]
     by_adamw = [group for group in groups if group.trained_by == "adamw"]
@@ -121,15 +212,36 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
     return Optimizers(optimizers, groups, config, num_steps=num_steps)
 
 
-class StepCount:
-    """The steps of a stage, which are all the state that a schedule has."""
+class StageOptimizers(ABC):
+    """The optimizers of a stage, and how many of its steps were taken: all the state that a schedule has."""
 
-    def __init__(self, *, num_steps: int) -> None:
+    def __init__(self, config: OptimizerConfig, *, num_steps: int) -> None:
+        check_schedule(config, num_steps=num_steps)
+        self.config = config
+        """Of the optimizers, of the schedule, and of the gradient step."""
         self.num_steps_taken = 0
         """Steps since the stage began, without those left out for a gradient that was not finite."""
         self.num_steps_skipped = 0
         """Steps that were left out: the gradient was not finite, or nothing was trainable."""
         self._num_steps = num_steps
+
+    @property
+    @abstractmethod
+    def each(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Torch's optimizers, for whatever keeps their state. Their learning rate is set anew by every step."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.config.lr * learning_rate_factor(self.num_steps_taken, self.config, num_steps=self._num_steps)
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget every gradient, also what microbatches have summed up."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """The optimizer, its schedule, and a line for each group of parameters."""
 
     def schedule_state(self) -> dict[str, int]:
         """How far the schedule has come; JSON can hold it."""
@@ -154,7 +266,7 @@ class StepCount:
 
 
 @final
-class Optimizers(StepCount):
+class Optimizers(StageOptimizers):
     """What `make_optimizers` made: one or two torch optimizers, and the learning rate of the next step."""
 
     def __init__(
@@ -165,27 +277,23 @@ class Optimizers(StepCount):
         *,
         num_steps: int,
     ) -> None:
-        super().__init__(num_steps=num_steps)
-        self.each: tuple[torch.optim.Optimizer, ...] = tuple(optimizer for optimizer, _ in optimizers)
-        """torch's optimizers, for whatever keeps their state. Their learning rate is set anew by every step."""
+        super().__init__(config, num_steps=num_steps)
         self.groups: tuple[ParameterGroup, ...] = tuple(groups)
         """Every trainable parameter, once."""
         self.named_parameters: dict[str, nn.Parameter] = {
             name: parameter for group in groups for name, parameter in zip(group.names, group.parameters, strict=True)
         }
         """Every trainable parameter by its name in the unsharded model: this rank's shards, also while gathered."""
-        self._ratios = [ratio for _, ratio in optimizers]
-        self._config = config
+        self._optimizers = optimizers
 
     @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        return self._config.lr * learning_rate_factor(self.num_steps_taken, self._config, num_steps=self._num_steps)
+    def each(self) -> tuple[torch.optim.Optimizer, ...]:  # noqa: D102
+        return tuple(optimizer for optimizer, _ in self._optimizers)
 
     def step(self) -> None:
         """Update every parameter that has a gradient, with the learning rate of this step."""
         learning_rate = self.learning_rate
-        for optimizer, ratio in zip(self.each, self._ratios, strict=True):
+        for optimizer, ratio in self._optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(learning_rate * ratio)  # torchao compiles its step with it as an input
@@ -194,14 +302,12 @@ class Optimizers(StepCount):
             optimizer.step()
         self.num_steps_taken += 1
 
-    def zero_grad(self) -> None:
-        """Forget every gradient."""
+    def zero_grad(self) -> None:  # noqa: D102
         for optimizer in self.each:
             optimizer.zero_grad()
 
-    def explain(self) -> str:
-        """The optimizer, its schedule, and a line for each group of parameters."""
-        config = self._config
+    def explain(self) -> str:  # noqa: D102
+        config = self.config
         implementation = f" ({config.implementation})" if config.name == "adamw" else ""
         schedule = explain_schedule(config, num_steps=self._num_steps)
         rows = [["trained by", "weight decay", "parameters", "elements", "such as"]]
@@ -338,7 +444,6 @@ class GradientStep:
 def clip_and_step(
     model: nn.Module,
     optimizers: Optimizers,
-    config: OptimizerConfig,
     *,
     version: int,
     pipeline: Pipeline | None = None,
@@ -368,26 +473,29 @@ def clip_and_step(
         dist.all_reduce(failed, group=pipeline.group)
     norm, failures = torch.stack([total.to(torch.float64), failed]).tolist()
     if failures:
-        names = nonfinite_gradients(optimizers.named_parameters)
-        optimizers.zero_grad()
-        if config.on_nonfinite_gradient == "raise":
-            raise nonfinite_error(names, norm=norm, version=version)
-        optimizers.num_steps_skipped += 1
-        return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])
+        return nonfinite_step(optimizers, nonfinite_gradients(optimizers.named_parameters), norm=norm, version=version)
 
-    clipped = config.max_grad_norm is not None and norm > config.max_grad_norm
-    if config.max_grad_norm is not None:
-        clip_grad_by_total_norm_(parameters, config.max_grad_norm, total)
+    max_norm = optimizers.config.max_grad_norm
+    clipped = max_norm is not None and norm > max_norm
+    if max_norm is not None:
+        clip_grad_by_total_norm_(parameters, max_norm, total)
     optimizers.step()
     optimizers.zero_grad()
     return GradientStep(norm=norm, clipped=clipped, skipped=False)
 
 
-def nonfinite_error(names: tuple[str, ...], *, norm: float, version: int) -> NonFiniteGradientError:
-    """Of a step after `version` others, with the first of the parameters that have a gradient which is not finite."""
-    some = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
-    where = f"in {len(names)} parameters ({some})" if names else "in the norm alone and in no parameter"
-    return NonFiniteGradientError(
-        f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow, {where}. The weights "
-        f"are as they were after step {version}; look at the rewards and the learning rate"
-    )
+def nonfinite_step(optimizers: StageOptimizers, names: tuple[str, ...], *, norm: float, version: int) -> GradientStep:
+    """Clear a gradient that is not finite, and raise or leave the step out, as the configuration says.
+
+    names: of the parameters whose gradient is not; version: steps before this one.
+    """
+    optimizers.zero_grad()
+    if optimizers.config.on_nonfinite_gradient == "raise":
+        some = f"{', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''}"
+        where = f"in {len(names)} parameters ({some})" if names else "in the norm alone and in no parameter"
+        raise NonFiniteGradientError(
+            f"the gradient norm of step {version + 1} is {norm}: the loss has a NaN or an overflow, {where}. The "
+            f"weights are as they were after step {version}; look at the rewards and the learning rate"
+        )
+    optimizers.num_steps_skipped += 1
+    return GradientStep(norm=norm, clipped=False, skipped=True, nonfinite=names[:NAMED])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import rl_backends
-from rl_backends.checkpoints.folders import read_marker, unfinished_name, write_marker
+from rl_backends.checkpoints.folders import read_marker, records_of, unfinished_name, write_marker
 from rl_launcher.errors import Refusal
 from rl_observe import RunDirectory
 
@@ -94,7 +94,7 @@ def mark_complete(folder: Path, about: dict[str, Any]) -> None:
     # A backend's marker has the digests of its other files, which are too large to be read twice.
     models = {path.parent for path in files if path.name == MODEL_MARKER}
     files = [path for path in files if path.name == MODEL_MARKER or not models & {*path.parents}]
-    write_marker(folder / MARKER, about, format=FORMAT, files=files)
+    write_marker(folder / MARKER, about, format=FORMAT, files=records_of(folder, files))
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_algorithms import dpo, kto, orpo, ppo, reward_model
 from rl_algorithms.data import ConversationData, LabelledData, PreferenceData
-from rl_backends import BackendSelection, MegatronConfig, select_backend
+from rl_backends import BackendSelection, select_backend
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checks import preflight
 from rl_launcher.checks.gpu_budget import Gpu, node_needs
@@ -70,7 +70,7 @@ def explain(
     placement, selection = plan_placement(recipe), select_backend(recipe.policy)
     predicted = predict_run(recipe, placement, objects, gpu=gpu)
     located: Located | None = None if there is None else locate(recipe, placement, there)
-    backend = f"{describe_backend(recipe, selection)}\n{_logged(selection)}"
+    backend = f"{describe_backend(selection)}\n{_logged(selection)}"
     sections = {
         # Credentials are left out, since what is printed ends up in logs.
         "Recipe": Secrets.of(to_plain(recipe)).scrub(resolved.explain(hide=redact)),
@@ -149,13 +149,9 @@ def locate(recipe: Recipe, placement: Placement, there: Sequence[NodeResources])
     return Located(text="\n".join([has, *lines]), hosts=hosts, refusal=None)
 
 
-def describe_backend(recipe: Recipe, selection: BackendSelection) -> str:
+def describe_backend(selection: BackendSelection) -> str:
     """Return which backend trains the policy, why, and which settings it ignores."""
-    text = f"{selection.backend} trains the policy: {selection.reason}"
-    if not isinstance(selection.config, MegatronConfig) or selection.config.optimizer is None:
-        return text
-    ignored = ", ".join(f"{name}.optimizer" for name in recipe.stages)
-    return f"{text}; megatron_cfg.optimizer is used instead of {ignored}"
+    return f"{selection.backend} trains the policy: {selection.reason}"
 
 
 def _logged(selection: BackendSelection) -> str:

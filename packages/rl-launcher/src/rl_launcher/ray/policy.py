@@ -12,11 +12,10 @@ from typing import Any
 from rl_backends.backend import TrainingBackend
 from rl_backends.batching.dealing import DealtRows, RowDealing, in_order
 from rl_backends.checkpoints.folders import probe_file, require_shared
-from rl_backends.packed_batch import pack
 from rl_launcher.ray.cluster import Place, RayRuntime
 from rl_launcher.ray.placement import Placement
 from rl_launcher.ray.remote_calls import Actor, Pending, gather
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply, unpacked
+from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, RemoteMethod, Reply, packed, unpacked
 from rl_launcher.ray.training_worker import POLICY, TrainerSpec, TrainingWorker
 from rl_launcher.ray.worker_failures import RemoteError, RemoteTimeoutError
 
@@ -68,7 +67,7 @@ class RayPolicy:
                 dealing = self._row_dealing(model)
                 asks_ids = options.get("output") == "logp_of_token_ids"
                 dealt = dealing[0].deal(arguments[0], with_token_ids=asks_ids)
-                references = [self._runtime.put(pack(each)) for each in dealt]
+                references = [self._runtime.put(packed(each)) for each in dealt]
                 sent = [(references[each.rank], *arguments[1:]) for each in dealing]
                 # Of the ranks that were given the same rows, the first one.
                 answers = readers = tuple(

@@ -14,9 +14,8 @@ from rl_backends import process_group, select_backend
 from rl_backends.backend import Backend, TrainingBackend
 from rl_backends.checkpoints.folders import sees
 from rl_backends.metrics import device_used_bytes
-from rl_backends.packed_batch import PackedBatch, unpack
 from rl_launcher.build.engines import dtypes_of, weight_source
-from rl_launcher.ray.remote_methods import POLICY_METHODS, RemoteCall, Reply, packed
+from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedFields, RemoteCall, Reply, packed, unpacked
 from rl_launcher.schema import PolicyConfig
 from rl_observe import Profiler
 from rl_observe.config import ProfilerConfig
@@ -109,7 +108,9 @@ class TrainingWorker:
         row = POLICY_METHODS[call.method]
         owner = self if row.runs == "worker" else self._models[call.model]
         value = getattr(owner, call.method)(
-            *(unpack(each) if isinstance(each, PackedBatch) else each for each in arguments), **options
+            # Nobody writes to the tensors of a batch: a backend indexes the rows that it works on, and so copies them.
+            *(unpacked(each, writable=False) if isinstance(each, PackedFields) else each for each in arguments),
+            **options,
         )
         if call.result is not None:
             self._models[call.result] = value

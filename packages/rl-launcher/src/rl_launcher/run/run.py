@@ -358,7 +358,7 @@ class Run:
         """Print what is unusual about this run, refit its engine for the first time, and check the disk."""
         parts, recipe, recorder = self.parts, self.recipe, self.recorder
         if not parts.selection.is_plain:
-            recorder.message(describe_backend(recipe, parts.selection))
+            recorder.message(describe_backend(parts.selection))
         if parts.data.skipped.count:
             recorder.message(f"data.on_bad_row=skip: {parts.data.skipped}")
         if parts.data.held_out_too_long and recipe.generates:

@@ -34,7 +34,7 @@ from rl_parallel_plans.forecast.options import (
     OptimizerName,
     options_from_dict,
 )
-from rl_parallel_plans.forecast.report import LARGEST, MemoryReport, PhasePeak, report_from_dict
+from rl_parallel_plans.forecast.report import MemoryReport, phase_peaks, report_from_dict
 from rl_parallel_plans.pipeline.schedule import Schedule
 from rl_parallel_plans.pipeline.stages import boundary_of, split_stages
 from rl_parallel_plans.plan.registry import CustomPlan
@@ -146,15 +146,7 @@ def _predict(model: nn.Module, options: MemoryOptions) -> MemoryReport:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         plan_source=plan.source,
         options=options.as_dict(),
-        phases=tuple(
-            PhasePeak(
-                name=phase,
-                num_bytes=peak.total,
-                by_category=peak.by_category,
-                largest=tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST]),
-            )
-            for phase, peak in ledger.peaks().items()
-        ),
+        phases=phase_peaks(ledger),
         assumptions=tuple(_assumptions(model, options, num_attention_calls=len(calls))),
     )
 

@@ -1,11 +1,12 @@
 """A prediction: what is alive at the worst moment of each phase of a step, as text, as JSON and as a table."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_parallel_plans.forecast.fit import GIB, MemoryFit
+from rl_parallel_plans.forecast.tracker import Ledger
 
 LARGEST = 8
 
@@ -24,24 +25,27 @@ class PhasePeak:
     """The largest shares: category, module that ran when they were made ("" outside of all modules), bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
-    """The memory of one training step on one rank. Made by `memory`."""
+def phase_peaks(ledger: Ledger, *, without: Collection[str] = ()) -> tuple[PhasePeak, ...]:
+    """Each phase that was counted, in the order in which they began; categories of `without` lie elsewhere."""
+    return tuple(
+        PhasePeak(
+            name=name,
+            num_bytes=peak.total,
+            by_category=peak.by_category,
+            largest=tuple((*owner, size) for owner, size in list(peak.by_owner.items())[:LARGEST]),
+        )
+        for name, peak in ledger.peaks(without=without).items()
+    )
 
-    model_name: str
-    """Class of the model."""
-    num_parameters: int
-    """Of the whole model, ties counted once."""
-    plan_source: str
-    """Which rule made the plan."""
-    options: Mapping[str, Any]
-    """What was asked for."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPeaks:
+    """The memory of one training step on one rank, phase by phase."""
+
     phases: tuple[PhasePeak, ...]
     """In the order in which they begin. A phase's peak counts what was alive when it began."""
     assumptions: tuple[str, ...]
     """What the numbers rest on, and what they leave out."""
-    fit: MemoryFit | None = None
-    """Whether it fits the GPU that was asked about, and else what to change; None where none was."""
 
     @property
     def peak(self) -> PhasePeak:
@@ -54,6 +58,22 @@ class MemoryReport:
         if name not in found:
             raise KeyError(f"no phase {name!r}: the step has {', '.join(found)}")
         return found[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport(StepPeaks):
+    """What the memory of a step is predicted to be. Made by `memory`."""
+
+    model_name: str
+    """Class of the model."""
+    num_parameters: int
+    """Of the whole model, ties counted once."""
+    plan_source: str
+    """Which rule made the plan."""
+    options: Mapping[str, Any]
+    """What was asked for."""
+    fit: MemoryFit | None = None
+    """Whether it fits the GPU that was asked about, and else what to change; None where none was."""
 
     def text(self) -> str:
         """The report for people."""
