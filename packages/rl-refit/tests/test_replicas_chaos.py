@@ -87,10 +87,10 @@ def test_whoever_is_not_struck_gets_every_version_and_nobody_serves_what_is_torn
         for replica in fleet.replicas.values():
             replica.kill(signal.SIGCONT)
         for name, replica in fleet.replicas.items():
-            if replica.is_gone:
+            state = {"dead": ""} if replica.is_gone else replica.do("state")
+            if "dead" in state:  # on a busy machine a kill from outside may come as late as this
                 assert name in struck, (seed, report)
                 continue
-            state = replica.do("state")
             if not state["poisoned"]:  # else it refuses to be used; what it holds may be anything
                 assert state["held"] == (-1 if state["version"] is None else state["version"]), (seed, name, state)
                 assert state["version"] in {before[name], fleet.version}, (seed, name, state)
