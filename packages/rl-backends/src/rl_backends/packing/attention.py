@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 from rl_backends.errors import ModelError
 
@@ -191,6 +192,9 @@ def _row_by_row(
     # Neighbours of equal length, as a sorted microbatch has many: (L, n)
     known = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     runs = [(length, len(list(run))) for length, run in groupby(known)]
+    if window is None and softcap is None and sinks is None and _is_flash_of_cpu(tensors, scale=scale):
+        attended: Tensor = _FlashOfRuns.apply(*(tensor[0] for tensor in tensors), runs, scale)  # type: ignore[no-untyped-call]
+        return attended
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
     parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
     out = []
@@ -229,6 +233,67 @@ def _equal_rows(
         )
     attended: Tensor = _Blockwise.apply(query, key, value, sinks, scale, window, softcap)  # type: ignore[no-untyped-call]
     return attended
+
+
+def _is_flash_of_cpu(tensors: tuple[Tensor, Tensor, Tensor], *, scale: float) -> bool:
+    """Whether scaled_dot_product_attention would run its flash kernel for CPUs."""
+    query, key, value = tensors
+    if query.device.type != "cpu":
+        return False
+    gqa = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)  # noqa: SLF001
+    return chosen == SDPBackend.FLASH_ATTENTION.value
+
+
+class _FlashOfRuns(torch.autograd.Function):
+    """What scaled_dot_product_attention computes on a CPU, of run after run, by its kernels and to the same bits.
+
+    One node of autograd for all runs, where each would have a dozen: rows are short on a CPU, and the nodes cost about
+    as much as the kernels.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes arguments by position
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, int]], scale: float
+    ) -> Tensor:
+        parts, statistics = [], []
+        for run in zip(*(_of_runs(tensor, runs) for tensor in (query, key, value)), strict=True):
+            attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+                *run, is_causal=True, scale=scale
+            )
+            parts.append(attended.transpose(1, 2).flatten(0, 1))
+            statistics.append(lse)
+        out = torch.cat(parts)
+        ctx.save_for_backward(query, key, value, out, *statistics)
+        ctx.runs, ctx.scale = runs, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *statistics = ctx.saved_tensors
+        tensors = (grad_out.transpose(0, 1), query, key, value, out.transpose(0, 1))
+        gradients = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
+                *run, lse, 0.0, True, scale=ctx.scale
+            )
+            for *run, lse in zip(*(_of_runs(tensor, ctx.runs) for tensor in tensors), statistics, strict=True)
+        ]
+        each_part = zip(*gradients, strict=True)
+        joined = [torch.cat([of_run.transpose(0, 1).flatten(1, 2) for of_run in part], dim=1) for part in each_part]
+        return (*joined, None, None)
+
+
+def _of_runs(tensor: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+    """[heads, S, D] -> [n, heads, L, D] of each run, views of it."""
+    heads, _, size = tensor.shape
+    over_heads, over_tokens, over_size = tensor.stride()
+    views, start = [], tensor.storage_offset()
+    for length, rows in runs:
+        strides = (length * over_tokens, over_heads, over_tokens, over_size)
+        views.append(tensor.as_strided((rows, heads, length, size), strides, start))
+        start += length * rows * over_tokens
+    return views
 
 
 class _Blockwise(torch.autograd.Function):
