@@ -192,9 +192,9 @@ def _row_by_row(
     # Neighbours of equal length, as a sorted microbatch has many: (L, n)
     known = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     runs = [(length, len(list(run))) for length, run in groupby(known)]
-    if window is None and softcap is None and sinks is None and _is_flash_of_cpu(tensors, scale=scale):
-        attended: Tensor = _FlashOfRuns.apply(*(tensor[0] for tensor in tensors), runs, scale)  # type: ignore[no-untyped-call]
-        return attended
+    if window is None and softcap is None and sinks is None and is_flash_of_cpu(*tensors, scale=scale):
+        query, key, value = (tensor[0] for tensor in tensors)
+        return flash_of_runs(query, key, value, runs=runs, scale=scale, tokens_first=False)
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
     parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
     out = []
@@ -235,14 +235,25 @@ def _equal_rows(
     return attended
 
 
-def _is_flash_of_cpu(tensors: tuple[Tensor, Tensor, Tensor], *, scale: float) -> bool:
-    """Whether scaled_dot_product_attention would run its flash kernel for CPUs."""
-    query, key, value = tensors
+def is_flash_of_cpu(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> bool:
+    """Whether scaled_dot_product_attention would run its flash kernel for CPUs on [1, heads, tokens, D] each."""
     if query.device.type != "cpu":
         return False
     gqa = query.shape[1] != key.shape[1]
     chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)  # noqa: SLF001
     return chosen == SDPBackend.FLASH_ATTENTION.value
+
+
+def flash_of_runs(
+    query: Tensor, key: Tensor, value: Tensor, *, runs: list[tuple[int, int]], scale: float, tokens_first: bool
+) -> Tensor:
+    """[S, Q, D] of query [Q, S, D], key [K, S, D] and value [K, S, D], where `is_flash_of_cpu`.
+
+    runs: length and number of neighbouring rows of equal length.
+    tokens_first: how gradients lie in memory, or else with their heads first; whoever sums them rounds accordingly.
+    """
+    attended: Tensor = _FlashOfRuns.apply(query, key, value, runs, scale, tokens_first)  # type: ignore[no-untyped-call]
+    return attended
 
 
 class _FlashOfRuns(torch.autograd.Function):
@@ -254,7 +265,13 @@ class _FlashOfRuns(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes arguments by position
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, int]], scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        runs: list[tuple[int, int]],
+        scale: float,
+        tokens_first: bool,  # noqa: FBT001
     ) -> Tensor:
         parts, statistics = [], []
         for run in zip(*(_of_runs(tensor, runs) for tensor in (query, key, value)), strict=True):
@@ -265,7 +282,7 @@ class _FlashOfRuns(torch.autograd.Function):
             statistics.append(lse)
         out = torch.cat(parts)
         ctx.save_for_backward(query, key, value, out, *statistics)
-        ctx.runs, ctx.scale = runs, scale
+        ctx.runs, ctx.scale, ctx.tokens_first = runs, scale, tokens_first
         return out
 
     @staticmethod
@@ -279,9 +296,12 @@ class _FlashOfRuns(torch.autograd.Function):
             )
             for *run, lse in zip(*(_of_runs(tensor, ctx.runs) for tensor in tensors), statistics, strict=True)
         ]
-        each_part = zip(*gradients, strict=True)
-        joined = [torch.cat([of_run.transpose(0, 1).flatten(1, 2) for of_run in part], dim=1) for part in each_part]
-        return (*joined, None, None)
+        of_each = zip(*gradients, strict=True)
+        if ctx.tokens_first:
+            joined = [torch.cat([of_run.transpose(1, 2).flatten(0, 1) for of_run in each]) for each in of_each]
+            return (*(each.transpose(0, 1) for each in joined), None, None, None)
+        joined = [torch.cat([of_run.transpose(0, 1).flatten(1, 2) for of_run in each], dim=1) for each in of_each]
+        return (*joined, None, None, None)
 
 
 def _of_runs(tensor: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
