@@ -33,6 +33,7 @@ from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 
 SHAPES = {"even": (20, 20), "ragged": (8, 96)}
 MICROBATCH = {"even": 64, "ragged": 16}  # rows; what serves the two others best
+PACK = 2048  # tokens; what serves this backend best
 EVEN_BAR, RAGGED_BAR = 1.05, 1.6
 ROWS, STEPS, LR = 64, 4, 1e-4
 
@@ -136,7 +137,7 @@ def measure(model: Model, shape: str, rounds: int) -> dict[str, float]:
             "trl": sft_trainer(copy.deepcopy(made), batches, microbatch, folder),
             "padded": backend(copy.deepcopy(made), batches, DTensorConfig(micro_batch_size=microbatch)),
             "packed": backend(
-                copy.deepcopy(made), batches, DTensorConfig(micro_batch_tokens=1024, sequence_packing=True)
+                copy.deepcopy(made), batches, DTensorConfig(micro_batch_tokens=PACK, sequence_packing=True)
             ),
         }
         found: dict[str, list[float]] = {name: [] for name in ways}

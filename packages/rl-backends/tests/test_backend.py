@@ -52,6 +52,25 @@ def test_the_gradient_does_not_depend_on_the_cut(world, micro_batch_size):
     assert sums["tokens"].item() == examples.trainable.sum().item()
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared prefixes"])
+def test_the_model_reads_each_row_up_to_the_place_before_its_last_asked_token(world, layout):
+    examples = world.make_examples()
+    trainable = examples.trainable.clone()
+    trainable[0, 3:] = False  # ends before its row does
+    trainable[1] = False  # asks for nothing
+    examples = dataclasses.replace(examples, trainable=trainable)
+    expected = world.plain_logp(world.make_model("Qwen3").eval(), examples).detach()
+    packed = layout != "padded"
+    backend = make_backend(
+        world.make_model("Qwen3"), sequence_packing=packed, share_prefixes=layout == "shared prefixes"
+    )
+    shapes = []
+    backend.model.model.embed_tokens.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
+    torch.testing.assert_close(backend.logp(examples), expected, rtol=1e-5, atol=1e-5)
+    last = [int(row.nonzero().max()) if row.any() else 1 for row in trainable]
+    assert shapes == [(1, sum(last)) if packed else (len(last), max(last))]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_are_those_of_a_plain_loop(world, family):
     examples = world.make_examples()

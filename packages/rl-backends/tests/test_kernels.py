@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_backends import DTensorBackend, DTensorConfig, Kernel, KernelsConfig, OptimizerConfig, register_kernel
 from rl_backends.kernels import table
+from rl_backends.kernels.layers import replace_norms_to_the_bit
 from rl_backends.packing import attention
 from rl_backends.packing.attention import packed_attention, padded_attention
 
@@ -247,6 +248,53 @@ def test_kernels_of_norms_rotary_embeddings_and_mlps_run_and_change_nothing(worl
         "kernel of norm: liger, a fake of plain torch, in ",
     ):
         assert line in found[2]
+
+
+@pytest.mark.parametrize(("family", "norms"), [("Llama", 5), ("Qwen3", 9), ("Mistral", 5), ("Gemma2", 0)])
+def test_norms_on_a_cpu_have_the_bits_of_the_models_own_code_in_results_and_gradients(world, family, norms):
+    own, replaced = (world.make_model(family).eval() for _ in range(2))
+    state = torch.get_rng_state()
+    assert replace_norms_to_the_bit(replaced) == norms
+    assert torch.equal(torch.get_rng_state(), state)
+    tokens = world.make_examples().tokens
+    found = []
+    for model in (own, replaced):
+        logits = model(input_ids=tokens, use_cache=False).logits
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+        found.append([logits, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_frozen_norm_gets_no_gradient_and_hands_on_the_same_one(world):
+    own, replaced = (world.make_model("Qwen3").eval() for _ in range(2))
+    replace_norms_to_the_bit(replaced)
+    for model in (own, replaced):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = "norm" not in name
+        model(input_ids=world.make_examples().tokens, use_cache=False).logits.square().sum().backward()
+    for one, other in zip(own.parameters(), replaced.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("lengths", [(7, 7, 7, 3, 1, 1, 20, 5), (40,), (1, 1)])
+def test_packed_rows_on_a_cpu_have_the_bits_of_scaled_dot_product_attention_row_by_row(lengths):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, sum(lengths), heads, 8) for heads in (4, 2, 2)]  # as projections give them, heads after tokens
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    where = {"cu_seq_lens_q": starts, "max_length_q": max(lengths)}
+    packed = packed_attention(causal(), *(each.transpose(1, 2) for each in inputs), None, scaling=0.3, **where)[0]
+    alone = []
+    for rows in zip(*(each.split(lengths, dim=1) for each in inputs), strict=True):
+        heads_first = [each.transpose(1, 2) for each in rows]
+        row = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=0.3, enable_gqa=True)
+        alone.append(row.transpose(1, 2))
+    alone = torch.cat(alone, dim=1)
+    assert torch.equal(packed, alone)
+    weight = torch.randn(alone.shape, generator=generator)
+    found, wanted = (torch.autograd.grad((each * weight).sum(), inputs) for each in (packed, alone))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_another_model_of_the_process_keeps_its_own_code(world, fake_kernels):

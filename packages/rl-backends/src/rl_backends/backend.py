@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from rl_backends.batching.dealing import DealtRows, RowDealing, trainable_of
@@ -31,6 +31,7 @@ from rl_backends.batching.microbatches import (
     MicrobatchLimits,
     ModelInputs,
     SequenceShard,
+    lengths_read,
     make_inputs,
 )
 from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
@@ -152,6 +153,8 @@ class DistributedModel(ABC):
     """What the length of what the model reads at a time is rounded up to."""
     fewest_microbatches: int = 1
     """What a batch is cut into at least, on each rank."""
+    reads_whole_rows: bool = False
+    """Whether tokens are read that no asked token depends on, as the loss of a router wants them."""
 
     @property
     @abstractmethod
@@ -223,7 +226,7 @@ class DistributedModel(ABC):
         """
         made = make_inputs(
             rows.tokens,
-            rows.lengths,
+            self.lengths_read(rows, asked, offset=offset),
             asked,
             layout=self._limits.layout,
             offset=offset,
@@ -232,6 +235,10 @@ class DistributedModel(ABC):
             words=words,
         )
         return made.to(self.config.device)
+
+    def lengths_read(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int) -> Int[Tensor, " b"]:
+        """How many tokens of each row the model reads."""
+        return rows.lengths if self.reads_whole_rows else lengths_read(rows.lengths, asked, offset=offset)
 
     @torch.inference_mode(mode=False)  # Megatron keeps buffers for the next pass, in which its tensors would be refused
     @torch.no_grad()

@@ -231,6 +231,15 @@ class ModelInputs:
         return arguments
 
 
+def lengths_read(lengths: Int[Tensor, " b"], asked: Bool[Tensor, "b w"], *, offset: int) -> Int[Tensor, " b"]:
+    """Tokens of each row up to the last at which something is read: no result depends on those after it. At least 1.
+
+    The last token of a row predicts nothing, and neither does what follows the last trainable one.
+    """
+    ends = (asked * torch.arange(1, asked.shape[1] + 1)).amax(1) - offset
+    return ends.clamp(min=1).to(lengths.dtype)
+
+
 def make_inputs(
     tokens: Int[Tensor, "b w"],
     lengths: Int[Tensor, " b"],
@@ -270,7 +279,7 @@ def make_inputs(
         if missing := -int(held.sum()) % multiple:
             held = torch.cat([held, held.new_tensor([missing])])  # one more row, of padding alone
     else:
-        held = torch.full_like(lengths, multiple * -(-width // (multiple * whole.num_ranks)))
+        held = torch.full_like(lengths, multiple * -(-int(lengths.max()) // (multiple * whole.num_ranks)))
 
     # The asked tokens that follow one of this rank's own, and where that one is.
     rows, columns = asked.nonzero(as_tuple=True)

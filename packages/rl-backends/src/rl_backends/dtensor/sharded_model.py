@@ -97,6 +97,7 @@ class ShardedModel(DistributedModel):
         require_same_model(model)
         self.vocabulary_size, self.max_positions = vocabulary_size(model), max_positions(model)
         self.media_tokens = media_tokens(model)
+        self.reads_whole_rows = config.router_aux_loss_coef > 0
         self.plan = plan_for(
             model,
             tp=config.tensor_parallel_size,
@@ -162,7 +163,8 @@ class ShardedModel(DistributedModel):
         """As of every model; rows that share prefixes are laid out in one pack, each prefix once."""
         if not self.config.share_prefixes:
             return super().inputs(rows, asked, offset=offset, words=words)
-        made = make_shared_inputs(rows.tokens, rows.lengths, asked, offset=offset, words=words)
+        lengths = self.lengths_read(rows, asked, offset=offset)
+        made = make_shared_inputs(rows.tokens, lengths, asked, offset=offset, words=words)
         return made.to(self.config.device)
 
     def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rl_backends.errors import ModelError
+from rl_backends.kernels.rms_norm import rms_norm, runs_here
 
 ROPE = "apply_rotary_pos_emb"
 """What transformers calls the function of queries, keys, cosines and sines, in every modelling module."""
@@ -87,6 +88,50 @@ def _offset_of(path: str, norm: nn.Module) -> float:
         f"{path} ({type(norm).__name__}) is not x / rms(x) * weight or * (1 + weight) of one input, which is all that "
         f"kernels.norm computes: choose 'torch'"
     )
+
+
+def replace_norms_to_the_bit(model: nn.Module) -> int:
+    """Let every RMS norm that computes what `rms_norm` does, to the bit, run by it on a CPU; return how many."""
+    same: dict[type[nn.Module], bool] = {}
+    found = 0
+    for module in model.modules():
+        kind = type(module)
+        if not kind.__name__.endswith("RMSNorm"):
+            continue
+        if kind not in same:
+            same[kind] = _has_bits_of_rms_norm(module)
+        if same[kind]:
+            module.forward = types.MethodType(_to_the_bit(kind.forward, _eps_of(module)), module)
+            found += 1
+    return found
+
+
+@functools.cache
+def _to_the_bit(own: Callable[..., Tensor], eps: float) -> Callable[..., Tensor]:
+    return lambda self, hidden_states: (
+        rms_norm(hidden_states, self.weight, eps) if runs_here(hidden_states, self.weight) else own(self, hidden_states)
+    )
+
+
+def _eps_of(norm: nn.Module) -> Any:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+@torch.enable_grad()
+def _has_bits_of_rms_norm(norm: nn.Module) -> bool:
+    """Of results and of gradients, on random numbers."""
+    with unset_fake_temporarily():
+        own = torch.Generator().manual_seed(0)  # the program's random numbers stay as they would be
+        hidden, grad = (torch.randn(3, 40, device="cpu", generator=own) for _ in range(2))
+        hidden, weight = hidden.requires_grad_(), torch.randn(40, device="cpu", generator=own, requires_grad=True)
+        twin = copy.copy(norm)
+        twin._parameters = {"weight": weight}  # type: ignore[dict-item] # noqa: SLF001 - of a copy, as above
+        try:
+            results = [type(norm).forward(twin, hidden), rms_norm(hidden, weight, _eps_of(norm))]
+            several = [(each, *torch.autograd.grad(each, (hidden, weight), grad)) for each in results]
+        except (TypeError, RuntimeError, AttributeError):
+            return False
+        return all(torch.equal(ours, theirs) for ours, theirs in zip(*several, strict=True))
 
 
 # -- rotary embeddings -------------------------------------------------------------------------------------

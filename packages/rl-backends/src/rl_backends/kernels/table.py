@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
-from rl_backends.kernels.layers import float8_linears, replace_mlps, replace_norms, replace_rope
+from rl_backends.kernels.layers import (
+    float8_linears,
+    replace_mlps,
+    replace_norms,
+    replace_norms_to_the_bit,
+    replace_rope,
+)
 from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
 from rl_backends.packing.attention import LARGEST_HEAD
 from rl_backends.packing.enable import attention_modules
@@ -150,11 +156,16 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
         ("mlp", replace_mlps, "MLPs"),
     )
     for part, put, things in replacements:
-        if (kernel := by_part.get(part)) is None:
-            lines.append(f"kernel of {part}: torch, the model's own code")
-        else:
+        if (kernel := by_part.get(part)) is not None:
             assert kernel.op is not None, f"{kernel} has no op"
             lines.append(f"kernel of {part}: {kernel.name}, {kernel.is_what}, in {put(model, kernel.op)} {things}")
+        elif part == "norm" and config.device == "cpu" and not config.compile:
+            found = replace_norms_to_the_bit(model)
+            lines.append(
+                f"kernel of norm: torch, the numbers of the model's own code; fewer passes in {found} {things}"
+            )
+        else:
+            lines.append(f"kernel of {part}: torch, the model's own code")
     lines.append(_apply_float8(model, config))
     windows: set[int] = set()
     if attention == "flex":

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
+from rl_backends.packing.attention import flash_of_runs, is_flash_of_cpu
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +104,12 @@ class TorchAttention(nn.Module):
             if packed is None:
                 rows = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
                 return self._attend(*rows).transpose(0, 1).flatten(2)
-            runs = _runs(query, keys, values, held=self._held(packed, num_tokens=query.shape[0]))
+            held = self._held(packed, num_tokens=query.shape[0])
+            if self.cp_group.size() == 1 and self.sliding_window is None:
+                own, scale = [each.transpose(0, 1) for each in (query, key, value)], self.softmax_scale
+                if is_flash_of_cpu(*(each[None] for each in own), scale=scale):
+                    return flash_of_runs(*own, runs=_lengths_of_runs(held), scale=scale, tokens_first=True)
+            runs = _runs(query, keys, values, held=held)
             return torch.cat([self._attend(*run).flatten(0, 1) for run in runs])
 
     def _held(self, packed: Any, *, num_tokens: int) -> list[int]:
@@ -183,7 +189,7 @@ def _of_all_ranks(key: Tensor, value: Tensor, group: "ProcessGroup") -> tuple[Te
 
 def _runs(query: Tensor, keys: Tensor, values: Tensor, *, held: list[int]) -> list[Run]:
     """Packed rows, neighbours of equal length together, of [t, Q, D] and [cp, t, K, D]."""
-    runs = [(length, len(list(run))) for length, run in groupby(held)]
+    runs = _lengths_of_runs(held)
     sizes = [length * rows for length, rows in runs]
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
     parts = [torch.split(tensor, sizes, dim=-3) for tensor in (query, keys, values)]
@@ -195,6 +201,11 @@ def _runs(query: Tensor, keys: Tensor, values: Tensor, *, held: list[int]) -> li
         )
         for (length, rows), *of_run in zip(runs, *parts, strict=True)
     ]
+
+
+def _lengths_of_runs(held: list[int]) -> list[tuple[int, int]]:
+    """Length and number of neighbours of equal length."""
+    return [(length, len(list(run))) for length, run in groupby(held)]
 
 
 def _in_order(of_ranks: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ class Work:
     tokens: int
     """Of rows, without padding."""
     tokens_read: int
-    """That the model computed: with padding, and with microbatches repeated to keep ranks in step."""
+    """With padding, and with microbatches repeated to keep ranks in step. Rows count whole, also the tokens at their
+    ends that no asked token depends on, and that the model is not given."""
     padding_share: float
     """Of the tokens that were read, those that no row has, from 0 to 1."""
     asked_tokens: int

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 from rl_backends.errors import ModelError
 
@@ -191,6 +192,9 @@ def _row_by_row(
     # Neighbours of equal length, as a sorted microbatch has many: (L, n)
     known = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     runs = [(length, len(list(run))) for length, run in groupby(known)]
+    if window is None and softcap is None and sinks is None and is_flash_of_cpu(*tensors, scale=scale):
+        query, key, value = (tensor[0] for tensor in tensors)
+        return flash_of_runs(query, key, value, runs=runs, scale=scale, tokens_first=False)
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
     parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
     out = []
@@ -229,6 +233,87 @@ def _equal_rows(
         )
     attended: Tensor = _Blockwise.apply(query, key, value, sinks, scale, window, softcap)  # type: ignore[no-untyped-call]
     return attended
+
+
+def is_flash_of_cpu(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> bool:
+    """Whether scaled_dot_product_attention would run its flash kernel for CPUs on [1, heads, tokens, D] each."""
+    if query.device.type != "cpu":
+        return False
+    gqa = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)  # noqa: SLF001
+    return chosen == SDPBackend.FLASH_ATTENTION.value
+
+
+def flash_of_runs(
+    query: Tensor, key: Tensor, value: Tensor, *, runs: list[tuple[int, int]], scale: float, tokens_first: bool
+) -> Tensor:
+    """[S, Q, D] of query [Q, S, D], key [K, S, D] and value [K, S, D], where `is_flash_of_cpu`.
+
+    runs: length and number of neighbouring rows of equal length.
+    tokens_first: how gradients lie in memory, or else with their heads first; whoever sums them rounds accordingly.
+    """
+    attended: Tensor = _FlashOfRuns.apply(query, key, value, runs, scale, tokens_first)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _FlashOfRuns(torch.autograd.Function):
+    """What scaled_dot_product_attention computes on a CPU, of run after run, by its kernels and to the same bits.
+
+    One node of autograd for all runs, where each would have a dozen: rows are short on a CPU, and the nodes cost about
+    as much as the kernels.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes arguments by position
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        runs: list[tuple[int, int]],
+        scale: float,
+        tokens_first: bool,  # noqa: FBT001
+    ) -> Tensor:
+        parts, statistics = [], []
+        for run in zip(*(_of_runs(tensor, runs) for tensor in (query, key, value)), strict=True):
+            attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+                *run, is_causal=True, scale=scale
+            )
+            parts.append(attended.transpose(1, 2).flatten(0, 1))
+            statistics.append(lse)
+        out = torch.cat(parts)
+        ctx.save_for_backward(query, key, value, out, *statistics)
+        ctx.runs, ctx.scale, ctx.tokens_first = runs, scale, tokens_first
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *statistics = ctx.saved_tensors
+        tensors = (grad_out.transpose(0, 1), query, key, value, out.transpose(0, 1))
+        gradients = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
+                *run, lse, 0.0, True, scale=ctx.scale
+            )
+            for *run, lse in zip(*(_of_runs(tensor, ctx.runs) for tensor in tensors), statistics, strict=True)
+        ]
+        of_each = zip(*gradients, strict=True)
+        if ctx.tokens_first:
+            joined = [torch.cat([of_run.transpose(1, 2).flatten(0, 1) for of_run in each]) for each in of_each]
+            return (*(each.transpose(0, 1) for each in joined), None, None, None)
+        joined = [torch.cat([of_run.transpose(0, 1).flatten(1, 2) for of_run in each], dim=1) for each in of_each]
+        return (*joined, None, None, None)
+
+
+def _of_runs(tensor: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+    """[heads, S, D] -> [n, heads, L, D] of each run, views of it."""
+    heads, _, size = tensor.shape
+    over_heads, over_tokens, over_size = tensor.stride()
+    views, start = [], tensor.storage_offset()
+    for length, rows in runs:
+        strides = (length * over_tokens, over_heads, over_tokens, over_size)
+        views.append(tensor.as_strided((rows, heads, length, size), strides, start))
+        start += length * rows * over_tokens
+    return views
 
 
 class _Blockwise(torch.autograd.Function):
