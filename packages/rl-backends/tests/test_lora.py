@@ -17,6 +17,7 @@ from rl_backends.lora import (
     LoraConfig,
     MergedWeights,
     adapter_size,
+    adapter_tensors,
     adapters_disabled,
     add_lora,
     export_merged,
@@ -128,7 +129,7 @@ def test_a_model_with_adapters_and_a_quantized_one_are_refused(world):
 
 def test_functions_for_adapters_refuse_a_model_without(world, tmp_path):
     model = world.make_model("Qwen3")
-    for function in (MergedWeights, adapter_size):
+    for function in (MergedWeights, adapter_tensors, adapter_size):
         with pytest.raises(ModelError, match="has no adapters; call add_lora"):
             function(model)
     with pytest.raises(ModelError, match="has no adapters"), adapters_disabled(model):
@@ -288,7 +289,9 @@ def test_a_saved_adapter_loads_into_peft_with_the_same_logits(world, tmp_path, f
     assert isinstance(loaded, peft.PeftModelForCausalLM)
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     held = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
-    assert held.keys() == load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
+    assert (
+        held.keys() == adapter_tensors(model).keys() == load_file(tmp_path / "adapter/adapter_model.safetensors").keys()
+    )
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "org/base"
     assert config["target_modules"] == sorted({name.split(".")[-1] for name in adapted_names(model)})
@@ -349,8 +352,7 @@ def test_what_cannot_be_trained_whole_is_refused(world, modules, message):
 def test_a_saved_adapter_has_the_bits_of_the_model_and_is_never_overwritten(world, tmp_path):
     model = trained(world)
     save_adapter(model, tmp_path / "adapter", base_model_name="base")
-    in_file, held = peft_names(model), load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    adapters = {in_file(name): p for name, p in model.named_parameters() if p.requires_grad}
+    held, adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter_tensors(model)
     assert held.keys() == adapters.keys()
     assert all(torch.equal(held[name], parameter) for name, parameter in adapters.items())
     with pytest.raises(FileExistsError, match="never overwritten"):

@@ -113,6 +113,20 @@ def trained_whole(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named if parameter.requires_grad and not _of_adapter(name)}
 
 
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Adapters, and what is trained whole, under the names of peft's files; as the model holds them, sharded or not.
+
+    What a refit of adapters alone sends: `rl_refit.StateDictSource(adapter_tensors(model))`.
+
+    Raises:
+        ModelError: the model has no adapters.
+    """
+    adapted_layers(model)
+    in_file = peft_names(model)
+    named = ((unwrapped(name), parameter) for name, parameter in model.named_parameters())
+    return {in_file(name): parameter for name, parameter in named if _of_adapter(name) or parameter.requires_grad}
+
+
 def unwrapped(name: str) -> str:
     """The name without what wrappers of torch put in."""
     return ".".join(token for token in name.split(".") if token not in WRAPPERS)
