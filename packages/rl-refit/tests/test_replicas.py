@@ -259,7 +259,7 @@ def test_a_replica_whose_trainer_has_gone_leaves_without_waiting_for_it(world):
     trainer.do("close")
     began = time.monotonic()
     assert [replica.do("leave") for replica in replicas.values()] == [{}] * len(NAMES)
-    assert time.monotonic() - began < 20.0  # torch's own client would try for up to a minute
+    assert time.monotonic() - began < 30.0  # torch's own client would try for up to a minute
 
 
 def test_a_call_waits_for_at_least_as_many_replicas_and_names_how_to_start_them(world):
