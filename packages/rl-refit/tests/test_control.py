@@ -2,8 +2,11 @@
 
 import fcntl
 import json
+import signal
+import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from torch.distributed import HashStore, TCPStore
 
 from rl_refit import CoverageError, DeadlineError, DigestError, PoisonedError, RefitError
 from rl_refit.errors import AbortedError, PeerError, error_from_message, error_to_message
+from rl_refit.stores import clone
 from rl_refit.transaction.control import COMMIT, Control
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
@@ -245,3 +249,31 @@ def test_a_store_that_is_gone_is_named_with_its_host():
         sink.read("what it never says", watch(sink), peer="source 0")
     assert caught.value.peer == "source 0"
     sink.close()
+
+
+HOST = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_connection_to_a_store_whose_host_is_stopped_is_given_up_and_to_one_that_is_gone_refused():
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        port = int(host.stdout.readline())
+        client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+        bounded = rendezvous(client, hosts=False, sink_rank=0, liveness_s=1.0).bounded("test")
+        host.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(PeerError, match=r"no answer within 1\.0 s: its host is stopped or cut off"):
+            bounded.clone()
+        assert time.monotonic() - began < 20.0
+    finally:
+        host.kill()
+        host.communicate()
+    with pytest.raises(RuntimeError, match=f"nobody listens at 127.0.0.1:{port}"):
+        clone(client)
+    bounded.close(wait_s=30.0)  # torch's own client goes on trying meanwhile
