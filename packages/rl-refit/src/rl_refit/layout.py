@@ -266,8 +266,10 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """This rank's memory of a tensor, detached: of a DTensor its local tensor."""
-    with torch.no_grad():
-        part: Tensor = (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    part: Tensor = tensor.detach()
     return part
 
 

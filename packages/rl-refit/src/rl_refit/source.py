@@ -68,7 +68,9 @@ class ModuleSource:
             RefitError: Two tensors get the same name, one is on the meta device, a DTensor has a placement that
                 `Layout.from_placements` refuses, or a pattern of `exclude` or `cast` fits no name.
         """
-        read = self._reader.read().manifest
+        return self._as_sent(self._reader.read().manifest)
+
+    def _as_sent(self, read: Manifest) -> Manifest:
         if self._sent is None or read is not self._read:
             self._read, self._sent = read, cast_manifest(read, self._cast, buffers=self._buffers)
         return self._sent
@@ -79,10 +81,11 @@ class ModuleSource:
         Raises:
             KeyError: The module has no tensor of that name.
         """
-        held, manifest = self._reader.read().held, self.manifest()
+        read = self._reader.read()
+        metas = self._as_sent(read.manifest).by_name
         for name in names:
-            dtype = manifest.by_name[name].torch_dtype
-            for region, tensor in held[name]:
+            dtype = metas[name].torch_dtype
+            for region, tensor in read.held[name]:
                 yield region, tensor.to(dtype)
 
 
