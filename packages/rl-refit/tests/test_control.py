@@ -17,7 +17,6 @@ from torch.distributed import HashStore, TCPStore
 
 from rl_refit import CoverageError, DeadlineError, DigestError, PoisonedError, RefitError
 from rl_refit.errors import AbortedError, PeerError, error_from_message, error_to_message
-from rl_refit.stores import clone
 from rl_refit.transaction.control import COMMIT, Control
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
@@ -265,15 +264,17 @@ def test_a_connection_to_a_store_whose_host_is_stopped_is_given_up_and_to_one_th
     try:
         port = int(host.stdout.readline())
         client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
-        bounded = rendezvous(client, hosts=False, sink_rank=0, liveness_s=1.0).bounded("test")
+        meeting = rendezvous(client, hosts=False, sink_rank=0, liveness_s=1.0)
+        bounded = meeting.bounded("test")
         host.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(PeerError, match=r"no answer within 1\.0 s: its host is stopped or cut off"):
-            bounded.clone()
-        assert time.monotonic() - began < 20.0
+        for connect in (bounded.clone, meeting.clone):
+            began = time.monotonic()
+            with pytest.raises(PeerError, match=r"no answer within 1\.0 s: its host is stopped or cut off"):
+                connect()
+            assert time.monotonic() - began < 20.0
     finally:
         host.kill()
         host.communicate()
-    with pytest.raises(RuntimeError, match=f"nobody listens at 127.0.0.1:{port}"):
-        clone(client)
+    with pytest.raises(PeerError, match=f"is out of reach: nobody listens at 127.0.0.1:{port}"):
+        meeting.clone()
     bounded.close(wait_s=30.0)  # torch's own client goes on trying meanwhile

@@ -45,7 +45,7 @@ from rl_refit.errors import (
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous, host_store
 from rl_refit.sink import VersionedSink
-from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, clone, in_thread
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, in_thread
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.stream import SlotStream
 
@@ -306,7 +306,7 @@ class Driver:
             assert self._meeting is not None
             meeting, given = self._meeting, self._given
             rendezvous = Rendezvous(
-                clone(meeting.connect()),
+                meeting.clone(),
                 num_sources=meeting.num_sources,
                 num_sinks=meeting.num_sinks,
                 source_rank=0 if given is None else given.source_rank,
@@ -587,7 +587,7 @@ class _Seat:
 
     def _say(self, what: str, payload: object) -> int:
         if self._store is None:  # a connection of its own: the others are their threads'
-            self._store = PrefixStore(self._meeting.name, clone(self._meeting.connect()))
+            self._store = PrefixStore(self._meeting.name, self._meeting.clone())
         number = next(self._numbers)
         self._store.set(f"worker {self._sink_rank}", json.dumps([number, what, payload]))
         return number

@@ -17,7 +17,7 @@ from typing import final
 from urllib.parse import urlsplit
 
 from rl_refit.errors import PeerError, RefitError
-from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, TCPStore, in_thread
+from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, TCPStore, clone, in_thread
 
 __all__ = ["Rendezvous", "host_store"]
 
@@ -128,6 +128,21 @@ class Rendezvous:
             RefitError: As `connect`.
         """
         return BoundedStore(PrefixStore(prefix, self.connect()), Line(self.liveness_s, self.lost))
+
+    def clone(self) -> Store:
+        """The store with a connection of its own, for another thread; its calls are not bounded.
+
+        Raises:
+            RefitError: As `connect`.
+            PeerError: Its host is gone, or does not answer within `liveness_s`.
+        """
+        try:
+            return in_thread(partial(clone, self.connect()), name="connection").result(self.liveness_s)
+        except TimeoutError:
+            why = f"no answer within {self.liveness_s} s: its host is stopped or cut off"
+            raise self.lost(why) from None
+        except RuntimeError as error:
+            raise self.lost(str(error).splitlines()[0]) from error
 
     def lost(self, why: str) -> PeerError:
         """That the store is out of reach."""

@@ -24,7 +24,7 @@ from rl_refit.engine import EngineSink
 from rl_refit.errors import DeadlineError, PeerError, RefitError
 from rl_refit.refit import LONGEST_NAP_S, Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.stores import BoundedStore, Store, clone, listens
+from rl_refit.stores import BoundedStore, listens
 from rl_refit.transaction.liveness import Heartbeat, Peers, is_there, this_process
 from rl_refit.transports.base import PATIENCE_S, Transport
 from rl_refit.transports.stream import SlotStream
@@ -126,7 +126,7 @@ class Replica:
         self._in_turn = in_turn
         self._rank, self._address = rank, address
         self._num_ranks = sink.num_ranks if isinstance(sink, EngineSink) else num_ranks
-        self._raw: Store | None = None
+        self._meeting: Rendezvous | None = None
         self._store: BoundedStore | None = None
         """Of this replica, hosted by its rank 0."""
         self._taken = ""
@@ -228,12 +228,11 @@ class Replica:
             liveness_s=self._liveness_s,
         )
         meeting.host = f"rank 0 of replica {self.name}"
-        self._raw = meeting.connect()
         host, port = host_and_port(self._address)
         if port == 0:
-            store: Any = self._raw
+            store: Any = meeting.connect()
             self._address = meeting.address = f"tcp://{host}:{store.port}"
-        self._store = meeting.bounded("replica")
+        self._meeting, self._store = meeting, meeting.bounded("replica")
 
     def _look(self) -> str | None:
         """What this rank is to take part in and has not yet, as JSON; rank 0 finds it, and hands it to the others."""
@@ -270,9 +269,9 @@ class Replica:
     def _take_part(self, invitation: Mapping[str, Any]) -> RefitReport:
         if self._refit is None or self._session != invitation["session"]:
             self._close_refit()
-            assert self._raw is not None
+            assert self._meeting is not None
             rendezvous = Rendezvous(
-                clone(self._raw),
+                self._meeting.clone(),
                 num_sources=invitation["num_sources"],
                 num_sinks=self._num_ranks,
                 sink_rank=self._rank,
