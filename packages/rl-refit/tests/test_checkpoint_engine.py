@@ -126,7 +126,7 @@ def sink_of(server, like, **options):
 
 
 def test_a_release_whose_answers_cannot_be_heard_is_refused(like):
-    with pytest.raises(RefitError, match="this release of checkpoint-engine has no ParameterServer._bind_zmq_socket"):
+    with pytest.raises(RefitError, match=r"this release of checkpoint-engine has no ParameterServer\._bind_zmq_socket"):
         sink_of(None, like)
 
 

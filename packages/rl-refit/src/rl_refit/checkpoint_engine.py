@@ -11,10 +11,10 @@
     )
     Refit(sink=sink, rendezvous=Rendezvous(address, sink_rank=rank, …)).receive()
 
-Each rank of the server is a rank of the sink, and stages its share of the tensors; all are verified there. Only when all
-parties have decided to commit does the server gather, broadcast and hand over, as it does without us: into the weights
-that serve, and with pickled handles over sockets that every program of the host reaches. It makes and destroys the
-default group of torch.distributed, so it runs in processes of its own.
+Each rank of the server is a rank of the sink, and stages its share of the tensors; all are verified there. Only when
+all parties have decided to commit does the server gather, broadcast and hand over, as it does without us: into the
+weights that serve, and with pickled handles over sockets that every program of the host reaches. It makes and destroys
+the default group of torch.distributed, so it runs in processes of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -94,8 +93,8 @@ class CheckpointEngineSink(StagedSink):
         """What this rank's engine has answered to a bucket that it did not load."""
         if not hasattr(server, "_bind_zmq_socket"):
             raise RefitError(
-                "this release of checkpoint-engine has no ParameterServer._bind_zmq_socket, by which its engines' answers "
-                "are heard: 0.4.2 is known to have it"
+                "this release of checkpoint-engine has no ParameterServer._bind_zmq_socket, by which the engines' "
+                "answers are heard: 0.4.2 is known to have it"
             )
         bind = server._bind_zmq_socket  # noqa: SLF001  (see `_Listening`)
 

@@ -1,7 +1,7 @@
 """A rank of checkpoint-engine's own server, with an engine of its own, for some refits. argv[1]: JSON of its arguments.
 
-checkpoint-engine runs on GPUs alone. Here the host's memory is in a GPU's place: its device is replaced, pinned memory is
-ordinary, NCCL is gloo, and the handle of a buffer leads to that buffer in this very process, where the engine is a
+checkpoint-engine runs on GPUs alone. Here the host's memory is in a GPU's place: its device is replaced, pinned memory
+is ordinary, NCCL is gloo, and the handle of a buffer leads to that buffer in this very process, where the engine is a
 thread. Server, sockets, messages and the worker's end are the library's.
 """
 
