@@ -6,20 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_refit.errors import CoverageError
+from rl_refit.errors import CoverageError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
 from rl_refit.plan import plan_refit
 from rl_refit.tracing.layouts import find_landings
 from rl_refit.tracing.memory import Place
 from rl_refit.tracing.writes import record_writes
-from rl_refit.vllm import WORKER_EXTENSION
+from rl_refit.vllm import WORKER_EXTENSION, VllmSink
 from rl_refit.vllm.survey import NeedsConfig, offered, prove_needs, sink_meta
 
 
@@ -218,3 +219,13 @@ def test_importing_the_sink_imports_no_vllm_and_the_worker_has_the_name_that_is_
     code = f"import pkgutil, sys; pkgutil.resolve_name({WORKER_EXTENSION!r}); assert 'vllm' not in sys.modules"
     source = Path(__file__).parents[1] / "src"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(source)}, timeout=240)
+
+
+def test_replicas_that_this_process_does_not_reach_are_refused():
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=2, worker_extension_cls=WORKER_EXTENSION)
+    config = SimpleNamespace(parallel_config=parallel)
+    one = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(core_engines=[b"0"]))
+    with pytest.raises(RefitError, match="data_parallel_size=2, and this process reaches 1 of its replicas"):
+        VllmSink(one)
+    with pytest.raises(RefitError, match="reaches 1 of its replicas"):  # an LLM
+        VllmSink(SimpleNamespace(llm_engine=one))

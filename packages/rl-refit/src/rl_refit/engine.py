@@ -225,10 +225,11 @@ def answering(method: Method) -> Method:
 
     @functools.wraps(method)
     def answer(self: Any, *args: object) -> Answer:
+        rank = getattr(self, "rl_refit_rank", self.rank)  # an engine's own count may begin anew in each replica
         try:
-            return {"rank": self.rank, **method(self, *args)}
+            return {"rank": rank, **method(self, *args)}
         except Exception as error:  # noqa: BLE001  (the driver raises it)
-            return {"rank": self.rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            return {"rank": rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 
     return cast("Method", answer)
 

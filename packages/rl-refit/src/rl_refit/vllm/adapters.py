@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_refit.adapters import AdapterSink
 from rl_refit.errors import RefitError
-from rl_refit.vllm.sink import call_async, loop_of
+from rl_refit.vllm.sink import ask_replicas, call_async, loop_of
 
 __all__ = ["VllmAdapterSink"]
 
@@ -76,7 +76,7 @@ class VllmAdapterSink(AdapterSink):
         (folder / CONFIG).write_text(json.dumps(self._config))
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
         request = LoRARequest(f"{self._name}@{number}", number, str(folder))
-        if not self._call("add_lora", request):
+        if not all(self._call("add_lora", request)):
             raise RefitError(f"vLLM did not load adapter {request.lora_name}", phase="commit")
         return request
 
@@ -84,9 +84,11 @@ class VllmAdapterSink(AdapterSink):
         self._call("remove_lora", request.lora_int_id)  # False where vLLM has dropped it for another one
         shutil.rmtree(Path(self._folder.name) / str(number), ignore_errors=True)
 
-    def _call(self, method: str, argument: object) -> Any:
-        answer = getattr(self._engine, method)(argument)
-        return answer if self._loop is None else call_async(self._loop, answer, timeout_s=self._timeout_s)
+    def _call(self, method: str, argument: object) -> list[Any]:
+        """What each data-parallel replica answers."""
+        if self._loop is None:
+            return [getattr(self._engine, method)(argument)]
+        return call_async(self._loop, ask_replicas(self._engine, method, argument), timeout_s=self._timeout_s)
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -22,7 +22,7 @@ from rl_refit.errors import RefitError
 from rl_refit.manifest import Manifest
 from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs
 
-__all__ = ["WORKER_EXTENSION", "Pause", "VllmEngine", "VllmSink", "call_async", "loop_of"]
+__all__ = ["WORKER_EXTENSION", "Pause", "VllmEngine", "VllmSink", "ask_replicas", "call_async", "loop_of"]
 
 WORKER_EXTENSION = "rl_refit.vllm.worker.RefitWorker"
 """What vLLM's `worker_extension_cls` must be, or inherit."""
@@ -35,7 +35,7 @@ Pause = Literal["refuse", "wait", "keep", "abort"]
 
 @final
 class VllmSink(EngineSink):
-    """The weights of a vLLM engine, tensor parallel or not; each of its workers is a rank of the sink.
+    """The weights of a vLLM engine; each of its workers, of all data-parallel replicas, is a rank of the sink.
 
     A worker stages the boxes that its own parameters hold, on its own device: tensor parallelism divides the bytes. The
     first refit from a source takes the engine's attention for as long as its model class takes to construct without
@@ -54,7 +54,8 @@ class VllmSink(EngineSink):
         timeout_s: Seconds that one call of the engine may take.
 
     Raises:
-        RefitError: The engine was made without the worker extension, or spans several data-parallel replicas.
+        RefitError: The engine was made without the worker extension, or has data-parallel replicas that this process
+            does not reach.
         ValueError: `pause` is not for this kind of engine, or no loop was found.
     """
 
@@ -92,7 +93,7 @@ class VllmEngine:
     """A `vllm.LLM`, or an `AsyncLLM` that its event loop runs, from any other thread. An `Engine`.
 
     Raises:
-        RefitError: It was made without the worker extension, or spans several data-parallel replicas.
+        RefitError: It was made without the worker extension, or has data-parallel replicas out of this process's reach.
         ValueError: `pause` is not for this kind of engine, or there is no event loop to be found.
     """
 
@@ -104,7 +105,8 @@ class VllmEngine:
         self._engine, self._timeout_s = engine, timeout_s
         self._core = getattr(engine, "llm_engine", engine)
         parallel = self._core.vllm_config.parallel_config
-        self.num_ranks: int = parallel.world_size
+        self._replicas: int = parallel.data_parallel_size
+        self.num_ranks: int = parallel.world_size * self._replicas
         extension = parallel.worker_extension_cls
         if not extension or not issubclass(pkgutil.resolve_name(extension), RefitWorker):
             raise RefitError(
@@ -112,10 +114,12 @@ class VllmEngine:
                 f"worker_extension_cls={WORKER_EXTENSION!r}, or a class that inherits it",
                 phase="prepare",
             )
-        if parallel.data_parallel_size > 1:
+        reached = len(getattr(self._core.engine_core, "core_engines", ())) if self._core is engine else 1
+        if self._replicas > 1 and reached != self._replicas:
             raise RefitError(
-                f"the engine has data_parallel_size={parallel.data_parallel_size}, and vLLM hands on the answers of "
-                f"the first replica only; make one engine a replica, each with a sink of its own",
+                f"the engine has data_parallel_size={self._replicas}, and this process reaches {reached} of its "
+                f"replicas: let an AsyncLLM balance the load of all of them, or make one engine a replica, each with a "
+                f"sink of its own",
                 phase="prepare",
             )
         self._loop = loop or loop_of(engine) if self._core is engine else None
@@ -130,8 +134,11 @@ class VllmEngine:
 
     def call(self, method: str, *args: object) -> list[Answer]:
         """As of `Engine`, like all below."""
-        answers: list[Answer] = self._run(self._engine.collective_rpc(method, timeout=self._timeout_s, args=args))
-        return answers
+        if self._replicas == 1:
+            answers: list[Answer] = self._run(self._engine.collective_rpc(method, timeout=self._timeout_s, args=args))
+            return answers
+        each = self._run(ask_replicas(self._core, "collective_rpc", method, self._timeout_s, args, None))
+        return [answer for of_replica in each for answer in of_replica]
 
     def ready(self) -> None:
         """An `AsyncLLM` can always be paused."""
@@ -157,7 +164,12 @@ class VllmEngine:
     def renew(self, version: str) -> None:
         """Reset the caches of prefixes and encoders."""
         self._run(self._core.reset_encoder_cache())
-        if not self._run(self._core.reset_prefix_cache()):
+        reset = (
+            [self._run(self._core.reset_prefix_cache())]
+            if self._replicas == 1
+            else self._run(ask_replicas(self._core, "reset_prefix_cache", False, False))
+        )
+        if not all(reset):
             raise RefitError(
                 "the engine could not reset its prefix cache, which holds the old weights' keys and values"
             )
@@ -176,6 +188,16 @@ class VllmEngine:
     def _run(self, answer: Any) -> Any:
         """What an `LLM` answers, or the coroutine of an `AsyncLLM`."""
         return answer if self._loop is None else call_async(self._loop, answer, timeout_s=self._timeout_s)
+
+
+async def ask_replicas(engine: Any, method: str, *args: object) -> list[Any]:
+    """What every data-parallel replica of an `AsyncLLM` answers to a call of its core, in their order.
+
+    vLLM's own calls go to all of them, and hand on the answer of the first.
+    """
+    core = engine.engine_core
+    asked = (core._call_utility_async(method, *args, engine=each) for each in core.core_engines)  # noqa: SLF001
+    return await asyncio.gather(*asked)
 
 
 def call_async(loop: asyncio.AbstractEventLoop, what: Coroutine[Any, Any, T], *, timeout_s: float) -> T:

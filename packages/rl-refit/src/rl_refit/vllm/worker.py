@@ -103,7 +103,8 @@ class WorkerSink(StagedSink):
 
     def told(self) -> Answer:
         """The source that the engine has been given, of the first worker."""
-        return {"manifest": self.source.to_json() if self.source is not None and self._worker.rank == 0 else ""}
+        told = self.source if self._worker.rl_refit_rank == 0 else None
+        return {"manifest": "" if told is None else told.to_json()}
 
     def survey(self, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
         """Trace what the engine does with the source's tensors, without memory; `config` is a `NeedsConfig`."""
@@ -146,7 +147,7 @@ class WorkerSink(StagedSink):
                 self._direct[meta.name] = landings
                 if not all(landing.same_dtype for landing in landings):
                     unreadable[meta.name] = "cast by the engine"
-        rank = self._worker.rank
+        rank = self._worker.rl_refit_rank
         metas = (
             sink_meta(meta, NeedsConfig(**config), boxes=wanted.get(meta.name), fed=meta.name in wanted, rank=rank)
             for meta in self.source.tensors
@@ -168,7 +169,7 @@ class WorkerSink(StagedSink):
     def _fed_boxes(self) -> list[Region]:
         """Those that this worker holds of the tensors which must be sent."""
         fed = (meta for meta in self._manifest.tensors if meta.travels)
-        return [box for meta in fed for box in meta.regions_on(self._worker.rank)]
+        return [box for meta in fed for box in meta.regions_on(self._worker.rl_refit_rank)]
 
     def _allocate(self, wanted: Mapping[str, Sequence[Region]]) -> None:
         assert self.source is not None
@@ -283,10 +284,17 @@ class RefitWorker:
     _rl_refit_check: Mapping[str, WorkerSink] = MappingProxyType({})
     """The latest `UpdateCheck`'s, by its token."""
 
+    @property
+    def rl_refit_rank(self) -> int:
+        """Of this worker among those of all data-parallel replicas of the engine; vLLM counts those of each from 0."""
+        parallel = self.vllm_config.parallel_config
+        first: int = parallel.data_parallel_index * parallel.world_size
+        return first + self.rank
+
     def rl_refit(self, token: str, what: str, *args: object) -> Answer:
         """Take part in the refits of a driver; see `WorkerEnd.do`."""
         if self._rl_refit_end is None:
-            self._rl_refit_end = WorkerEnd(self.rank, self._rl_refit_make_sink)
+            self._rl_refit_end = WorkerEnd(self.rl_refit_rank, self._rl_refit_make_sink)
         return self._rl_refit_end.do(token, what, *args)
 
     def _rl_refit_make_sink(self, end: WorkerEnd) -> InMainThread:

@@ -11,9 +11,9 @@ from rl_refit.vllm.worker import RefitWorker
 
 class FaultyWorker(RefitWorker):
     def fail_next_reload(self, rank, after):
-        if self.rank == rank:
+        if self.rl_refit_rank == rank:
             break_loader(self.model_runner.get_model(), after)
-        return self.rank
+        return self.rl_refit_rank
 
     def dawdle(self, seconds):
         """Each step takes `seconds` longer from now on."""
@@ -32,11 +32,11 @@ class FaultyWorker(RefitWorker):
     def flip_a_bit(self, rank, name):
         """Between verify and commit of the next refit."""
         sink = self._rl_refit_sink
-        if self.rank == rank:
+        if self.rl_refit_rank == rank:
             before_commit(sink, lambda: sink._bank[name][0][1].view(torch.int32)[5].bitwise_xor_(1))
 
     def die_in_commit(self, rank):
-        if self.rank == rank:
+        if self.rl_refit_rank == rank:
             sink = self._rl_refit_sink
             sink.commit = lambda version: os.kill(os.getpid(), signal.SIGKILL)
 
