@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - the methods of the Protocol are documented by `Backend`
 """What every training backend is and does: the surface that drivers type against, and the half that all of them share.
 
 `TrainingBackend` is the Protocol: a backend in this process, or a group of ranks that each hold one, such as on Ray.
@@ -74,65 +75,26 @@ class TrainingBackend(Protocol):
     """Optimizer steps that the weights have seen."""
 
     @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-
-    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
-        """Begin a stage with a fresh optimizer."""
-
-    def logp(self, examples: Any) -> Tensor:
-        """Log-probabilities of the tokens, [B, T]."""
-
-    def entropy(self, examples: Any) -> Tensor:
-        """Entropies of the distributions that the tokens were drawn from, [B, T]."""
-
-    def topk_logits(self, examples: Any, k: int) -> TopKLogp:
-        """The k most probable tokens in each place, [B, T, k]."""
-
-    def value(self, examples: Any) -> Tensor:
-        """What the head of one number says of the state before each trainable token, [B, T]."""
-
-    def score(self, examples: Any) -> Tensor:
-        """What the head of one number says of each row, [B]."""
-
-    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
-        """Accumulate the gradient; return sums over all rows."""
-
-    def row_dealing(self) -> Any:
-        """How rows are dealt to ranks before they are sent: `RowDealing`; of a group of ranks, that of each."""
-
-    def optim_step(self) -> float:
-        """Clip, update, clear the gradient; return its norm before clipping."""
-
-    def metrics(self, *, memory: bool = True) -> Any:
-        """What the last step did; None before the first. `memory` adds what the parameters hold now."""
-
-    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> Any:
-        """The policy as it is now, frozen."""
-
-    def offload(self, *, parts: Collection[Part] = PARTS) -> Any:
-        """Give the device's memory to others."""
-
-    def onload(self, *, parts: Collection[Part] = PARTS) -> Any:
-        """Bring back what `offload` moved."""
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder, completely or not at all."""
-
-    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
-        """Write the adapters in PEFT's format, whole or not at all."""
-
-    def save_checkpoint(self, folder: str | Path) -> Any:
-        """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
-
-    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True) -> Any:
-        """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
-
-    def explain(self) -> str:
-        """How it is sharded, and why."""
-
-    def close(self) -> None:
-        """End what it holds: processes, groups, memory."""
+    def learning_rate(self) -> float: ...
+    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None: ...
+    def logp(self, examples: Any) -> Tensor: ...
+    def entropy(self, examples: Any) -> Tensor: ...
+    def topk_logits(self, examples: Any, k: int) -> TopKLogp: ...
+    def value(self, examples: Any) -> Tensor: ...
+    def score(self, examples: Any) -> Tensor: ...
+    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]: ...
+    def row_dealing(self) -> Any: ...
+    def optim_step(self) -> float: ...
+    def metrics(self, *, memory: bool = True) -> Any: ...
+    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> Any: ...
+    def offload(self, *, parts: Collection[Part] = PARTS) -> Any: ...
+    def onload(self, *, parts: Collection[Part] = PARTS) -> Any: ...
+    def save_pretrained(self, folder: str | Path) -> None: ...
+    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None: ...
+    def save_checkpoint(self, folder: str | Path) -> Any: ...
+    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True) -> Any: ...
+    def explain(self) -> str: ...
+    def close(self) -> None: ...
 
 
 class DistributedModel(ABC):
