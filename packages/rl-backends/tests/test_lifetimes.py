@@ -83,8 +83,6 @@ def test_the_digest_of_a_shard_is_a_sum_over_places_of_the_whole_tensor_in_chunk
 
 @pytest.mark.parametrize("kind", ["dora", "ends", "experts"])
 def test_adapters_on_two_ranks_take_the_steps_of_one_process(results, world, kind):
-    if kind == "experts" and not STACKED_EXPERTS:
-        pytest.skip("transformers 5 stacks experts")
     spec = importlib.util.spec_from_file_location("lifetimes_program", PROGRAM)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)

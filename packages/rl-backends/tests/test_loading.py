@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from rl_backends.loading import (
     open_model,
 )
 
-CONVERTS = find_spec("transformers.core_model_loading") is not None
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -146,7 +144,6 @@ def test_quantized_weights_are_refused(folder):
         open_model(str(folder))
 
 
-@pytest.mark.skipif(not CONVERTS, reason="transformers 4 has no conversions")
 def test_a_conversion_that_needs_more_than_slices_is_refused_by_name(folder):
     from transformers import conversion_mapping as mapping
     from transformers.core_model_loading import Interleave, WeightConverter

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import sys
-from importlib.metadata import version
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 CONFIG = LoraConfig(rank=4, alpha=8)
 TOKENS = torch.randint(67, (2, 9), generator=torch.Generator().manual_seed(0))
-STACKED_EXPERTS = int(version("transformers").partition(".")[0]) >= 5
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 
 
@@ -560,7 +558,6 @@ MIXTURES = {
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 
 
-@pytest.mark.skipif(not STACKED_EXPERTS, reason="transformers 4 does not stack the experts")
 @pytest.mark.parametrize(
     ("family", "modules", "parameters"),
     [("Qwen3Moe", ("q_proj",), BOTH), ("Qwen3Moe", (), BOTH[1:]), ("GptOss", ("q_proj",), BOTH)],
@@ -607,7 +604,6 @@ def test_adapters_on_stacked_experts_have_the_numbers_of_peft(world, tmp_path, f
     torch.testing.assert_close(exported, {name: merged.state_dict()[name] for name in exported})
 
 
-@pytest.mark.skipif(not STACKED_EXPERTS, reason="transformers 4 does not stack the experts")
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -620,7 +616,6 @@ def test_a_target_parameter_that_is_no_stack_of_experts_is_refused(world, parame
         add_lora(world.make_model("Qwen3Moe", **MIXTURE), LoraConfig(target_parameters=parameters))
 
 
-@pytest.mark.skipif(not STACKED_EXPERTS, reason="transformers 4 does not stack the experts")
 def test_adapters_on_experts_with_what_does_not_go_with_them_are_refused(world):
     with pytest.raises(ValueError, match=r"target_parameters=.* cannot be combined with use_dora=True"):
         LoraConfig(target_parameters=BOTH, use_dora=True)

@@ -2,13 +2,12 @@
 
 All ranks gather one tensor after the other. Each file belongs to one rank, which holds its tensors and writes it while
 the others go on gathering. The folder looks like those on the Hub, whatever layout transformers has in memory:
-transformers 5 keeps some weights in another layout than files do, and its own reverse conversions run here, first on
+transformers keeps some weights in another layout than files do, and its own reverse conversions run here, first on
 meta tensors to plan names, shapes and dtypes, then on the weights, group by group.
 """
 
 import copy
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
 from rl_backends.loading.skeleton import twin_of
 from rl_backends.loading.source import dtype_of_config
-from rl_backends.loading.weights import first_names, has_conversions
+from rl_backends.loading.weights import first_names
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards
 
@@ -72,15 +71,14 @@ def export_pretrained(
     target = Path(folder)
     unfinished = target.with_name(target.name + ".unfinished")
     skeleton: Any = twin_of(model)
-    if has_conversions():
-        transforms = getattr(model, "_weight_conversions", None)
-        if transforms is None:  # not loaded from files: those that can be undone without knowing the files
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import PrefixChange
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:  # not loaded from files: those that can be undone without knowing the files
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
 
-            mapping = get_model_conversion_mapping(skeleton, add_legacy=False)
-            transforms = [each for each in mapping if not isinstance(each, PrefixChange)]
-        skeleton._weight_conversions = transforms  # noqa: SLF001
+        mapping = get_model_conversion_mapping(skeleton, add_legacy=False)
+        transforms = [each for each in mapping if not isinstance(each, PrefixChange)]
+    skeleton._weight_conversions = transforms  # noqa: SLF001
     groups = plan_groups(skeleton, _planned_tensors(model, skeleton, dtype=dtype, adapted=tensors is not None))
     outputs = {name: tensor for group in groups for name, tensor in group.outputs.items()}
 
@@ -337,17 +335,6 @@ def _joined(tensors: Mapping[str, Tensor], made_by: Mapping[str, list[str]]) -> 
 
 def as_in_files(skeleton: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the model as files have them, by the conversions of the installed transformers."""
-    if not has_conversions():
-        made = {}
-        for name, tensor in tensors.items():
-            in_files = name  # by the inverse of the first renaming of transformers 4 that matches
-            for pattern, replacement in skeleton._checkpoint_conversion_mapping.items():  # noqa: SLF001 - no public one
-                renamed, matches = re.subn(replacement, re.sub(r"\(.*\)", "", pattern.lstrip("^")), name)
-                if matches:
-                    in_files = renamed
-                    break
-            made[in_files] = tensor
-        return made
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

@@ -29,7 +29,6 @@ from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading import materialize
-from rl_backends.metrics.flops import decoder_of
 from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, require_same_model, told_by_last_rank
@@ -291,8 +290,7 @@ def _read(
 
     Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
     """
-    decoder = decoder_of(model) if model.base_model is model else model.base_model  # Gemma 3 of transformers 4
-    hidden = decoder(**inputs.as_arguments(), **hints, use_cache=False).last_hidden_state
+    hidden = model.base_model(**inputs.as_arguments(), **hints, use_cache=False).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     several = (read,) if isinstance(read, Tensor) else read
     return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)

@@ -3,12 +3,11 @@
 Nothing is gathered and nothing sent. A weight is cast to the model's dtype piece by piece, on its way from the file
 into its place. The files must hold the whole model and nothing else, except what transformers itself ignores.
 
-transformers 5 keeps some weights in another layout than files do: experts stacked, projections joined or split, other
-names. Its own conversions run here on tensors that are not read yet. transformers 4 only renames.
+transformers keeps some weights in another layout than files do: experts stacked, projections joined or split, other
+names. Its own conversions run here on tensors that are not read yet.
 """
 
 import copy
-import importlib.util
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -308,35 +307,11 @@ class Converted:
     """Conversions of transformers that were used, by which a folder is written as this one was."""
 
 
-def has_conversions() -> bool:
-    """Whether this release of transformers keeps weights otherwise than files do."""
-    return importlib.util.find_spec("transformers.core_model_loading") is not None
+def as_in_model(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
+    """The tensors of files as `skeleton` has them; nothing is read.
 
-
-def as_in_model(skeleton: nn.Module, found: Mapping[str, LazyTensor]) -> Converted:
-    """The tensors of files as `skeleton` has them; nothing is read."""
-    return _converted(skeleton, found) if has_conversions() else _renamed(skeleton, found)
-
-
-def _renamed(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
-    """The names of transformers 4: the first pattern of the class that matches, and the prefix of the base model."""
-    expected = skeleton.state_dict()
-    tensors: dict[str, LazyTensor] = {}
-    unexpected: dict[str, str] = {}
-    for name, tensor in found.items():
-        renamed = name
-        for pattern, replacement in skeleton._checkpoint_conversion_mapping.items():  # noqa: SLF001 - no public one
-            renamed, matches = re.subn(pattern, replacement, name)
-            if matches:
-                break
-        if renamed not in expected and f"{skeleton.base_model_prefix}.{renamed}" in expected:
-            renamed = f"{skeleton.base_model_prefix}.{renamed}"
-        _add({renamed: tensor}, tensors) if renamed in expected else unexpected.update({name: renamed})
-    return Converted(tensors=tensors, unexpected=unexpected, transforms=[])
-
-
-def _converted(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
-    """As transformers 5 does it in `convert_and_load_state_dict_in_model`, with tensors that are not read."""
+    As transformers does it in `convert_and_load_state_dict_in_model`.
+    """
     from transformers import core_model_loading as core
     from transformers.conversion_mapping import get_model_conversion_mapping
 
