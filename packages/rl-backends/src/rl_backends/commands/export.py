@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from rl_backends.commands.flags import add_common_flags, one_of
 
 if TYPE_CHECKING:
-    from rl_backends.checkpoints.manifest import Manifest
+    from rl_backends.checkpoints.storage import Manifest
     from rl_backends.loading import ModelSource
 
 GIB = 2**30
@@ -47,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.max_shard_gib > 0:
         raise ValueError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
     from rl_backends.checkpoints.folders import check_file, in_threads
-    from rl_backends.checkpoints.manifest import DAMAGED, check_model, read_manifest
     from rl_backends.checkpoints.shards import fingerprint, model_shards
+    from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
     from rl_backends.export import export_pretrained
     from rl_backends.loading import open_model
 
@@ -89,20 +88,13 @@ def _tokenizer(source: "ModelSource", arguments: argparse.Namespace) -> Any:
 
 def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner
-    from rl_backends.checkpoints.manifest import INDEX, read_json
     from rl_backends.checkpoints.shards import whole_tensor
+    from rl_backends.checkpoints.storage import plan_reads, read_boxes, read_index
 
-    index = read_json(checkpoint / INDEX)
+    index = read_index(checkpoint, manifest)
     for name in manifest.model:
         key = f"weights/{name}"
-        entry = index[key]
-        tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
-            reader = CheckpointReader(checkpoint, {key: entry}, files=manifest.files)
-            load({key: whole_tensor(tensor)}, storage_reader=reader, planner=ShardLoadPlanner())
+        tensor = torch.empty(index[key]["shape"], dtype=getattr(torch, index[key]["dtype"]))
+        read_boxes(checkpoint, plan_reads(checkpoint, index, {key: whole_tensor(tensor)}))
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)

@@ -27,7 +27,6 @@ from typing import Any, final
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_backends.checkpoints.dcp import describe_failure
 from rl_backends.checkpoints.folders import (
     digest_of,
     in_threads,
@@ -145,7 +144,8 @@ def convert(source: ModelSource, *, directory: str | Path | None = None, progres
             with cpu_compat():
                 _save(model.chunks[0], unfinished / WEIGHTS)
         except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(f"{target} cannot be written: {describe_failure(error)}; {ELSEWHERE}") from error
+            told = error.failures[0][0] if isinstance(error, CheckpointException) else error  # without its traceback
+            raise CheckpointError(f"{target} cannot be written: {type(told).__name__}: {told}; {ELSEWHERE}") from error
         finally:
             model.close(collect=False)
         _publish(unfinished, target, source, about, started=started)
