@@ -38,5 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     conversion = convert(source, directory=arguments.dir, progress=functools.partial(print, file=sys.stderr))
     print(conversion.explain())
     if arguments.json:
-        print(json.dumps(conversion.figures(), allow_nan=False))
+        figures = {**conversion.about, "folder": str(conversion.folder), "files": len(conversion.about["files"])}
+        print(json.dumps({**figures, "num_bytes": conversion.num_bytes, "found": conversion.found, "holds": True}))
     return 0
