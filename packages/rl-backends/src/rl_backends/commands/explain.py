@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     )
     group.add_argument("--lora-rank", type=int, metavar="N", help="train adapters on all linear layers (default: no)")
     group.add_argument("--reference", action="store_true", help="keep a frozen copy of the policy")
-    group.add_argument("--no-plan", action="store_true", help="leave out which rule shards which parameter")
     add_backend_flags(parser, backend)
 
 
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             reference=arguments.reference,
             **source,
         )
-        text, document = explanation.text(plan=not arguments.no_plan), dict(explanation.document)
+        text, document = explanation.text(), dict(explanation.document)
         peak = explanation.dry_run.peak.num_bytes
     print(text)
     holds = given is None or peak <= given * GIB

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from rl_backends.commands.flags import add_common_flags, one_of
 
 if TYPE_CHECKING:
     from rl_backends.checkpoints.storage import Manifest
-    from rl_backends.loading import ModelSource
 
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,27 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     parser.add_argument(
         "--dtype", type=one_of(DTYPES, "--dtype"), metavar="|".join(DTYPES), help="default: the checkpoint's own"
     )
-    parser.add_argument("--max-shard-gib", type=float, default=5.0, metavar="X", help="of a file (default %(default)s)")
-    parser.add_argument(
-        "--tokenizer", action=argparse.BooleanOptionalAction, default=True, help="copy the source's, if it has one"
-    )
     add_common_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and return the exit code."""
-    if not arguments.max_shard_gib > 0:
-        raise ValueError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
     from rl_backends.checkpoints.folders import check_file, in_threads
     from rl_backends.checkpoints.shards import fingerprint, model_shards
     from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
     from rl_backends.export import export_pretrained
-    from rl_backends.loading import open_model
+    from rl_backends.loading import load_tokenizer, open_model
+    from rl_backends.loading.source import TOKENIZER_FILES
 
     started = time.monotonic()
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
     manifest = read_manifest(checkpoint)
-    source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+    source = open_model(arguments.model, **asked)
+    tokenizer = None
+    if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = load_tokenizer(source.model_name, **asked)
+    else:
+        print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
     skeleton = source.skeleton()
     check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
     in_threads(lambda file: check_file(checkpoint / file[0], file[1], remedy=DAMAGED), manifest.files.items())
@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         skeleton,
         target,
         dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
-        max_shard_bytes=int(arguments.max_shard_gib * GIB),
-        tokenizer=_tokenizer(source, arguments) if arguments.tokenizer else None,
+        tokenizer=tokenizer,
         tensors=_tensors(checkpoint, manifest, dtype=arguments.dtype),
     )
     version, tensors = manifest.version, len(manifest.model)
@@ -73,17 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         figures = {"folder": str(target), "version": version, "tensors": tensors, "bytes": written}
         print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 3), "holds": True}))
     return 0
-
-
-def _tokenizer(source: "ModelSource", arguments: argparse.Namespace) -> Any:
-    """That of the source, if it has one."""
-    from rl_backends.loading import load_tokenizer
-
-    if any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-        return load_tokenizer(source.model_name, **asked)
-    print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
-    return None
 
 
 def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
