@@ -215,23 +215,21 @@ class _ShardFiles:
     def __init__(
         self, folder: Path, outputs: Mapping[str, Tensor], *, max_shard_bytes: int, writers: list[int]
     ) -> None:
+        from huggingface_hub import split_torch_state_dict_into_shards
+
         self._folder, self._outputs = folder, outputs
-        self._total_size = sum(tensor.nbytes for tensor in outputs.values())
-        number_of: dict[str, int] = {}
-        number = size = 0
-        for name, tensor in outputs.items():
-            if size and size + tensor.nbytes > max_shard_bytes:
-                number, size = number + 1, 0
-            size += tensor.nbytes
-            number_of[name] = number
-        self._file_of = {
-            name: f"model-{at + 1:05}-of-{number + 1:05}.safetensors" if number else "model.safetensors"
-            for name, at in number_of.items()
+        alone = {
+            name: torch.empty_like(each) for name, each in outputs.items()
+        }  # a view counts as what it is a view of
+        self._split = split_torch_state_dict_into_shards(
+            alone, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+        )
+        self._file_of = self._split.tensor_to_filename
+        self._missing = {
+            file: set(names)
+            for number, (file, names) in enumerate(self._split.filename_to_tensors.items())
+            if writers[number % len(writers)] == this_rank()
         }
-        self._missing: dict[str, set[str]] = {}
-        for name, at in number_of.items():
-            if writers[at % len(writers)] == this_rank():
-                self._missing.setdefault(self._file_of[name], set()).add(name)
         self._held: dict[str, dict[str, Tensor]] = {}
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
@@ -272,8 +270,8 @@ class _ShardFiles:
 
     def write_index(self) -> None:
         """Write the index, if there are several files."""
-        if len(set(self._file_of.values())) > 1:
-            index = {"metadata": {"total_size": self._total_size}, "weight_map": self._file_of}
+        if self._split.is_sharded:
+            index = {"metadata": self._split.metadata, "weight_map": self._file_of}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 

@@ -124,7 +124,11 @@ class RouterWatch:
             took = took.contiguous()
             dist.all_reduce(took, group=group)
         num_tokens = lengths.float()[:, None]
-        share = _by_sequence(router.affinities(logits), inputs, lengths) / num_tokens
+        # s' of the paper: of each token, and summing to 1, in float32.
+        scores = logits.float().softmax(-1) if router.affinity == "softmax" else torch.sigmoid(logits.float())
+        if router.affinity == "sigmoid":
+            scores = scores / scores.sum(-1, keepdim=True)
+        share = _by_sequence(scores, inputs, lengths) / num_tokens
         return (took * (num_experts / top_k) / num_tokens * share).sum()
 
     def _note(self, router: "Router", _module: nn.Module, _args: object, output: object) -> None:
@@ -238,13 +242,6 @@ class Router:
             return logits, output[self.chosen_at].flatten(0, -2)  # type: ignore[index]
         assert self.top_k is not None
         return logits, logits.detach().topk(self.top_k, dim=-1).indices
-
-    def affinities(self, logits: Tensor) -> Tensor:
-        """S' of the paper [N, experts]: of each token, and summing to 1, in float32."""
-        if self.affinity == "softmax":
-            return logits.float().softmax(-1)
-        scores = torch.sigmoid(logits.float())
-        return scores / scores.sum(-1, keepdim=True)
 
 
 def find_routers(model: nn.Module) -> list[Router]:

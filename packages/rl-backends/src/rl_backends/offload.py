@@ -147,11 +147,12 @@ class Offloader:
             if "weights" in wanted:
                 self._handles += refuse_model(self._model, partial(self.require, parts=_WEIGHTS))
                 self._replaced = put_placeholders(self._model)
-            self._handles += refuse_steps(optimizers, self.require)
+            for optimizer in optimizers:
+                refuse = partial(self.require, f"step of {type(optimizer).__name__}")
+                self._handles.append(optimizer.register_step_pre_hook(lambda *_, refuse=refuse: refuse()))
         except BaseException:
             self._allow(wanted)
-            for store in self._stores_of(wanted):
-                store.clear()
+            self._clear_stores(wanted)
             raise
         for part, storages in found.items():
             self._away[part] = storages
@@ -190,8 +191,7 @@ class Offloader:
             raise
         for part in found:
             del self._away[part]
-        for store in self._stores_of(found):
-            store.clear()
+        self._clear_stores(found)
         self._allow(found)
         report = self._report("onload", found, before=before, start=start, asked=parts)
         if not self._away:
@@ -247,8 +247,10 @@ class Offloader:
             self._stores[part] = HostStore(pinned=pinned) if self.directory is None else DiskStore(self.directory)
         return self._stores[part]
 
-    def _stores_of(self, parts: Collection[Part]) -> "list[HostStore | DiskStore]":
-        return [store for part, store in self._stores.items() if part in parts]
+    def _clear_stores(self, parts: Collection[Part]) -> None:
+        for part, store in self._stores.items():
+            if part in parts:
+                store.clear()
 
     def _allow(self, parts: Collection[Part]) -> None:
         if "weights" in parts:
@@ -382,15 +384,6 @@ def refuse_model(model: nn.Module, refuse: Callable[[str], None]) -> list[Remova
     ]
 
 
-def refuse_steps(optimizers: Iterable[torch.optim.Optimizer], refuse: Callable[[str], None]) -> list[RemovableHandle]:
-    """The same before every step of `optimizers`."""
-
-    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        refuse(f"step of {type(optimizer).__name__}")
-
-    return [each.register_step_pre_hook(step) for each in optimizers]
-
-
 # ---- Where bytes go that leave a device: host memory that is used again, or files in a folder of this process alone.
 #
 # A store keeps one sequence of bytes at a time, given and taken as contiguous uint8 tensors of one dim on any device;
@@ -398,7 +391,6 @@ def refuse_steps(optimizers: Iterable[torch.optim.Optimizer], refuse: Callable[[
 
 # A power of two, since torch rounds pinned memory up to one; what is packed into such chunks wastes one at most.
 CHUNK_BYTES = 64 * 2**20
-FILE_BYTES = 256 * 2**20
 
 
 class HostStore:
@@ -448,16 +440,14 @@ class DiskStore:
 
     A process that is killed leaves the folder: its name begins with `rl-backends-offload-`.
 
-    Args:
-        directory: where the folder is made; on a disk, since files in a file system of memory free none.
-        file_bytes: about how much of it is in one file, hence in host memory at a time while it is written.
+    directory: where the folder is made; on a disk, since files in a file system of memory free none. One piece at a
+        time is in host memory while it is written.
     """
 
-    def __init__(self, directory: Path, *, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._file_bytes = file_bytes
         self._delete: weakref.finalize[[str], DiskStore] | None = None
-        self._files: list[tuple[Path, int]] = []
+        self._files: list[Path] = []
 
     @property
     def host_bytes(self) -> int:
@@ -471,29 +461,21 @@ class DiskStore:
 
         folder = Path(tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory))
         self._delete = weakref.finalize(self, shutil.rmtree, str(folder), ignore_errors=True)
-        groups: list[list[Tensor]] = [[]]
-        for piece in pieces:
-            if groups[-1] and sum(each.numel() for each in groups[-1]) + piece.numel() > self._file_bytes:
-                groups.append([])
-            groups[-1].append(piece)
-        for number, group in enumerate(groups):
-            path = folder / f"{number}.safetensors"
+        for number, piece in enumerate(pieces):
+            self._files.append(folder / f"{number}.safetensors")
             try:
-                save_file({str(index): piece.cpu() for index, piece in enumerate(group)}, path)
+                save_file({"bytes": piece.cpu()}, self._files[-1])
             except SafetensorError as error:  # what it makes of an error of the disk
-                raise OSError(f"{path} could not be written: {error}") from error
-            self._files.append((path, len(group)))
+                raise OSError(f"{self._files[-1]} could not be written: {error}") from error
 
     def get(self, into: Sequence[Tensor]) -> None:
         """Read them back."""
         from safetensors import SafetensorError, safe_open
 
-        pieces = iter(into)
-        for path, number in self._files:
+        for path, place in zip(self._files, into, strict=True):
             try:
                 with safe_open(path, framework="pt") as file:
-                    for index in range(number):
-                        next(pieces).copy_(file.get_tensor(str(index)))
+                    place.copy_(file.get_tensor("bytes"))
             except SafetensorError as error:
                 raise RuntimeError(f"{path} is not what was written to it: {error}") from error
 

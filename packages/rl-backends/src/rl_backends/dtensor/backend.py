@@ -32,7 +32,7 @@ from rl_backends.lora import (
     adapters_disabled,
     add_lora,
     export_merged,
-    fill_with_adapters,
+    initialise_adapters,
     save_adapter,
 )
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
@@ -53,17 +53,6 @@ from rl_parallel_plans import (
     to_local_if_dtensor,
 )
 from rl_parallel_plans.dtensor import has_numbers
-
-
-def cast_to_master_weights(model: nn.Module) -> None:
-    """Cast every floating-point parameter to float32, in place; ties stay ties.
-
-    `from_pretrained` of transformers gives the dtype of the files, mostly bfloat16, in which the update of a step at a
-    usual learning rate is rounded away: it is smaller than half the distance to the next bfloat16.
-    """
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32)
 
 
 class DTensorBackend(Backend):
@@ -94,13 +83,23 @@ class DTensorBackend(Backend):
         seed: int = 0,
         fill: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        if config.lora_cfg is None:
-            cast_to_master_weights(model)
-        else:
+        if config.lora_cfg is not None:
             add_lora(model, config.lora_cfg, seed=seed)
-            fill = None if fill is None else partial(fill_with_adapters, fill=fill, seed=seed)
+        else:
+            # `from_pretrained` of transformers gives the dtype of the files, mostly bfloat16, in which the update of a
+            # step at a usual learning rate is rounded away: it is smaller than half the distance to the next bfloat16.
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.float32)  # ties stay ties
+
+        def fill_all(sharded: nn.Module) -> None:
+            assert fill is not None
+            fill(sharded)
+            if config.lora_cfg is not None:
+                initialise_adapters(sharded, seed=seed)
+
         super().__init__(config, without_weights(model))
-        self._distributed = ShardedModel(model, config, fill=fill)
+        self._distributed = ShardedModel(model, config, fill=None if fill is None else fill_all)
         with self._distributed.closed_on_failure():
             if has_language_model_head(self.model):
                 check_head(self._distributed, self._head)
@@ -298,8 +297,22 @@ class DTensorBackend(Backend):
             lines.append(
                 f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them"
             )
-        ignored = ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)
-        return [*lines, *(f"ignored: {each}" for each in ignored)]
+        # What the model's own configuration asks for in training, and this backend does not do.
+        whole: Any = model.config
+        text = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+        for name, value in sorted(vars(text).items()):
+            if re.search(r"dropout|pdrop", name) and isinstance(value, float) and value > 0:
+                lines.append(
+                    f"ignored: {name}={value:g} of the model: it runs without dropout, so that its log-probabilities "
+                    f"repeat"
+                )
+        coefficient = getattr(text, "router_aux_loss_coef", None)
+        if getattr(text, "output_router_logits", False) and coefficient and config.router_aux_loss_coef == 0:
+            lines.append(
+                f"ignored: router_aux_loss_coef={coefficient:g} of the model: set router_aux_loss_coef of this "
+                f"backend, whose loss does not depend on how a batch is cut"
+            )
+        return lines
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.
@@ -361,28 +374,6 @@ def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
 
     sharded.run_pipeline([inputs], use, backward=False)
     return told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)[0]
-
-
-# ---- What `explain` tells of the model.
-
-
-def ignored_settings(model: nn.Module, *, router_aux_loss_coef: float) -> list[str]:
-    """What the model's own configuration asks for in training, and this backend does not do."""
-    config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = []
-    for name, value in sorted(vars(text).items()):
-        if re.search(r"dropout|pdrop", name) and isinstance(value, float) and value > 0:
-            found.append(
-                f"{name}={value:g} of the model: it runs without dropout, so that its log-probabilities repeat"
-            )
-    coefficient = getattr(text, "router_aux_loss_coef", None)
-    if getattr(text, "output_router_logits", False) and coefficient and router_aux_loss_coef == 0:
-        found.append(
-            f"router_aux_loss_coef={coefficient:g} of the model: set router_aux_loss_coef of this backend, whose loss "
-            f"does not depend on how a batch is cut"
-        )
-    return found
 
 
 def _dtypes(what: str, tensors: list[Tensor]) -> str:

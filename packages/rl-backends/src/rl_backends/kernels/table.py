@@ -148,7 +148,11 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
     if attention != "model":
         enable = enable_packing if config.sequence_packing else enable_padded_kernel
         enable(model, kernel=attention)
-    lines = [f"kernel of attention: {reason}", _loss_line(config)]
+    loss, size = config.kernels.loss, config.kernels.loss_chunk_size
+    does = f"logits in chunks: {'chosen by their size' if size is None else f'{size} tokens'}"
+    if loss != "torch":
+        does = "of log-probabilities and entropies; torch for those of given tokens and the top k, which no kernel has"
+    lines = [f"kernel of attention: {reason}", f"kernel of the loss: {loss}, {does}"]
     by_part = {kernel.part: kernel for kernel in kernels}
     replacements: tuple[tuple[Part, Callable[..., int], str], ...] = (
         ("norm", replace_norms, "RMS norms"),
@@ -258,17 +262,6 @@ def _only_packed(config: "DTensorConfig") -> Iterator[str]:
 
 
 # -- loss ----------------------------------------------------------------------------------------------------
-
-
-def _loss_line(config: "DTensorConfig") -> str:
-    kernels = config.kernels
-    if kernels.loss == "torch":
-        rows = "chosen by their size" if kernels.loss_chunk_size is None else f"{kernels.loss_chunk_size} tokens"
-        return f"kernel of the loss: torch, logits in chunks: {rows}"
-    return (
-        f"kernel of the loss: {kernels.loss} for log-probabilities and entropies; torch for the log-probabilities of "
-        f"given tokens and for the top k, which no kernel has"
-    )
 
 
 def _needs_a_head(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:

@@ -166,18 +166,17 @@ class LazyTensor:
 
     def squeeze(self, dim: int | None = None) -> "LazyTensor":
         """Without `dim`, or without every dim, where the size is 1."""
-        squeezed = self
-        for each in range(self.ndim - 1, -1, -1) if dim is None else [dim % self.ndim]:
-            if self.shape[each] == 1:
-                squeezed = _without(squeezed, each)
-        return squeezed
+        if dim is None:
+            ones = [each for each in range(self.ndim) if self.shape[each] == 1]
+            return self.squeeze(ones[-1]).squeeze() if ones else self
+        dim %= self.ndim
+        if self.shape[dim] != 1:
+            return self
 
+        def read_into(out: Tensor, offsets: Sequence[int]) -> None:
+            self.read_into(out.unsqueeze(dim), [*offsets[:dim], 0, *offsets[dim:]])
 
-def _without(tensor: LazyTensor, dim: int) -> LazyTensor:
-    def read_into(out: Tensor, offsets: Sequence[int]) -> None:
-        tensor.read_into(out.unsqueeze(dim), [*offsets[:dim], 0, *offsets[dim:]])
-
-    return LazyTensor((*tensor.shape[:dim], *tensor.shape[dim + 1 :]), tensor.dtype, read_into)
+        return LazyTensor((*self.shape[:dim], *self.shape[dim + 1 :]), self.dtype, read_into)
 
 
 def _stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -383,7 +382,7 @@ class LoadReport:
 
 @torch.no_grad()
 def load_weights(
-    shards: Mapping[str, Sequence[Shard]], files: Sequence[Path], *, skeleton: nn.Module, new_head: bool, seed: int
+    shards: Mapping[str, Sequence[Shard]], files: Sequence[Path], *, skeleton: Any, new_head: bool, seed: int
 ) -> LoadReport:
     """Fill `shards`, which have memory, from `files`; the rest as `ModelSource.load_into`.
 
@@ -401,7 +400,14 @@ def load_weights(
                 feeds.setdefault(first, []).append((name, converted.tensors[name]))
         head = {first for first in names.values() if not _in_base_model(first, skeleton)}
         new = sorted(head - feeds.keys()) if new_head else []
-        ignored = sorted(_ignored(converted, skeleton, other_heads=bool(new)))
+        # What the class says that files may hold; where a new head is made, the heads of other classes too.
+        patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # noqa: SLF001
+        ignored = sorted(
+            name
+            for name, renamed in converted.unexpected.items()
+            if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
+            or (new and not _in_base_model(renamed, skeleton))
+        )
         if problems := _problems(converted, skeleton, fed={*feeds, *new}, ignored=ignored):
             raise ModelError(
                 f"the files in {files[0].parent} are not those of {type(skeleton).__name__}: {'; '.join(problems)}"
@@ -409,7 +415,7 @@ def load_weights(
         bytes_read = sum(_read(each, shards.get(name, ())) for name, each in feeds.items())
     for name in new:
         write_whole(initial_value(skeleton, name, seed=seed), shards.get(name, ()))
-    skeleton._weight_conversions = converted.transforms  # type: ignore[assignment]  # noqa: SLF001 - as from_pretrained
+    skeleton._weight_conversions = converted.transforms  # noqa: SLF001 - as from_pretrained
     return LoadReport(
         tensors=len(shards),
         bytes_read=bytes_read,
@@ -422,16 +428,6 @@ def load_weights(
 
 def _in_base_model(name: str, skeleton: Any) -> bool:
     return name.startswith(f"{skeleton.base_model_prefix}.")
-
-
-def _ignored(converted: Converted, skeleton: Any, *, other_heads: bool) -> Iterator[str]:
-    """What the class says that files may hold; where a new head is made, the heads of other classes too."""
-    patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # noqa: SLF001
-    for name, renamed in converted.unexpected.items():
-        if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed)) or (
-            other_heads and not _in_base_model(renamed, skeleton)
-        ):
-            yield name
 
 
 def _problems(

@@ -7,7 +7,7 @@ is found out after the run. First values are drawn whole from a seed and a name,
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -115,12 +115,6 @@ def first_value(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor
         return torch.empty(shape).normal_(generator=generator)
     bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def fill_with_adapters(model: nn.Module, *, fill: Callable[[nn.Module], object], seed: int) -> None:
-    """Let `fill` put weights into a sharded model, then give its adapters their first values."""
-    fill(model)
-    initialise_adapters(model, seed=seed)
 
 
 def require_peft() -> None:

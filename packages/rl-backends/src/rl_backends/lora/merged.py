@@ -69,7 +69,10 @@ class MergedWeights:
         """
         for layer in adapted_layers(self._model):
             out = self._merged[layer.weight]
-            _give_memory(to_local_if_dtensor(out))
+            local = to_local_if_dtensor(out)
+            num_bytes = int(local.storage_offset() + local.numel()) * local.element_size()
+            if local.untyped_storage().nbytes() < num_bytes:  # given up by `release`
+                local.untyped_storage().resize_(num_bytes)
             _merge(layer, out=out)
         self._released = False
 
@@ -116,12 +119,6 @@ def export_merged(model: nn.Module, *, every_rank: bool = False) -> Iterator[tup
         if every_rank or this_rank() == 0:
             whole = tensor if shard.row_order is None else shard.row_order.undealt(tensor)
             yield name, whole.to("cpu")
-
-
-def _give_memory(tensor: Tensor) -> None:
-    num_bytes = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.untyped_storage().nbytes() < num_bytes:
-        tensor.untyped_storage().resize_(num_bytes)
 
 
 def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:

@@ -179,7 +179,9 @@ class _Table:
                 yield full, self._rows(full, start=self.rank * size, size=size, at=number * size)
         elif match := EXPERT.fullmatch(name):
             index = self.first_expert + int(match["local"] or match["grouped"])
-            yield from self._expert(f"{prefix}mlp.experts.", index, match["which1"] or match["which2"])
+            which = "gate_up_proj" if "linear_fc1" in (match["which1"], match["which2"]) else "down_proj"
+            full = f"{prefix}mlp.experts.{which}"
+            yield full, (Box(offsets=(index, 0, 0), sizes=(1, *self._shape(full)[1:]), local_offsets=(0, 0, 0)),)
 
     def _qkv(self, full: str, which: str) -> Iterator[Box]:
         """This rank's rows of a projection, group by group of key heads."""
@@ -192,12 +194,6 @@ class _Table:
         for place in range(share):
             group = self.rank * share + place
             yield from self._rows(full, start=group * size, size=size, at=place * block + first)
-
-    def _expert(self, prefix: str, index: int, which: str) -> Iterator[Part]:
-        """One expert of the stack; none is sharded."""
-        stacked = f"{prefix}{'gate_up_proj' if which == 'linear_fc1' else 'down_proj'}"
-        sizes = (1, *self.shapes.get(stacked, ())[1:])
-        yield stacked, (Box(offsets=(index, 0, 0), sizes=sizes, local_offsets=(0, 0, 0)),)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.shapes.get(name, (0, 0))  # one that is absent is refused by its name

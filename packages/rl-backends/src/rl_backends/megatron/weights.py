@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -142,18 +141,19 @@ class Gatherer:
                 pass
 
     def _rounds(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._shapes:
-            tensor = on_every_rank(partial(self._own_part, name))
+        for name, shape in self._shapes.items():
+
+            def own_part(name: str = name, shape: tuple[int, ...] = shape) -> Tensor:
+                whole = torch.zeros(shape, dtype=self._dtype, device=self._device)
+                for each, box in self._given.get(name, ()):
+                    box.of_whole(whole).copy_(box.of_local(each.local))
+                return whole
+
+            tensor = on_every_rank(own_part)
             if num_ranks() > 1:
                 dist.all_reduce(tensor.view(-1).view(torch.uint8))
             yield name, tensor
             del tensor
-
-    def _own_part(self, name: str) -> Tensor:
-        whole = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
-        for each, box in self._given.get(name, ()):
-            box.of_whole(whole).copy_(box.of_local(each.local))
-        return whole
 
 
 # ---- Proof that Megatron computes what the Hugging Face model computes, not only that it holds the same weights.

@@ -73,7 +73,9 @@ class ModelFlops:
         Raises:
             ModelError: a model whose modules do not tell what a token costs.
         """
-        decoder, head = decoder_of(model), head_of(model)
+        get = getattr(model, "get_output_embeddings", None)
+        decoder, head = decoder_of(model), None if get is None else get()
+        head = getattr(model, "score", None) if head is None else head  # None of a model without either
         hidden_size = int(next(model.get_input_embeddings().parameters()).shape[-1])  # type: ignore[operator]
         trains = any(parameter.requires_grad for parameter in decoder.parameters())
         widths = attention_widths(decoder, hidden_size)
@@ -143,14 +145,6 @@ def decoder_of(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no input embedding, so that nothing tells which layers read tokens"
         )
     return owner
-
-
-def head_of(model: nn.Module) -> nn.Module | None:
-    """What reads hidden states: the language-model head, or a `score`; None for a model without."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = None if get is None else get()
-    found = getattr(model, "score", None) if head is None else head
-    return found if isinstance(found, nn.Module) else None
 
 
 def matmul_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
