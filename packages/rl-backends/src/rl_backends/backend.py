@@ -712,15 +712,9 @@ class Backend(ABC):
         output: Output,
         num_rows: int,
     ) -> Sums:
-        """Add the gradient of `loss` over this rank's microbatches; return the sums of all ranks.
+        """Add the gradient of `loss` over this rank's `microbatches` of `examples`; return the sums of all ranks.
 
-        Args:
-            examples: the rows that this rank was given.
-            microbatches: of them.
-            loss: of some of them.
-            reader: what reads the output.
-            output: what the loss is given.
-            num_rows: of the batch, over all ranks.
+        num_rows: of the batch, over all ranks.
 
         Whatever it raises is raised on every rank; the caller clears the gradient.
         """

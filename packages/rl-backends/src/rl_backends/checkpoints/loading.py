@@ -118,8 +118,7 @@ def load_checkpoint(
     saved = opened.state["optimizers"] or []
 
     def describe() -> list[dict[str, Any]] | None:
-        bound = [False for _ in optimizers.each] if optimizers is not None else []
-        return None if restored is None else describe_optimizers(restored, held, bound=bound)
+        return None if restored is None else describe_optimizers(restored, held)
 
     names, described = fingerprint(held), on_every_rank(describe, group=opened.group)
     if stage_info(model) is not None:

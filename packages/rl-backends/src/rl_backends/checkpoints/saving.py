@@ -21,7 +21,6 @@ from torch import nn
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
     describe_optimizers,
-    holds_subclasses,
     optimizer_shards,
 )
 from rl_backends.checkpoints.shards import (
@@ -87,11 +86,6 @@ def save_checkpoint(
     """
 
     def collect(group: dist.ProcessGroup | None) -> Collected:
-        # An optimizer may hold quantized state on some ranks only; all must treat it alike.
-        flags = [holds_subclasses(optimizer) for optimizer in optimizers.each] if optimizers is not None else []
-        every_ranks = [json.loads(text) for text in gather_text(json.dumps(flags), group=group)]
-        bound = [any(flags) for flags in zip(*every_ranks, strict=True)]
-
         def collect_here() -> Collected:
             shards = [
                 replace(each.of(), saved_as=f"weights/{name}")
@@ -100,8 +94,7 @@ def save_checkpoint(
             ]
             if optimizers is None:
                 return shards, fingerprint(held), None
-            shards += optimizer_shards(optimizers, held, bound=bound)
-            return shards, fingerprint(held), describe_optimizers(optimizers, held, bound=bound)
+            return shards + optimizer_shards(optimizers, held), fingerprint(held), describe_optimizers(optimizers, held)
 
         shards, names, described = on_every_rank(collect_here, group=group)
         if stage_info(model) is not None:

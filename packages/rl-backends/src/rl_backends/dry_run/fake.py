@@ -47,14 +47,7 @@ from rl_parallel_plans.forecast import (
 )
 from rl_parallel_plans.forecast.fake import tensors_in
 from rl_parallel_plans.forecast.report import phase_peaks
-from rl_parallel_plans.forecast.tracker import (
-    ACTIVATIONS,
-    BUFFERS,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    TEMPORARIES,
-)
+from rl_parallel_plans.forecast.tracker import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
 
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"

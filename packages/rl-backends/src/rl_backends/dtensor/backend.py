@@ -23,7 +23,7 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
 from rl_backends.errors import ModelError
-from rl_backends.examples import BatchT
+from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.export import export_pretrained
 from rl_backends.loading import ModelSource, initialise
 from rl_backends.loading.skeleton import without_weights
@@ -38,20 +38,9 @@ from rl_backends.lora import (
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import (
-    add_up,
-    largest_on_any_rank,
-    raise_together,
-    sums_of_last_rank,
-    told_by_last_rank,
-)
+from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank, told_by_last_rank
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
-from rl_parallel_plans import (
-    NamedShard,
-    get_logprobs_from_vocab_parallel_logits,
-    named_shards,
-    to_local_if_dtensor,
-)
+from rl_parallel_plans import NamedShard, get_logprobs_from_vocab_parallel_logits, named_shards, to_local_if_dtensor
 from rl_parallel_plans.dtensor import has_numbers
 
 
@@ -134,25 +123,45 @@ class DTensorBackend(Backend):
         output: Output,
         num_rows: int,
     ) -> Sums:
-        if self._distributed.pipeline is not None:
-            return self._accumulate_over_stages(examples, microbatches, loss, reader=reader, output=output)
         sharded, routers, config = self._distributed, self._routers, self.config
-        context = sharded.group("cp")
         loss_of = LossOverMicrobatches(loss, device=config.device, reserved=() if routers is None else (ROUTER_LOSS,))
+
+        def inputs_of(rows: BatchT) -> ModelInputs:
+            asked, offset, words = asked_of(rows, output)
+            return sharded.inputs(rows, asked, offset=offset, words=words)
+
+        def loss_at(number: int, rows: BatchT, outputs: Tensor) -> Tensor:
+            """The caller's loss, whose own backward runs here."""
+            outputs = outputs.sum(1) if output == "score" else outputs
+            return loss_of(outputs, rows, counted=microbatches[number].counted)
+
+        if sharded.pipeline is not None:
+            # The loss is called on the last stage, which tells its sums to all.
+            every = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+
+            def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+                counts = number < len(every)
+                rows = every[number if counts else 0]
+                outputs = sharded.read_on_stage(model, each, reader, shape=shape_of(rows))[0]
+                return loss_at(number, rows, outputs) if counts else outputs.sum() * 0.0
+
+            sharded.run_pipeline([inputs_of(rows) for rows in every], use, backward=True)
+            raise_together(loss_of.failure)
+            sums = add_up(loss_of.sums, sharded.row_group)
+            return sums_of_last_rank(sums, sharded.pipeline.group, device=torch.device(config.device))
+
+        context = sharded.group("cp")
         for number, microbatch in enumerate(microbatches):
             # Forward: the output of the asked tokens, and the loss of the routers, if that is weighed.
             rows = microbatch.of(examples, device="cpu")
-            asked, offset, words = asked_of(rows, output)
-            inputs = sharded.inputs(rows, asked, offset=offset, words=words)
+            inputs = inputs_of(rows)
             recording: AbstractContextManager[Any] = nullcontext() if routers is None else routers.recording()
             with recording:
-                outputs = sharded.read(inputs, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1]))[0]
-            if output == "score":
-                outputs = outputs.sum(1)
+                outputs = sharded.read(inputs, reader, shape=shape_of(rows))[0]
 
-            # The caller's loss, whose own backward runs here, and after it the model's, in which gradients add up in
-            # the parameters; they are summed over data-parallel ranks at the last microbatch, or at every one.
-            total = loss_of(outputs, rows, counted=microbatch.counted)
+            # The caller's loss, and after it the model's backward, in which gradients add up in the parameters; they
+            # are summed over data-parallel ranks at the last microbatch, or at every one.
+            total = loss_at(number, rows, outputs)
             if routers is not None:
                 counted = microbatch.counted
                 router_loss = routers.loss(inputs, rows.lengths, counted=counted, context_group=context)
@@ -167,41 +176,6 @@ class DTensorBackend(Backend):
         if routers is not None and context is not None:
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each rank holds the term of its own tokens
         return add_up(sums, sharded.row_group)
-
-    def _accumulate_over_stages(
-        self,
-        examples: BatchT,
-        microbatches: Sequence[Microbatch],
-        loss: LossFunction[BatchT],
-        *,
-        reader: Reader,
-        output: Output,
-    ) -> Sums:
-        """The same with layers over ranks: the loss is called on the last stage, which tells its sums to all."""
-        sharded, device = self._distributed, torch.device(self.config.device)
-        assert sharded.pipeline is not None
-        loss_of = LossOverMicrobatches(loss, device=self.config.device)
-        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
-        inputs = []
-        for each in rows:
-            asked, offset, words = asked_of(each, output)
-            inputs.append(sharded.inputs(each, asked, offset=offset, words=words))
-
-        def use(number: int, model: Any, each: ModelInputs) -> Tensor:
-            counts = number < len(rows)
-            own = rows[number if counts else 0]
-            shape = (own.tokens.shape[0], own.tokens.shape[1])
-            outputs = sharded.read_on_stage(model, each, reader, shape=shape)[0]
-            if output == "score":
-                outputs = outputs.sum(1)
-            if not counts:
-                return outputs.sum() * 0.0
-            return loss_of(outputs, own, counted=microbatches[number].counted)
-
-        sharded.run_pipeline(inputs, use, backward=True)
-        raise_together(loss_of.failure)
-        sums = add_up(loss_of.sums, sharded.row_group)
-        return sums_of_last_rank(sums, sharded.pipeline.group, device=device)
 
     def _clear_gradient(self) -> None:
         super()._clear_gradient()
@@ -313,6 +287,11 @@ class DTensorBackend(Backend):
                 f"backend, whose loss does not depend on how a batch is cut"
             )
         return lines
+
+
+def shape_of(rows: TokenBatch) -> tuple[int, int]:
+    """Rows, and tokens of the longest."""
+    return rows.tokens.shape[0], rows.tokens.shape[1]
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from rl_backends.checkpoints.folders import atomic_folder, write_safetensors
 from rl_backends.lora.inject import require_peft
-from rl_backends.lora.layers import (
-    ADAPTER,
-    AdaptedLayer,
-    adapted_layers,
-    peft_names,
-    to_peft,
-    trained_whole,
-    unwrapped,
-)
+from rl_backends.lora.layers import ADAPTER, AdaptedLayer, adapted_layers, peft_names, to_peft, trained_whole, unwrapped
 from rl_backends.rank_agreement import on_rank_0
 from rl_parallel_plans import export_state_dict
 

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backends.checkpoints.shards import this_rank
-from rl_backends.lora.layers import (
-    TAILS,
-    AdaptedLayer,
-    adapted_layers,
-    base_name,
-)
+from rl_backends.lora.layers import TAILS, AdaptedLayer, adapted_layers, base_name
 from rl_parallel_plans import NamedShard, named_shards, to_local_if_dtensor
 from rl_parallel_plans.dtensor import is_dtensor
 
