@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_backends.checkpoints import find_latest, load_checkpoint, save_checkpoint
+from rl_backends.checkpoints.loading import load_checkpoint
+from rl_backends.checkpoints.saving import find_latest, save_checkpoint
 
 KILLS = ["data not begun", "data half written", "index", "state", "marker", "rename", "named"]
 

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig, load_causal_lm
-from rl_backends.checkpoints import find_latest, load_checkpoint, prune, save_checkpoint, storage
+from rl_backends.checkpoints import storage
 from rl_backends.checkpoints.folders import record_of, write_json, write_safetensors
+from rl_backends.checkpoints.loading import load_checkpoint
+from rl_backends.checkpoints.saving import find_latest, prune, save_checkpoint
 from rl_backends.checkpoints.shards import model_shards
 from rl_backends.errors import CheckpointError
 

@@ -12,7 +12,7 @@ import torch
 from rl_backends import LoraConfig, process_group
 from rl_backends.checkpoints import shards
 from rl_backends.checkpoints.shards import tensor_digests
-from rl_backends.lora import add_lora
+from rl_backends.lora.inject import add_lora
 from rl_parallel_plans import named_shards
 
 PROGRAM = Path(__file__).parent / "programs" / "lifetimes.py"

@@ -8,15 +8,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from rl_backends.loading import (
-    ModelError,
-    check_vocabulary,
-    initialise,
-    load_causal_lm,
-    load_tokenizer,
-    materialize,
-    open_model,
-)
+from rl_backends.errors import ModelError
+from rl_backends.loading.skeleton import materialize
+from rl_backends.loading.source import check_vocabulary, load_causal_lm, load_tokenizer, open_model
+from rl_backends.loading.weights import initialise
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 

@@ -12,17 +12,11 @@ from safetensors.torch import load_file
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_backends.errors import CheckpointError, ModelError
-from rl_backends.lora import (
-    LoraConfig,
-    MergedWeights,
-    adapter_size,
-    adapter_tensors,
-    adapters_disabled,
-    add_lora,
-    export_merged,
-    save_adapter,
-)
-from rl_backends.lora.layers import peft_names
+from rl_backends.lora.config import LoraConfig
+from rl_backends.lora.files import save_adapter
+from rl_backends.lora.inject import add_lora
+from rl_backends.lora.layers import adapter_size, adapter_tensors, adapters_disabled, peft_names
+from rl_backends.lora.merged import MergedWeights, export_merged
 from rl_parallel_plans import PlanError, plan_for, to_local_if_dtensor
 
 # peft 0.21 asks transformers 5.23 by an old name.

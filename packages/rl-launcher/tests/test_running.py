@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from rl_algorithms import presets
 from rl_algorithms.objective import Objective
-from rl_backends.loading import stop_token_ids
-from rl_backends.metrics import StepMetrics
+from rl_backends.loading.source import stop_token_ids
+from rl_backends.metrics.step import StepMetrics
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checkpoints.disk import claimed
 from rl_launcher.checks.explain import explain

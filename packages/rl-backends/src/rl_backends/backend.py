@@ -35,21 +35,23 @@ from rl_backends.batching.microbatches import (
     lengths_read,
     make_inputs,
 )
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
+from rl_backends.checkpoints.loading import CheckpointState
+from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers
 from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.choices import require_temperature
 from rl_backends.config import BackendConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
-from rl_backends.loading import ModelSource, open_model
+from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.loading.weights import Shard
 from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
-from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
-from rl_backends.metrics.flops import peak_of_this_device
+from rl_backends.metrics.flops import ModelFlops, peak_of_this_device
+from rl_backends.metrics.memory import memory_by_category
+from rl_backends.metrics.step import StepMeter, StepMetrics
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
-from rl_backends.optimizers import GradientStep, OptimizerConfig
-from rl_backends.optimizers.optimizers import StageOptimizers
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_backends.optimizers.optimizers import GradientStep, StageOptimizers
 from rl_backends.rank_agreement import host_group, require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
 from rl_parallel_plans import TopKLogp
@@ -178,14 +180,7 @@ class DistributedModel(ABC):
         offset: int = 1,
         words: Shaped[Tensor, "b w k"] | None = None,
     ) -> ModelInputs:
-        """What the model reads of rows on the host, on the device.
-
-        Args:
-            rows: of a microbatch.
-            asked: the tokens whose output is wanted.
-            offset: 1 reads what predicts a token, from the place before it; 0 reads at the token itself.
-            words: the tokens of the vocabulary that are asked about in each place.
-        """
+        """What the model reads of rows on the host, on the device; see `make_inputs`."""
         made = make_inputs(
             rows.tokens,
             self.lengths_read(rows, asked, offset=offset),
@@ -654,7 +649,7 @@ class Backend(ABC):
     ) -> CheckpointWrite:
         """Write weights, optimizer, schedule and version into a new folder, from which any layout can go on.
 
-        Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
+        Arguments and errors are those of `rl_backends.save_checkpoint`; every rank must call it.
         """
         self._require_on_device("save_checkpoint")
         if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
@@ -665,7 +660,7 @@ class Backend(ABC):
     def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True, verify: bool = True) -> CheckpointState:
         """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
 
-        Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
+        Arguments and errors are those of `rl_backends.load_checkpoint`; the gradient is cleared.
         """
         self._require_on_device("load_checkpoint")
         self._frozen = None

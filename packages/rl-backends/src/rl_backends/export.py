@@ -202,14 +202,10 @@ def _write_configuration(model: Any, skeleton: Any, folder: Path, *, dtype: torc
 
 
 class _ShardFiles:
-    """The safetensors files of a model in one folder, dealt to the ranks that write.
+    """The safetensors files of a model in one folder, dealt to the ranks that write, in turn.
 
-    Args:
-        folder: where they go; it exists and is empty.
-        outputs: every tensor that will be added, as meta tensors, about in the order in which it will be: a file is
-            held from its first tensor to its last.
-        max_shard_bytes: of one file, unless a single tensor is larger.
-        writers: the ranks that write, in turn.
+    outputs: every tensor that will be added, as meta tensors, about in the order in which it will be: a file is held
+        from its first tensor to its last.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.lora import AdapterSize
+from rl_backends.lora.layers import AdapterSize
 from rl_backends.megatron.config import MegatronConfig
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -78,12 +78,10 @@ class RouterWatch:
     ) -> Float[Tensor, ""]:
         """The sum over the recorded sequences of their balance loss, differentiable; forgets the recording.
 
-        Args:
-            inputs: what the model read.
-            lengths: tokens of each row that are not padding, on the host.
-            counted: whether these rows are in the statistics; multiply the loss by it too.
-            context_group: ranks that hold other tokens of the same rows (context parallelism); each one's loss is then
-                a term of the sum over them, and so is its gradient.
+        lengths: tokens of each row that are not padding, on the host.
+        counted: whether these rows are in the statistics; multiply the loss by it too.
+        context_group: ranks that hold other tokens of the same rows (context parallelism); each one's loss is then a
+            term of the sum over them, and so is its gradient.
         """
         if missing := [router.path for router in self._routers if router.path not in self._seen]:
             raise RuntimeError(
@@ -106,13 +104,7 @@ class RouterWatch:
         return counts
 
     def _loss_of(
-        self,
-        router: "Router",
-        inputs: ModelInputs,
-        lengths: Tensor,
-        *,
-        counted: bool,
-        group: dist.ProcessGroup | None,
+        self, router: "Router", inputs: ModelInputs, lengths: Tensor, *, counted: bool, group: dist.ProcessGroup | None
     ) -> Tensor:
         logits, chosen = self._seen[router.path]
         num_experts, top_k = logits.shape[-1], chosen.shape[-1]

@@ -9,6 +9,7 @@ half-way leaves the parts where they were.
 """
 
 import ctypes
+import os
 import shutil
 import tempfile
 import time
@@ -82,7 +83,7 @@ class Offloader:
         model: plain or sharded; gathered parameters of FSDP2 are resharded first.
         extra: tensors with their names that belong to a part and that neither the model nor torch's optimizers know,
             such as gradient buffers and master weights.
-        directory: a folder of its own is made there, and what is anywhere moves into safetensors files in it, deleted
+        directory: a folder of its own is made there, and what is anywhere moves into files in it, deleted
             when they are read back. None moves what is on a GPU into pinned host memory, which is kept and used again.
     """
 
@@ -434,53 +435,51 @@ class HostStore:
 
 
 class DiskStore:
-    """safetensors files in a new folder that only this user can read.
-
-    The folder is deleted by `clear`, with the store, or at the end of the process.
+    """A file in a new folder that only this user can read, and that goes by `clear`, with the store, or the process.
 
     A process that is killed leaves the folder: its name begins with `rl-backends-offload-`.
 
-    directory: where the folder is made; on a disk, since files in a file system of memory free none. One piece at a
-        time is in host memory while it is written.
+    directory: where the folder is made; on a disk, since files in a file system of memory free none.
     """
+
+    host_bytes = 0
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._delete: weakref.finalize[[str], DiskStore] | None = None
-        self._files: list[Path] = []
-
-    @property
-    def host_bytes(self) -> int:
-        """None: files are no memory."""
-        return 0
+        self._file = Path()
 
     def put(self, pieces: Sequence[Tensor]) -> None:
         """Write `pieces`."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        folder = Path(tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory))
-        self._delete = weakref.finalize(self, shutil.rmtree, str(folder), ignore_errors=True)
-        for number, piece in enumerate(pieces):
-            self._files.append(folder / f"{number}.safetensors")
-            try:
-                save_file({"bytes": piece.cpu()}, self._files[-1])
-            except SafetensorError as error:  # what it makes of an error of the disk
-                raise OSError(f"{self._files[-1]} could not be written: {error}") from error
+        folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
+        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._file = Path(folder) / "bytes"
+        try:
+            with self._file.open(
+                "wb"
+            ) as file:  # a full disk is an error here, and would kill who writes to mapped memory
+                os.posix_fallocate(file.fileno(), 0, sum(piece.numel() for piece in pieces))
+        except OSError as error:
+            raise OSError(f"{self._file} could not be written: {error}") from error
+        for piece, place in self._places(pieces):
+            place.copy_(piece)
 
     def get(self, into: Sequence[Tensor]) -> None:
         """Read them back."""
-        from safetensors import SafetensorError, safe_open
+        wanted = sum(piece.numel() for piece in into)
+        if (size := self._file.stat().st_size) != wanted:
+            raise RuntimeError(f"{self._file} is not what was written to it: {size} bytes, and {wanted} were written")
+        for piece, place in self._places(into):
+            piece.copy_(place)
 
-        for path, place in zip(self._files, into, strict=True):
-            try:
-                with safe_open(path, framework="pt") as file:
-                    place.copy_(file.get_tensor("bytes"))
-            except SafetensorError as error:
-                raise RuntimeError(f"{path} is not what was written to it: {error}") from error
+    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each piece, and where it lies in the file, mapped into memory."""
+        sizes = [piece.numel() for piece in pieces]
+        mapped = torch.from_file(str(self._file), shared=True, size=sum(sizes), dtype=torch.uint8)
+        yield from zip(pieces, torch.split(mapped, sizes), strict=True)
 
     def clear(self) -> None:
         """Delete the folder."""
         if self._delete is not None:
             self._delete()
-        self._delete, self._files = None, []
+        self._delete = None

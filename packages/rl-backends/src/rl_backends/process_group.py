@@ -78,11 +78,16 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
         timeout_s: how long a rank waits for another before it gives up; of the first to join.
 
     Raises:
-        ValueError: "cuda" is asked for, and somebody who does without has made the process group; or it is not known
-            which GPU is this rank's, or another rank has the same.
+        ValueError: "cuda" is asked for, and absent, or somebody who does without has made the process group; or it is
+            not known which GPU is this rank's, or another rank has the same.
     """
     global _own  # noqa: PLW0603 - a process has one
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' (in a recipe, "
+                "policy.dtensor_cfg.device or policy.megatron_cfg.device)"
+            )
         choose_gpu()
     if not dist.is_initialized():
         backend, timeout = BACKENDS[device], timedelta(seconds=timeout_s)

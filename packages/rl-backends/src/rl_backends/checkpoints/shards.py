@@ -190,13 +190,8 @@ def set_rng(shards: Mapping[str, TensorShard]) -> None:
 def flat_boxes(boxes: Iterable[Box], shape: Sequence[int], *, start: int, end: int) -> list[FlatBox]:
     """The parts of `boxes` that the range [start, end) of this rank's flattened tensor holds.
 
-    A range of a matrix is at most a part of a row, whole rows and a part of a row: three boxes.
-
-    Args:
-        boxes: of the tensor; each is contiguous in its memory.
-        shape: of this rank's tensor.
-        start: of the range in the flattened tensor; the boxes count from here.
-        end: one behind its last element.
+    A range of a matrix is at most a part of a row, whole rows and a part of a row: three boxes, which count from
+    `start`. Each of `boxes` is contiguous in the memory of the tensor of this `shape`.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     found: list[FlatBox] = []

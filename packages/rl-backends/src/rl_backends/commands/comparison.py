@@ -33,7 +33,7 @@ from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.errors import MissingDependencyError
 from rl_backends.examples import TokenRows
 from rl_backends.kernels import KERNELS
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans import named_shards
 
 STEPS, LR, WEIGHT_DECAY, MAX_GRAD_NORM, BETAS = 3, 1e-2, 0.01, 1.0, (0.9, 0.95)

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert, or check the conversion that is there, and return the exit code."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a model is converted by one process: start the command by itself, without torchrun")
-    from rl_backends.loading import open_model
+    from rl_backends.loading.source import open_model
     from rl_backends.megatron.installed import require_megatron
 
     require_megatron()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config, one_of
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
 
 GIB = 2**30
 OPTIMIZERS = (*get_args(get_type_hints(OptimizerConfig)["name"]), "none")
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         skeleton = skeleton_of(arguments.model, **source)
         text, document, peak = describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
     else:
-        from rl_backends.lora import LoraConfig
+        from rl_backends.lora.config import LoraConfig
 
         rank, name = arguments.lora_rank, arguments.optimizer
         explanation = explain(

@@ -42,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rl_backends.checkpoints.shards import fingerprint, model_shards
     from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
     from rl_backends.export import export_pretrained
-    from rl_backends.loading import load_tokenizer, open_model
-    from rl_backends.loading.source import TOKENIZER_FILES
+    from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
 
     started = time.monotonic()
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)

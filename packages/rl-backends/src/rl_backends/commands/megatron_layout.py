@@ -57,7 +57,7 @@ def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[in
     """Names and shapes of a model's tensors, tied ones once, with the adapters that `config` asks for."""
     if config.lora_cfg is not None and not getattr(skeleton, "peft_config", None):
         from rl_backends.loading.skeleton import without_weights
-        from rl_backends.lora import add_lora
+        from rl_backends.lora.inject import add_lora
 
         skeleton = add_lora(without_weights(skeleton), config.lora_cfg, layers_only=True)
     names = first_names(skeleton)

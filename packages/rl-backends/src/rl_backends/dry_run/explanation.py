@@ -36,7 +36,7 @@ from rl_backends.errors import ModelError
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.metrics.flops import ModelFlops
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import table
 from rl_parallel_plans import as_json
 from rl_parallel_plans.forecast.report import PhasePeak, StepPeaks

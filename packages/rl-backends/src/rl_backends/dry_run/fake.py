@@ -35,7 +35,7 @@ from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
 from rl_backends.kernels import KernelsConfig
 from rl_backends.kernels.table import PLAIN
-from rl_backends.lora import add_lora
+from rl_backends.lora.inject import add_lora
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.forecast import (
     Ledger,

@@ -18,26 +18,25 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
+from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
+from rl_backends.checkpoints.saving import CheckpointWrite, save_checkpoint
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.mesh import sizes_of
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.export import export_pretrained
-from rl_backends.loading import ModelSource, initialise
 from rl_backends.loading.skeleton import without_weights
-from rl_backends.lora import (
-    MergedWeights,
-    adapters_disabled,
-    add_lora,
-    export_merged,
-    initialise_adapters,
-    save_adapter,
-)
+from rl_backends.loading.source import ModelSource
+from rl_backends.loading.weights import initialise
+from rl_backends.lora.files import save_adapter
+from rl_backends.lora.inject import add_lora, initialise_adapters
+from rl_backends.lora.layers import adapters_disabled
+from rl_backends.lora.merged import MergedWeights, export_merged
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
-from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_backends.optimizers.optimizers import GradientStep, Optimizers, clip_and_step, make_optimizers
 from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank, told_by_last_rank
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
 from rl_parallel_plans import NamedShard, get_logprobs_from_vocab_parallel_logits, named_shards, to_local_if_dtensor

@@ -12,7 +12,6 @@ Parameters are sharded over cp too: its ranks hold the same weights and gradient
 
 import math
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -55,15 +54,6 @@ def make_mesh(config: DTensorConfig) -> DeviceMesh:
         (config.device, *needed.items()),
         lambda: init_device_mesh(config.device, tuple(needed.values()), mesh_dim_names=tuple(needed)),
     )
-
-
-def require_device(config: DTensorConfig) -> None:
-    """ValueError where `cuda` is asked for and absent."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
-            "(policy.dtensor_cfg.device in a recipe)"
-        )
 
 
 def sizes_of(mesh: DeviceMesh) -> dict[str, int]:

@@ -24,11 +24,11 @@ from rl_backends.backend import DistributedModel, max_positions, media_tokens, v
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard, of_one_shape
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
+from rl_backends.dtensor.mesh import axis_of, make_mesh, rows_of, sharding_axes, sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
-from rl_backends.loading import materialize
+from rl_backends.loading.skeleton import materialize
 from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, require_same_model, told_by_last_rank
@@ -84,7 +84,6 @@ class ShardedModel(DistributedModel):
                 f"pass fill= to put weights into it"
             )
         self.config: DTensorConfig = config
-        require_device(config)
         self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
         """In the process group."""
         with self.closed_on_failure() if membership is None else nullcontext():
@@ -353,10 +352,8 @@ def _fsdp_options(model: nn.Module, config: DTensorConfig) -> dict[str, Any]:
 def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> ShardedModel:
     """A second model of the same weights on the same mesh, shard by shard.
 
-    Args:
-        sharded: whose weights are taken.
-        skeleton: `without_weights` of the model that it was made of.
-        offload: keep the copy's shards in host memory; each layer visits the device when it runs.
+    skeleton: `without_weights` of the model that it was made of.
+    offload: keep the copy's shards in host memory; each layer visits the device when it runs.
     """
     config = replace(sharded.config, cpu_offload=offload or sharded.config.cpu_offload, activation_checkpointing=None)
     skeleton.requires_grad_(requires_grad=False)

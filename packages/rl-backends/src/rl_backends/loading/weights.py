@@ -124,11 +124,7 @@ class UnknownConversionError(TypeError):
 class LazyTensor:
     """A tensor whose numbers lie in files.
 
-    Args:
-        shape: of it.
-        dtype: in the files.
-        read_into: `read_into(out, offsets)` copies into `out`, cast to its dtype, the box of its shape that begins at
-            `offsets`.
+    `read_into(out, offsets)` copies into `out`, cast to its dtype, the box of its shape that begins at `offsets`.
     """
 
     def __init__(

@@ -240,10 +240,7 @@ def adapted_head(lm_head: Any, hidden: Tensor) -> tuple[nn.Module, Tensor]:
 
     so the update is never added to W, where a half precision would round it away. Differentiable into A, B and h. To be
     called in the model's forward, where FSDP has gathered the three; a head without adapter is returned as it is.
-
-    Args:
-        lm_head: a linear layer, or peft's layer around one; W [V, H], B [V, rank], A [rank, H].
-        hidden: [n, H].
+    W [V, H], B [V, rank], A [rank, H], hidden [n, H].
     """
     if not _has_adapter(lm_head):
         return lm_head, hidden

@@ -39,13 +39,8 @@ class MergedWeights:
     """What this rank holds of a model with its adapters merged, by Hugging Face name: what an engine is fed from.
 
     Weights with an adapter have memory of their own here, as large as this rank's part of them and placed alike; all
-    other tensors are the model's own. Both are the same objects at every refresh.
-
-    Args:
-        model: with adapters; sharded or not.
-
-    Raises:
-        ModelError: the model has no adapters.
+    other tensors are the model's own. Both are the same objects at every refresh. ModelError of a model without
+    adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite
+from rl_backends.checkpoints.loading import CheckpointState
+from rl_backends.checkpoints.saving import CheckpointWrite
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading import ModelSource
 from rl_backends.loading.skeleton import without_weights
-from rl_backends.lora import add_lora, save_adapter
+from rl_backends.loading.source import ModelSource
+from rl_backends.lora.files import save_adapter
+from rl_backends.lora.inject import add_lora
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -40,7 +42,8 @@ from rl_backends.megatron.weights import (
     require_own_code,
 )
 from rl_backends.offload import Offloader, Part
-from rl_backends.optimizers import GradientStep, OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_backends.optimizers.optimizers import GradientStep
 from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
 

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite
-from rl_backends.checkpoints.loading import open_checkpoint, restore
+from rl_backends.checkpoints.loading import CheckpointState, open_checkpoint, restore
 from rl_backends.checkpoints.optimizer_state import NOT_RESTORED, NewState, describe_state, new_state, state_shards
-from rl_backends.checkpoints.saving import Collected, other_ranks_failures, write_checkpoint
+from rl_backends.checkpoints.saving import CheckpointWrite, Collected, other_ranks_failures, write_checkpoint
 from rl_backends.checkpoints.shards import TensorShard, described_by_all_ranks, dtype_name, num_ranks, numbered
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import Master, MegatronOptimizers, masters_of
@@ -110,7 +109,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
 ) -> CheckpointWrite:
-    """As `rl_backends.checkpoints.save_checkpoint`, of everything that this rank holds.
+    """As `rl_backends.save_checkpoint`, of everything that this rank holds.
 
     layout: sizes of the axes that the model is laid over, for people.
     """
@@ -162,7 +161,7 @@ def load_checkpoint(
     optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
-    """As `rl_backends.checkpoints.load_checkpoint`, also of a checkpoint of DTensors where AdamW was its optimizer.
+    """As `rl_backends.load_checkpoint`, also of a checkpoint of DTensors where AdamW was its optimizer.
 
     What is saved in float32 is rounded for a model in 16 bits, and its optimizer goes on from the float32; a model in
     float32 takes float32 alone.

@@ -35,8 +35,7 @@ from rl_backends.checkpoints.folders import (
     write_marker,
 )
 from rl_backends.errors import CheckpointError
-from rl_backends.loading import ModelSource
-from rl_backends.loading.source import local_folder
+from rl_backends.loading.source import ModelSource, local_folder
 from rl_backends.megatron.config import (
     VARIABLE,
     MegatronConfig,

@@ -62,7 +62,11 @@ class ParallelGroups:
         Joins the process group of `torchrun`, or makes one of this process alone, where there is none.
         """
         require_megatron()
-        _require_device(config)
+        if config.device == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                "device='cpu' was asked for, and Megatron takes a GPU wherever torch sees one: choose device='cuda' "
+                "(policy.megatron_cfg.device in a recipe), or hide the GPUs by CUDA_VISIBLE_DEVICES=''"
+            )
         membership = join_process_group(config.device, timeout_s=config.timeout_s)
         try:
             with cpu_compat():
@@ -134,19 +138,6 @@ def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
     }
     chunks = config.virtual_pipeline_model_parallel_size
     return axes if chunks is None else {**axes, "vp": chunks}
-
-
-def _require_device(config: MegatronConfig) -> None:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
-            "(policy.megatron_cfg.device in a recipe)"
-        )
-    if config.device == "cpu" and torch.cuda.is_available():
-        raise ValueError(
-            "device='cpu' was asked for, and Megatron takes a GPU wherever torch sees one: choose device='cuda' "
-            "(policy.megatron_cfg.device in a recipe), or hide the GPUs by CUDA_VISIBLE_DEVICES=''"
-        )
 
 
 def _arrange(sizes: dict[str, int], config: MegatronConfig) -> _Arrangement:

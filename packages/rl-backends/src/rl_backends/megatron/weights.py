@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rl_backends.checkpoints.shards import num_ranks, this_rank
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
-from rl_backends.loading import ModelSource
 from rl_backends.loading.skeleton import initial_value
+from rl_backends.loading.source import ModelSource
 from rl_backends.loading.weights import first_names, write_whole
 from rl_backends.lora.layers import base_name
 from rl_backends.megatron.lora import is_adapter
@@ -86,17 +86,10 @@ def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
 
 
 class Gatherer:
-    """Gathers one tensor after the other; every rank must take part. Made once, by all ranks together.
+    """Gathers one tensor after the other, in the order of `shapes`; every rank must take part, also in making it.
 
     Each box comes from the lowest rank that holds it, and every other rank has zeros there. What is summed over the
-    ranks are bytes, so that nothing is rounded and -0.0 stays what it is.
-
-    Args:
-        held: of this rank, in one dtype.
-        shapes: of all tensors, in the order in which they are wanted.
-
-    Raises:
-        ModelError: on every rank; the ranks together do not hold all of some tensor.
+    ranks are bytes, so that nothing is rounded and -0.0 stays what it is. All tensors have one dtype.
     """
 
     def __init__(self, held: Sequence[HeldTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -417,18 +417,12 @@ class GradientStep:
 
 
 def clip_and_step(
-    model: nn.Module,
-    optimizers: Optimizers,
-    *,
-    version: int,
-    pipeline: Pipeline | None = None,
+    model: nn.Module, optimizers: Optimizers, *, version: int, pipeline: Pipeline | None = None
 ) -> GradientStep:
-    """Clip the gradient by its global norm, update the weights, clear the gradient.
+    """Clip the gradient by its global norm, update the weights, clear the gradient; every rank must call it.
 
+    version: steps that the weights have seen, for the message.
     pipeline: whose stage the model is; the norm is then that of all stages.
-
-    version: steps that the weights have seen, for the message. Every rank must call, and all do the same. Waits for
-        the device once.
 
     Raises:
         NonFiniteGradientError: the norm is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights and
