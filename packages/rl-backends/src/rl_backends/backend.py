@@ -133,10 +133,16 @@ class DistributedModel(ABC):
     @property
     def row_dealing(self) -> RowDealing:
         """How the rows of a batch are shared out among the ranks that have rows of their own."""
+        config = self.config
         return RowDealing(
             rank=self.row_group.rank(),
             num_ranks=self.row_group.size(),
-            limits=self._limits,
+            limits=MicrobatchLimits(
+                rows=config.micro_batch_size,
+                tokens=config.micro_batch_tokens,
+                layout="packed" if config.sequence_packing else "padded",
+                fewest=self.fewest_microbatches,
+            ),
             token_multiple=self.token_multiple,
             vocabulary_size=self.vocabulary_size,
             max_positions=self.max_positions,
@@ -185,7 +191,7 @@ class DistributedModel(ABC):
             rows.tokens,
             self.lengths_read(rows, asked, offset=offset),
             asked,
-            layout=self._limits.layout,
+            layout="packed" if self.config.sequence_packing else "padded",
             offset=offset,
             shard=self.sequence_shard,
             multiple=self.length_multiple,
@@ -255,16 +261,6 @@ class DistributedModel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the process groups; nothing can be computed after. Once is enough."""
-
-    @cached_property
-    def _limits(self) -> MicrobatchLimits:
-        config = self.config
-        return MicrobatchLimits(
-            rows=config.micro_batch_size,
-            tokens=config.micro_batch_tokens,
-            layout="packed" if config.sequence_packing else "padded",
-            fewest=self.fewest_microbatches,
-        )
 
 
 class ReferenceModel:

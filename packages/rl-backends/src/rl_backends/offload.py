@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +100,7 @@ class Offloader:
         self._to: Literal["host", "disk"] = "host" if directory is None else "disk"
         self._model = model
         self._extra = extra
-        self._stores: dict[Part, HostStore | DiskStore] = {}
+        self._stores: dict[Part, Store] = {}
         self._away: dict[Part, list[NamedStorage]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -242,7 +243,7 @@ class Offloader:
             for part in parts
         }
 
-    def _store(self, part: Part) -> "HostStore | DiskStore":
+    def _store(self, part: Part) -> "Store":
         if part not in self._stores:
             pinned = torch.cuda.is_available()
             self._stores[part] = HostStore(pinned=pinned) if self.directory is None else DiskStore(self.directory)
@@ -386,44 +387,57 @@ def refuse_model(model: nn.Module, refuse: Callable[[str], None]) -> list[Remova
 
 
 # ---- Where bytes go that leave a device: host memory that is used again, or files in a folder of this process alone.
-#
-# A store keeps one sequence of bytes at a time, given and taken as contiguous uint8 tensors of one dim on any device;
-# `put` copies and changes nothing at the source.
+# They are given and taken as contiguous uint8 tensors of one dim on any device.
 
 # A power of two, since torch rounds pinned memory up to one; what is packed into such chunks wastes one at most.
 CHUNK_BYTES = 64 * 2**20
 
 
-class HostStore:
-    """Chunks of host memory that are kept for the next time."""
+class Store(ABC):
+    """Keeps one sequence of bytes at a time."""
 
-    def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._pinned = pinned
-        self._chunk_bytes = chunk_bytes
-        self._chunks: list[Tensor] = []
-
-    @property
-    def host_bytes(self) -> int:
-        """Of all chunks."""
-        return len(self._chunks) * self._chunk_bytes
+    host_bytes = 0
+    """Host memory that it holds."""
 
     def put(self, pieces: Sequence[Tensor]) -> None:
-        """Copy `pieces` one after the other into the chunks, of which there will be as many as it takes."""
-        while self.host_bytes < sum(piece.numel() for piece in pieces):
-            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+        """Copy `pieces`, one after the other, into room for all of them."""
+        self._make_room(sum(piece.numel() for piece in pieces))
         for part, place in self._places(pieces):
-            place.copy_(part, non_blocking=self._pinned)
+            place.copy_(part, non_blocking=place.is_pinned())
 
     def get(self, into: Sequence[Tensor]) -> None:
         """Copy back."""
         for part, place in self._places(into):
-            part.copy_(place, non_blocking=self._pinned)
+            part.copy_(place, non_blocking=place.is_pinned())
+
+    @abstractmethod
+    def clear(self) -> None:
+        """The bytes are not wanted any more."""
+
+    @abstractmethod
+    def _make_room(self, num_bytes: int) -> None: ...
+
+    @abstractmethod
+    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of a piece, and where it lies here."""
+
+
+class HostStore(Store):
+    """Chunks of host memory that are kept for the next time."""
+
+    def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._pinned, self._chunk_bytes = pinned, chunk_bytes
+        self._chunks: list[Tensor] = []
 
     def clear(self) -> None:
         """Nothing: the next bytes overwrite these."""
 
+    def _make_room(self, num_bytes: int) -> None:
+        while self.host_bytes < num_bytes:
+            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+            self.host_bytes += self._chunk_bytes
+
     def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each part of a piece that lies in one chunk, and where."""
         at = 0
         for piece in pieces:
             done = 0
@@ -434,7 +448,7 @@ class HostStore:
                 done, at = done + size, at + size
 
 
-class DiskStore:
+class DiskStore(Store):
     """A file in a new folder that only this user can read, and that goes by `clear`, with the store, or the process.
 
     A process that is killed leaves the folder: its name begins with `rl-backends-offload-`.
@@ -442,44 +456,31 @@ class DiskStore:
     directory: where the folder is made; on a disk, since files in a file system of memory free none.
     """
 
-    host_bytes = 0
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._delete: weakref.finalize[[str], DiskStore] | None = None
         self._file = Path()
-
-    def put(self, pieces: Sequence[Tensor]) -> None:
-        """Write `pieces`."""
-        folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
-        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._file = Path(folder) / "bytes"
-        try:
-            with self._file.open(
-                "wb"
-            ) as file:  # a full disk is an error here, and would kill who writes to mapped memory
-                os.posix_fallocate(file.fileno(), 0, sum(piece.numel() for piece in pieces))
-        except OSError as error:
-            raise OSError(f"{self._file} could not be written: {error}") from error
-        for piece, place in self._places(pieces):
-            place.copy_(piece)
-
-    def get(self, into: Sequence[Tensor]) -> None:
-        """Read them back."""
-        wanted = sum(piece.numel() for piece in into)
-        if (size := self._file.stat().st_size) != wanted:
-            raise RuntimeError(f"{self._file} is not what was written to it: {size} bytes, and {wanted} were written")
-        for piece, place in self._places(into):
-            piece.copy_(place)
-
-    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each piece, and where it lies in the file, mapped into memory."""
-        sizes = [piece.numel() for piece in pieces]
-        mapped = torch.from_file(str(self._file), shared=True, size=sum(sizes), dtype=torch.uint8)
-        yield from zip(pieces, torch.split(mapped, sizes), strict=True)
 
     def clear(self) -> None:
         """Delete the folder."""
         if self._delete is not None:
             self._delete()
         self._delete = None
+
+    def _make_room(self, num_bytes: int) -> None:
+        folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
+        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._file = Path(folder) / "bytes"
+        try:
+            with self._file.open("wb") as file:  # a full disk is an error here; who writes to mapped memory, it kills
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise OSError(f"{self._file} could not be written: {error}") from error
+
+    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        sizes = [piece.numel() for piece in pieces]
+        wanted, size = sum(sizes), self._file.stat().st_size
+        if size != wanted:
+            raise RuntimeError(f"{self._file} is not what was written to it: {size} bytes, and {wanted} were written")
+        mapped = torch.from_file(str(self._file), shared=True, size=wanted, dtype=torch.uint8)
+        yield from zip(pieces, torch.split(mapped, sizes), strict=True)

@@ -35,7 +35,7 @@ SIOCGIFADDR = 0x8915
 class _OwnGroup:
     """A process group that was made here, and who has joined it; whoever is garbage has left."""
 
-    world: dist.ProcessGroup
+    world: dist.ProcessGroup | None
     device: str
     alone: bool
     """Whether this process is its only rank."""
@@ -95,10 +95,10 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
-        _own = _OwnGroup(world=_world(), device=device, alone=dist.get_world_size() == 1)
+        _own = _OwnGroup(world=dist.group.WORLD, device=device, alone=dist.get_world_size() == 1)
         if not _own.alone:
             atexit.register(_destroy, _own)  # NCCL warns of a group that was not destroyed
-    if _own is not None and _own.world is not _world():
+    if _own is not None and _own.world is not dist.group.WORLD:
         _own = None  # the user has destroyed it, and made another
     if _own is not None and device == "cuda" and _own.device != "cuda":
         after = "close() that one first" if _own.alone else "several ranks keep theirs, so use another process for it"
@@ -164,15 +164,9 @@ def _destroy(own: _OwnGroup) -> None:
     global _own  # noqa: PLW0603
     if _own is own:
         _own = None
-    if dist.is_initialized() and own.world is _world():
+    if dist.is_initialized() and own.world is dist.group.WORLD:
         dist.destroy_process_group()
         forget_process_group()
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 # ---- Ranks that another launcher started.

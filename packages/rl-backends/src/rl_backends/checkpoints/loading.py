@@ -163,7 +163,7 @@ def restore(
         same_mesh: whether this is the mesh that wrote it.
         device: type of the one whose random-number generator is restored too.
         weights: what this rank holds of them; those that the checkpoint leaves out are not read.
-        frozen: what this rank holds of all weights, if the checkpoint has digests of some.
+        frozen: what this rank holds of all weights, where the checkpoint has digests of some.
         states: makes what the optimizers' state is read into.
     """
     source, group, saved = opened.source, opened.group, opened.state["optimizers"]

@@ -344,16 +344,10 @@ def check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *
     worst, where = -1.0, ""
     for key, expected in truth.items():
         scale = max(float(expected.abs().max()), floor)
-        apart = _apart(found[key], expected) / scale if scale else 0.0
-        if apart > worst:
+        apart = float((found[key] - expected).abs().max()) / (scale or 1.0)
+        if (apart := apart if math.isfinite(apart) else NOT_A_NUMBER) > worst:  # JSON has no NaN
             worst, where = apart, key
     return Check(name=name, difference=worst, where=where, holds=worst <= tolerance)
-
-
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """The largest difference; a number, since JSON has no NaN."""
-    apart = float((found - expected).abs().max())
-    return apart if math.isfinite(apart) else NOT_A_NUMBER
 
 
 def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
@@ -368,7 +362,9 @@ def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
         for key, (left, right) in pairs.items()
         if not (torch.equal(left, right) and torch.equal(left.signbit(), right.signbit()))  # 0.0 equals -0.0
     ]
-    apart = max((_apart(loaded[key], weights[key]) for key in differing), default=0.0)
+    apart = max(
+        (float((loaded[key] - weights[key]).abs().nan_to_num(NOT_A_NUMBER).max()) for key in differing), default=0.0
+    )
     return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rl_backends.dry_run.explanation import format_bytes, release_of
+from rl_backends.dry_run.explanation import release_of
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
@@ -15,6 +15,7 @@ from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpo
 from rl_backends.megatron.gpt_model import layers_of_stages, padded_vocab_size, require_layout
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.installed import INSTALL
+from rl_parallel_plans.explain.report import size
 
 MadeT = TypeVar("MadeT")
 
@@ -216,9 +217,9 @@ def _told(
     states = "AdamW, two moments" + (" and float32 masters" if config.precision == "bfloat16" else "")
     shared = ", shared out to data-parallel ranks" if config.use_distributed_optimizer else ""
     yield f"\nmemory of the fullest ranks (from {fullest.ranks[0]} on), without activations and communication"
-    yield f"  weights    {format_bytes(fullest.weight_bytes):>12}  {config.precision}"
-    yield f"  gradients  {format_bytes(fullest.gradient_bytes):>12}  float32"
-    yield f"  optimizer  {format_bytes(fullest.optimizer_bytes):>12}  {states}{shared}"
-    yield f"  together   {format_bytes(fullest.num_bytes):>12}"
+    yield f"  weights    {size(fullest.weight_bytes):>12}  {config.precision}"
+    yield f"  gradients  {size(fullest.gradient_bytes):>12}  float32"
+    yield f"  optimizer  {size(fullest.optimizer_bytes):>12}  {states}{shared}"
+    yield f"  together   {size(fullest.num_bytes):>12}"
     yield "\nweights are read from the Hugging Face files, each rank its own parts; nothing is converted"
     yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {explain_megatron_checkpoint_dir()}"

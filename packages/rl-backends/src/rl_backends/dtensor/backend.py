@@ -252,7 +252,7 @@ class DTensorBackend(Backend):
         """The mesh, and which rule shards which parameter and why."""
         sharded, config, model = self._distributed, self.config, self.model
         axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
-        wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
+        wrapped = "under FSDP2" if isinstance(model, FSDPModule) else "without FSDP, which has nothing to shard here"
         # Dtypes of the parameters and of the optimizer's state as they are now, not as they were asked for.
         parameters = [each for each in model.parameters() if each.is_floating_point()]
         states = [state for each in self._torch_optimizers() for state in each.state.values()]

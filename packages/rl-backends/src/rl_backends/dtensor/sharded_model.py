@@ -140,11 +140,6 @@ class ShardedModel(DistributedModel):
         """Whether it has left the process group."""
         return self.membership.left
 
-    @property
-    def under_fsdp(self) -> bool:
-        """Whether parameters are gathered around each layer; on one rank in float32 there is nothing to gather."""
-        return isinstance(self.model, FSDPModule)
-
     def group(self, axis: Literal["rows", "cp"]) -> dist.ProcessGroup | None:
         """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
         mesh = self.rows if axis == "rows" else self._context

@@ -27,6 +27,7 @@ from rl_backends.kernels.layers import (
 from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
 from rl_backends.packing.attention import LARGEST_HEAD
 from rl_backends.packing.enable import attention_modules
+from rl_parallel_plans.structure import head_size
 
 if TYPE_CHECKING:
     from rl_backends.dtensor.config import DTensorConfig
@@ -244,9 +245,7 @@ def _of_flex(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
 
 def _head_sizes(attention: Any) -> tuple[int, int]:
     """Of queries and of values."""
-    config = attention.config
-    head = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
-    head = head or config.hidden_size // config.num_attention_heads
+    head = head_size(attention, attention.config) or 0
     return int(getattr(attention, "qk_head_dim", head)), int(getattr(attention, "v_head_dim", head))
 
 

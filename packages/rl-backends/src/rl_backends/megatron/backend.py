@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -46,18 +47,6 @@ from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import GradientStep
 from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
-
-ACCELERATIONS = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "gradient_accumulation_fusion",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-)
-"""Fields of `MegatronConfig` that `explain` names where they are set."""
 
 
 class MegatronBackend(Backend):
@@ -292,7 +281,8 @@ def _implementation(model: MegatronModel) -> str:
         "SequentialMLP": "experts one after the other",
         "TEGroupedMLP": "Transformer Engine's grouped GEMM for experts",
     }
-    fused = [name for name in ACCELERATIONS if getattr(config, name)]
+    names = [each.name for each in fields(config) if each.name.endswith("_fusion") or each.name.startswith("overlap_")]
+    fused = [name for name in names if getattr(config, name)]
     return f"attention {kernels.get(attention, attention)}, MLP {kernels.get(kind, kind)}" + (
         f", with {', '.join(fused)}" if fused else ", no fusions and no overlap"
     )

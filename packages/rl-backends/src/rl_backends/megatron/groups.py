@@ -47,9 +47,14 @@ class ParallelGroups:
         """Share the layers; the last one reads log-probabilities."""
         self.rows: dist.ProcessGroup = parallel_state.get_data_parallel_group()
         """Have rows of their own: data-parallel ranks, experts shared out among them or not."""
-        sharded = config.tensor_model_parallel_size > 1
-        self.tp_mesh: DeviceMesh | None = _mesh_of(self.tp, config.device) if sharded else None
-        """Of `tp`, with the one axis "tp"; None where it is one rank."""
+        self.tp_mesh: DeviceMesh | None = None
+        """Of `tp`, with the one axis "tp"; None where it is one rank. Its group outlives an arrangement: DTensor
+        remembers it."""
+        if config.tensor_model_parallel_size > 1:
+            meshes, key = _meshes(), (config.device, tuple(dist.get_process_group_ranks(self.tp)))
+            if key not in meshes:
+                meshes[key] = DeviceMesh.from_group(self.tp, config.device, mesh_dim_names=("tp",))
+            self.tp_mesh = meshes[key]
         self.sizes = dict(arrangement.sizes)
         """Of every axis, for people and for checkpoints."""
         self._arrangement, self._membership = arrangement, membership
@@ -212,14 +217,6 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
 def _groups_of_process() -> list[dist.ProcessGroup]:
     """All that there are, in the order in which they were made."""
     return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public one
-
-
-def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:
-    """The mesh over these ranks, whose group outlives an arrangement: DTensor remembers it."""
-    meshes, key = _meshes(), (device, tuple(dist.get_process_group_ranks(tp)))
-    if key not in meshes:
-        meshes[key] = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",))
-    return meshes[key]
 
 
 def _meshes() -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:
