@@ -744,14 +744,7 @@ class Backend(ABC):
         """What this rank holds of the weights under adapters."""
 
     @abstractmethod
-    def _write_checkpoint(
-        self,
-        folder: str | Path,
-        *,
-        asynchronous: bool,
-        extra: Mapping[str, Any] | None,
-        frozen: Mapping[str, int] | None,
-    ) -> CheckpointWrite: ...
+    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite: ...
 
     @abstractmethod
     def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState: ...

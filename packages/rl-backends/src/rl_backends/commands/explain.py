@@ -1,6 +1,6 @@
 """`rl-backends explain`: mesh, plan, dtypes, batch, collectives and predicted memory of a model that is nowhere loaded.
 
-Of the Megatron backend: layout, stages, memory without activations, vocabulary, files.
+Of the Megatron backend: layout, stages, and memory without activations.
 Exit codes: 0 explained, and within `--device-memory-gib` where that was given; 1 beyond it; 2 refused.
 """
 
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
         help="whose state and step count (default %(default)s)",
     )
     group.add_argument("--lora-rank", type=int, metavar="N", help="train adapters on all linear layers (default: no)")
-    group.add_argument("--reference", action="store_true", help="keep a frozen copy of the policy")
     add_backend_flags(parser, backend)
 
 
@@ -62,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
             optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
             rows=arguments.rows,
             length=arguments.length,
-            reference=arguments.reference,
             **source,
         )
         text, document = explanation.text(), dict(explanation.document)

@@ -103,11 +103,9 @@ def save_checkpoint(
     optimizers: MegatronOptimizers | None,
     folder: str | Path,
     *,
-    version: int,
     layout: Mapping[str, int],
-    asynchronous: bool = False,
-    extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
+    **asked: Any,
 ) -> CheckpointWrite:
     """As `rl_backends.save_checkpoint`, of everything that this rank holds.
 
@@ -136,17 +134,8 @@ def save_checkpoint(
         return shards, names, described
 
     own = [each for each in held if not each.duplicate]
-    return write_checkpoint(
-        collect,
-        optimizers,
-        folder,
-        version=version,
-        mesh={"ranks": num_ranks(), "axes": dict(layout)},
-        device=_device_of(own),
-        asynchronous=asynchronous,
-        extra=extra,
-        frozen=frozen,
-    )
+    mesh = {"ranks": num_ranks(), "axes": dict(layout)}
+    return write_checkpoint(collect, optimizers, folder, mesh=mesh, device=_device_of(own), frozen=frozen, **asked)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
