@@ -13,6 +13,7 @@ count gives the same gradient however the batch was cut.
 Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w tokens of its longest row.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,7 +39,6 @@ from rl_backends.batching.microbatches import (
 from rl_backends.checkpoints.loading import CheckpointState
 from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers
 from rl_backends.checkpoints.shards import tensor_digests
-from rl_backends.choices import require_temperature
 from rl_backends.config import BackendConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
@@ -447,7 +447,8 @@ class Backend(ABC):
         Raises:
             ValueError: an optimizer that this backend has no counterpart of.
         """
-        require_temperature(temperature)
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature={temperature} must be a finite number > 0: it divides the logits")
         self._require_on_device("start_training")
         self._optimizers = self._make_optimizers(optimizer, num_steps=num_steps)
         self._clear_gradient()

@@ -196,8 +196,8 @@ def router_metrics(counts: Mapping[str, Float[Tensor, " experts"]]) -> dict[str,
 
 # ---- The routers of a Hugging Face model, and how to read what each decides: from names and the source of forwards.
 #
-# A router is the child `gate` or `router` of a block that has `experts`. Since transformers 5 it is a module that
-# returns logits and the chosen experts; before, mostly an nn.Linear whose logits the block itself turns into a choice.
+# A router is the child `gate` or `router` of a block that has `experts`: a module that returns logits, mostly with the
+# chosen experts.
 
 _NAMES = ("gate", "router")
 _TOP_K = ("top_k", "moe_top_k", "num_experts_per_tok")
@@ -254,37 +254,30 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def _router(path: str, module: nn.Module, block: nn.Module) -> Router:
-    linear = type(module).forward is nn.Linear.forward
-    decides = block if linear else module
-
     def unreadable(why: str) -> ModelError:
         return ModelError(
-            f"the router {path} cannot be watched: {type(decides).__name__} {why}; set router_aux_loss_coef to 0"
+            f"the router {path} cannot be watched: {type(module).__name__} {why}; set router_aux_loss_coef to 0"
         )
 
-    source = source_of(type(decides).forward)
+    source = source_of(type(module).forward)
     of_logits = {name for match in _OF_LOGITS.finditer(source) for name in match.groups() if name}
     either = of_logits or set(_EITHER.findall(source))
     if either not in ({"softmax"}, {"sigmoid"}):
         raise unreadable("does not show whether scores are a softmax or a sigmoid of its logits")
     affinity: Literal["softmax", "sigmoid"] = "softmax" if either == {"softmax"} else "sigmoid"
 
-    logits_at: int | None = None
-    if not linear:
-        returned = re.findall(r"^ *return (.+)$", source, re.MULTILINE)
-        names = [name.strip() for name in returned[-1].split(",")] if returned else []
-        logits_at = next((place for place, name in enumerate(names) if _LOGITS.search(name)), None)
-        if logits_at is None:
-            raise unreadable(f"returns {', '.join(names) or 'nothing known'}, and no logits")
-        chosen_at = next((place for place, name in enumerate(names) if _CHOSEN.search(name)), None)
-        if len(names) == 1:
-            logits_at = None  # it returns nothing else
-        elif chosen_at is not None:
-            return Router(path, module, affinity, logits_at, chosen_at, None)
-    if _CORRECTED.search(source_of(type(decides))):
+    returned = re.findall(r"^ *return (.+)$", source, re.MULTILINE)
+    names = [name.strip() for name in returned[-1].split(",")] if returned else []
+    logits_at = next((place for place, name in enumerate(names) if _LOGITS.search(name)), None)
+    if logits_at is None:
+        raise unreadable(f"returns {', '.join(names) or 'nothing known'}, and no logits")
+    chosen_at = next((place for place, name in enumerate(names) if _CHOSEN.search(name)), None)
+    if chosen_at is not None and len(names) > 1:
+        return Router(path, module, affinity, logits_at, chosen_at, None)
+    if _CORRECTED.search(source_of(type(module))):
         raise unreadable("corrects its choice by a bias and does not return the experts chosen")
     counts = (getattr(owner, name, None) for owner in (module, block) for name in _TOP_K)
     top_k = next((count for count in counts if isinstance(count, int)), None)
     if top_k is None:
         raise unreadable("does not say how many experts it chooses (top_k)")
-    return Router(path, module, affinity, logits_at, None, top_k)
+    return Router(path, module, affinity, logits_at if len(names) > 1 else None, None, top_k)

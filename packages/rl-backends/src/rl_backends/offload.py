@@ -67,15 +67,6 @@ class OffloadReport:
         """That the device holds less of parameters, gradients and optimizer state than before; negative for onload."""
         return self.before.total() - self.after.total()
 
-    @property
-    def given_back_bytes(self) -> int | None:
-        """That this process really has less: of the GPU (reserved by torch), or resident where there is none."""
-        if self.before.cuda is not None and self.after.cuda is not None:
-            return self.before.cuda["reserved"] - self.after.cuda["reserved"]
-        if self.before.resident is None or self.after.resident is None:
-            return None
-        return self.before.resident - self.after.resident
-
 
 class Offloader:
     """Moves parts of `model` and its optimizers.

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_backends.dry_run.explanation import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import sizes_of
+from rl_backends.dtensor.sharded_model import sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
 from rl_backends.kernels import KernelsConfig

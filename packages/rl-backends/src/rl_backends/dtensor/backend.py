@@ -21,8 +21,7 @@ from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inpu
 from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
 from rl_backends.checkpoints.saving import CheckpointWrite, save_checkpoint
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import sizes_of
-from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
+from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass, sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch
 from rl_backends.export import export_pretrained
@@ -323,7 +322,20 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
         shard=shard,
     ).to(sharded.config.device)
     ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
-    theirs = _from_logits(sharded, inputs)
+    kept: list[Tensor] = []
+
+    def from_logits(number: int, model: Any, each: ModelInputs) -> Tensor:
+        logits = model(**each.as_arguments(), use_cache=False).logits
+        found = get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
+        kept.extend([found] if number == 0 else [])  # and not of a repetition
+        return found.sum()
+
+    if sharded.pipeline is None:
+        from_logits(0, sharded.model, inputs)
+    else:
+        sharded.run_pipeline([inputs], from_logits, backward=False)
+        kept = told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)
+    (theirs,) = kept
     sharded.reshard()
     apart = largest_on_any_rank((ours - theirs).abs().max())
     if apart > TOLERANCE[sharded.config.precision]:
@@ -333,25 +345,6 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
             f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
             f"architecture, or report this one"
         )
-
-
-def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
-    def logp(model: Any, each: ModelInputs) -> Tensor:
-        logits = model(**each.as_arguments(), use_cache=False).logits
-        return get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
-
-    if sharded.pipeline is None:
-        return logp(sharded.model, inputs)
-    kept: list[Tensor] = []
-
-    def use(number: int, model: Any, each: ModelInputs) -> Tensor:
-        found = logp(model, each)
-        if number == 0:
-            kept.append(found)
-        return found.sum()
-
-    sharded.run_pipeline([inputs], use, backward=False)
-    return told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)[0]
 
 
 def _dtypes(what: str, tensors: list[Tensor]) -> str:

@@ -99,7 +99,20 @@ class ModelSource:
             ModelError: there are none, or not all that the index names.
         """
         folder = self.folder
-        names = _indexed(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+        names = ["model.safetensors"]
+        if (index := folder / INDEX).is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"{index} is no index of safetensors files: {type(error).__name__}: {error}"
+                ) from error
+        for name in names:
+            if not isinstance(name, str) or PurePosixPath(name).name != name or name in {"", ".."}:
+                raise ModelError(
+                    f"{index}: weight_map names {name!r}, which is no file of its own folder; only files of {folder} "
+                    f"are read"
+                )
         if local_folder(self.model_name) is None:
             folder = _download(self.model_name, revision=folder.name, patterns=names)
         if missing := [name for name in names if not (folder / name).is_file()]:
@@ -335,7 +348,6 @@ def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
 # ---- Folders and the Hub.
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def local_folder(model_name: str, *, holding: Sequence[str] = CONFIG) -> Path | None:
@@ -347,20 +359,6 @@ def local_folder(model_name: str, *, holding: Sequence[str] = CONFIG) -> Path | 
         state = f"has no {' or '.join(holding)}" if folder.is_dir() else "does not exist"
         raise ModelError(f"{model_name}: {state}; give a folder that save_pretrained wrote, or an id of the Hub")
     return folder
-
-
-def _indexed(index: Path) -> list[str]:
-    try:
-        names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is no index of safetensors files: {type(error).__name__}: {error}") from error
-    plain = [isinstance(name, str) and PurePosixPath(name).name == name not in {"", ".."} for name in names]
-    if strange := [name for name, is_plain in zip(names, plain, strict=True) if not is_plain]:
-        raise ModelError(
-            f"{index}: weight_map names {strange[0]!r}, which is no file of its own folder; only files of "
-            f"{index.parent} are read"
-        )
-    return sorted(set(names))
 
 
 def _download(model_name: str, *, revision: str | None, patterns: list[str]) -> Path:

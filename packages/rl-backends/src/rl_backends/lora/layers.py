@@ -274,17 +274,12 @@ class AdapterSize:
     merged_bytes: int
     """What `MergedWeights` has of its own: the weights that have an adapter."""
 
-    @property
-    def training_bytes(self) -> int:
-        """Of gradients and AdamW's two moments: three times `trainable_bytes`."""
-        return 3 * self.trainable_bytes
-
     def explain(self) -> str:
         """The numbers in one line."""
         return (
             f"LoRA on {self.layers} layers: {self.trainable:,} of {self.total:,} parameters train "
             f"({self.trainable / self.total:.2%}), {self.trainable_bytes / 2**20:.1f} MiB and "
-            f"{self.training_bytes / 2**20:.1f} MiB of gradients and AdamW state; frozen weights "
+            f"{3 * self.trainable_bytes / 2**20:.1f} MiB of gradients and AdamW state; frozen weights "
             f"{self.frozen_bytes / 2**20:.1f} MiB; merged for a refit {self.merged_bytes / 2**20:.1f} MiB more"
         )
 
