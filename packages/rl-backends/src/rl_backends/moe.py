@@ -213,7 +213,6 @@ class Router:
     """Where a router stands, and how its output is read."""
 
     path: str
-    """In the model."""
     module: nn.Module
     """Whose output is read."""
     affinity: Literal["softmax", "sigmoid"]

@@ -46,17 +46,14 @@ class OffloadReport:
     """Of one `offload` or `onload`, on this rank."""
 
     action: Literal["offload", "onload"]
-    """What was asked for."""
     to: Literal["host", "disk"]
     """Where parts are kept while they are away."""
     bytes_moved: Mapping[str, int]
     """Of each part that was asked for and was not there already; 0 where it had nothing that could move."""
     seconds: float
-    """It took, copies included."""
     before: MemoryUse
     """Memory by category."""
     after: MemoryUse
-    """The same afterwards."""
     host_bytes: int
     """Host memory that is kept for the next time, or holds what is away."""
     notes: tuple[str, ...]

@@ -38,7 +38,6 @@ class _OwnGroup:
     world: dist.ProcessGroup | None
     device: str
     alone: bool
-    """Whether this process is its only rank."""
     members: "WeakSet[Membership]" = field(default_factory=WeakSet)
 
 

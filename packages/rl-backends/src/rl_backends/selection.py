@@ -32,11 +32,9 @@ class BackendSelection:
     """The backend that was chosen, and why."""
 
     backend: Literal["dtensor", "megatron"]
-    """Which one."""
     reason: str
     """Why that one, and which settings of the other have no effect."""
     config: DTensorConfig | MegatronConfig
-    """Of the chosen one."""
     unused: tuple[str, ...] = ()
     """Settings of the other that differ from their defaults, as `dtensor_cfg.device='cuda'`."""
 

@@ -152,7 +152,6 @@ class SequenceShard:
     rank: int
     """On the context-parallel axis."""
     num_ranks: int
-    """Of that axis."""
 
     def padded(self, length: int) -> int:
         """Tokens of rows of `length` tokens with the padding that makes them 2 · num_ranks equal chunks."""
@@ -184,7 +183,6 @@ class ModelInputs:
     """Tokens as the model reads them, and the tokens that it is asked about."""
 
     tokens: Int[Tensor, "rows_read t"]
-    """Token ids."""
     position_ids: Int[Tensor, "rows_or_one t"] | None
     """Position of each token in its own row; None where it is the token's place in what is read."""
     cu_seq_lens: Int[Tensor, " rows_and_one"] | None

@@ -82,7 +82,6 @@ class OpenCheckpoint:
     index: dict[str, Any]
     """Dtype, shape and boxes of each tensor."""
     group: dist.ProcessGroup | None
-    """Over which the ranks coordinate."""
 
 
 @other_ranks_failures()

@@ -50,11 +50,8 @@ class Stepped:
     """What one of torch's optimizers steps on this rank: a parameter, or a part or a copy of one."""
 
     tensor: Tensor
-    """What is stepped."""
     optimizer: Optimizer
-    """Which has its state."""
     group: dict[str, Any]
-    """Of the optimizer, in which it is."""
     parts: Mapping[str, Callable[[Tensor], TensorShard]] = field(default_factory=dict)
     """Of each tensor of the model that it holds: which part of it a tensor is that is shaped like `tensor`."""
 

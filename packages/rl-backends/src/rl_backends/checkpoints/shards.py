@@ -32,7 +32,6 @@ class FlatBox:
     offsets: tuple[int, ...]
     """Of its first element in the unsharded tensor."""
     sizes: tuple[int, ...]
-    """Its shape."""
     start: int
     """Index of its first element in the flat memory."""
 
@@ -46,7 +45,6 @@ class TensorShard:
     """This rank's part of one tensor of a checkpoint: the source of a save, or the destination of a load."""
 
     local: Tensor
-    """This rank's memory."""
     shape: tuple[int, ...]
     """Of the unsharded tensor."""
     boxes: tuple[Box | FlatBox, ...]

@@ -51,17 +51,14 @@ class Manifest:
     """The content of the marker."""
 
     version: int
-    """Optimizer steps that the weights have seen."""
     mesh: dict[str, Any]
     """`ranks`, and the `axes` with their sizes."""
     model: dict[str, list[Any]]
     """Fingerprint: name -> [dtype, shape] of every parameter and persistent buffer."""
     torch: str = str(torch.__version__)
-    """Release of torch that wrote it."""
     written_at_ns: int = 0
     """When the checkpoint was completed, in nanoseconds since 1970."""
     files: dict[str, Record] = field(default_factory=dict)
-    """All other files of the folder."""
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -296,13 +296,10 @@ class Check:
     """One comparison."""
 
     name: str
-    """What is compared."""
     difference: float
     """The largest one, relative to the largest number of its tensor; 1e300 where numbers are missing or not finite."""
     where: str
-    """The tensor that has it."""
     holds: bool
-    """Whether it is within the tolerance."""
 
 
 def compare(

@@ -66,13 +66,10 @@ class StepRequest:
     """The step whose memory is asked for."""
 
     lengths: tuple[int, ...]
-    """Tokens of each row of the whole batch."""
     optimizer: OptimizerConfig | None
     """None takes no step, and has no state."""
     temperature: float = 1.0
-    """Of the log-probabilities."""
     reference: bool = False
-    """Keep a frozen copy of the policy."""
     different_tokens: int = DIFFERENT_TOKENS
     """Ids of the rows are from 0 to one less."""
 
@@ -107,15 +104,12 @@ class Collective:
     """What one phase sends over some axes of the mesh."""
 
     phase: str
-    """In which it runs."""
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all or broadcast."""
     axes: str
     """Names of the axes over which it runs, joined by x."""
     ranks: int
-    """How many they are."""
     count: int
-    """How often it runs."""
     num_bytes: int
     """Of the whole tensors, all of them together."""
 
@@ -129,13 +123,11 @@ class DryRun(StepPeaks):
     """
 
     mesh: Mapping[str, int]
-    """Ranks on each axis."""
     num_microbatches: int
     """That each rank works on."""
     host_bytes: int
     """Held in host memory beside, where parameters or the reference are offloaded from a GPU; else 0."""
     collectives: tuple[Collective, ...]
-    """What ranks send one another, by phase."""
 
     def text(self) -> str:
         """For people."""
@@ -173,7 +165,6 @@ class Explanation:
     document: Mapping[str, Any]
     """Plain values, whose keys `rl_backends.dry_run.explanation` lists."""
     dry_run: DryRun
-    """The predicted memory."""
 
     def as_json(self) -> str:
         """The document as one line of JSON."""

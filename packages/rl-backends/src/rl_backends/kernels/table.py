@@ -42,7 +42,6 @@ class Kernel:
 
     part: Part
     name: str
-    """As `KernelsConfig` has it."""
     is_what: str
     """What runs, in a few words for `explain`."""
     devices: tuple[str, ...] = ("cuda",)

@@ -35,9 +35,7 @@ class ModelSource:
     config: Any
     """The configuration, a `PretrainedConfig`."""
     head: Head
-    """What the model ends in."""
     trust_remote_code: bool
-    """Whether code that comes with the model may run."""
 
     def skeleton(self) -> nn.Module:
         """The model in float32 and eval mode without weights: parameters on the meta device, other buffers real.

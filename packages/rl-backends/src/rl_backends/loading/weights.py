@@ -367,7 +367,6 @@ class LoadReport:
     bytes_read: int
     """Bytes of this rank's parts in the files."""
     seconds: float
-    """How long all of it took."""
     ignored: tuple[str, ...]
     """Tensors of the files that the model has no use for."""
     new: tuple[str, ...]

@@ -50,7 +50,6 @@ class AdaptedLayer:
     transposed: bool
     """Whether experts have W as [experts, in, out] (GPT-OSS)."""
     scaling: float
-    """What B A is multiplied by."""
     magnitude: Tensor | None
     """Of DoRA: the length that each row of the merged weight has, [out]; None of LoRA."""
 
@@ -266,7 +265,6 @@ class AdapterSize:
     trainable: int
     """Parameters that train: adapters, and modules trained whole."""
     total: int
-    """All parameters."""
     trainable_bytes: int
     """Of the parameters that train."""
     frozen_bytes: int

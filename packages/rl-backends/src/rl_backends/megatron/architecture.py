@@ -68,7 +68,6 @@ class Architecture:
     """For each layer how many tokens a token sees, itself among them; None sees all before it."""
     max_positions: int
     rope: Rope
-    """How positions turn queries and keys."""
 
     @property
     def softmax_scale(self) -> float:

@@ -26,7 +26,6 @@ class _Arrangement:
     world: dist.ProcessGroup
     sizes: dict[str, int]
     groups: tuple[dist.ProcessGroup, ...]
-    """All that were made."""
     members: "WeakSet[ParallelGroups]" = field(default_factory=WeakSet)
 
 

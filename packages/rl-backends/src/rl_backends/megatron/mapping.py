@@ -57,7 +57,6 @@ class HeldTensor:
     shape: tuple[int, ...]
     """Of the whole tensor there."""
     parameter: nn.Parameter
-    """Megatron's."""
     megatron_name: str
     """Its name there, on this pipeline stage."""
     parts: tuple[Box, ...]

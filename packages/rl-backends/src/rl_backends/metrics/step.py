@@ -126,13 +126,10 @@ class StepMetrics(Work):
     """One optimizer step and the passes before it, of all ranks together unless said otherwise."""
 
     forward_backward_s: float
-    """Seconds in `forward_backward`."""
     optim_s: float
-    """Seconds in `optim_step`."""
     tokens_per_s: float
     """Real tokens over the seconds of both."""
     flops_per_s_per_rank: float | None
-    """Model FLOPs a second, of one rank."""
     mfu: float | None
     """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
     mfu_unknown: str | None
