@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     )
     from rl_backends.examples import TokenBatch
     from rl_backends.export import export_pretrained
-    from rl_backends.kernels import Kernel, KernelsConfig, register_kernel
+    from rl_backends.kernels.config import KernelsConfig
+    from rl_backends.kernels.table import Kernel, register_kernel
     from rl_backends.loading.skeleton import materialize
     from rl_backends.loading.source import (
         ModelSource,

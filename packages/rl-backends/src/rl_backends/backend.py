@@ -299,12 +299,6 @@ class ReferenceModel:
         return TopKLogp(logp=read[0], token_ids=read[1])
 
 
-def vocabulary_size(model: nn.Module) -> int:
-    """Rows of the embedding of tokens."""
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embeddings.weight.shape[0])
-
-
 def media_tokens(model: nn.Module) -> dict[int, str]:
     """Ids, and names in the configuration, of the tokens that stand for images, video or sound; none of a text model.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
-from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.config import KernelsConfig
 from rl_backends.lora.layers import adapted_head
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from rl_backends import optimizers as neutral
 from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientError
 from rl_backends.megatron.config import MegatronConfig
+from rl_backends.optimizers import optimizers as neutral
 from rl_backends.optimizers.config import MuonConfig, OptimizerConfig
 
 pytestmark = [

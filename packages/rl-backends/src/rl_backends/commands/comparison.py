@@ -32,7 +32,7 @@ from rl_backends.commands.flags import chosen_config
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.errors import MissingDependencyError
 from rl_backends.examples import TokenRows
-from rl_backends.kernels import KERNELS
+from rl_backends.kernels.table import KERNELS
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans import named_shards
 

@@ -33,7 +33,7 @@ from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.sharded_model import sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
-from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.config import KernelsConfig
 from rl_backends.kernels.table import PLAIN
 from rl_backends.lora.inject import add_lora
 from rl_parallel_plans import ParallelPlan

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
-from rl_backends.backend import DistributedModel, max_positions, media_tokens, vocabulary_size
+from rl_backends.backend import DistributedModel, max_positions, media_tokens
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard, of_one_shape
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
@@ -173,7 +173,8 @@ class ShardedModel(DistributedModel):
         config = self.config
         self.mesh = make_mesh(config)
         require_same_model(model)
-        self.vocabulary_size, self.max_positions = vocabulary_size(model), max_positions(model)
+        embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+        self.vocabulary_size, self.max_positions = int(embeddings.weight.shape[0]), max_positions(model)
         self.media_tokens = media_tokens(model)
         self.reads_whole_rows = config.router_aux_loss_coef > 0
         self.plan = plan_for(
