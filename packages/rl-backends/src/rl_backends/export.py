@@ -95,7 +95,13 @@ def export_pretrained(
 
     on_rank_0(begin)
     try:
-        writers = _ranks_that_see(unfinished.parent) if tensors is None or every_rank else [0]
+        writers = [0]
+        if (tensors is None or every_rank) and dist.is_initialized() and dist.get_world_size() > 1:
+            # The ranks to which this is the same folder: without a shared file system, those of rank 0's node.
+            with probe_file(unfinished.parent) if this_rank() == 0 else nullcontext(("", "")) as probe:
+                path, token = json.loads(gather_text(json.dumps(probe))[0])
+                seen = gather_text("yes" if sees(path, token) else "")
+            writers = [rank for rank, answer in enumerate(seen) if answer]
         files = _ShardFiles(unfinished, outputs, max_shard_bytes=max_shard_bytes, writers=writers)
         stream = export_state_dict(model, every_rank=True, device=None) if tensors is None else tensors
         failure = _write_stream(stream, groups, files=files, skeleton=skeleton)
@@ -125,16 +131,6 @@ def export_pretrained(
             raise
 
     on_rank_0(finish)
-
-
-def _ranks_that_see(folder: Path) -> list[int]:
-    """The ranks to which rank 0's `folder` is the same folder: without a shared file system, those of its node."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [0]
-    with probe_file(folder) if this_rank() == 0 else nullcontext(("", "")) as probe:
-        path, token = json.loads(gather_text(json.dumps(probe))[0])
-        seen = gather_text("yes" if sees(path, token) else "")
-    return [rank for rank, answer in enumerate(seen) if answer]
 
 
 def _planned_tensors(

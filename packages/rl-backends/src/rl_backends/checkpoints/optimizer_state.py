@@ -117,13 +117,21 @@ def describe_optimizers(optimizers: CheckpointedOptimizers, held: Mapping[str, M
     for optimizer in optimizers.each:
         bound = is_bound_to_mesh(optimizer)
         stepped = stepped_by(optimizer, held)
-        groups = [
-            {
-                "names": [name for each in stepped if each.group is group for name in each.parts],
-                "options": {key: _option(optimizer, key, group[key]) for key in group if key not in NOT_RESTORED},
-            }
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in NOT_RESTORED}
+            for key, value in options.items():
+                if isinstance(value, Tensor) and value.ndim == 0:
+                    options[key] = value.item()
+                elif not all(
+                    isinstance(each, JSON_VALUE) for each in (value if isinstance(value, tuple | list) else [value])
+                ):
+                    raise CheckpointError(
+                        f"{_kind(optimizer)}: its hyperparameter {key} is a {type(value).__name__}, which JSON cannot "
+                        f"hold: save with optimizers=None, or keep it in the optimizer's attributes"
+                    )
+            names = [name for each in stepped if each.group is group for name in each.parts]
+            groups.append({"names": names, "options": options})
         state = describe_state(stepped)
         described.append({"kind": _kind(optimizer), "bound_to_mesh": bound, "groups": groups, "state": state})
     return described
@@ -150,17 +158,6 @@ def describe_state(stepped: Iterable[Stepped]) -> dict[str, dict[str, Any]]:
 def is_bound_to_mesh(optimizer: Optimizer) -> bool:
     """Whether its state is quantized in blocks of each rank's shards; the same on every rank, also before a step."""
     return type(optimizer).__module__.startswith("torchao.")
-
-
-def _option(optimizer: Optimizer, key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.ndim == 0:
-        return value.item()
-    if all(isinstance(each, JSON_VALUE) for each in (value if isinstance(value, tuple | list) else [value])):
-        return value
-    raise CheckpointError(
-        f"{_kind(optimizer)}: its hyperparameter {key} is a {type(value).__name__}, which JSON cannot hold: save with "
-        f"optimizers=None, or keep it in the optimizer's attributes"
-    )
 
 
 def _kind(optimizer: Optimizer) -> str:

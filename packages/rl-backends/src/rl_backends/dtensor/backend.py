@@ -23,7 +23,7 @@ from rl_backends.checkpoints.saving import CheckpointWrite, save_checkpoint
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass, sizes_of
 from rl_backends.errors import ModelError
-from rl_backends.examples import BatchT, TokenBatch
+from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource
@@ -140,7 +140,9 @@ class DTensorBackend(Backend):
             def use(number: int, model: Any, each: ModelInputs) -> Tensor:
                 counts = number < len(every)
                 rows = every[number if counts else 0]
-                outputs = sharded.read_on_stage(model, each, reader, shape=shape_of(rows))[0]
+                outputs = sharded.read_on_stage(
+                    model, each, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1])
+                )[0]
                 return loss_at(number, rows, outputs) if counts else outputs.sum() * 0.0
 
             sharded.run_pipeline([inputs_of(rows) for rows in every], use, backward=True)
@@ -155,7 +157,7 @@ class DTensorBackend(Backend):
             inputs = inputs_of(rows)
             recording: AbstractContextManager[Any] = nullcontext() if routers is None else routers.recording()
             with recording:
-                outputs = sharded.read(inputs, reader, shape=shape_of(rows))[0]
+                outputs = sharded.read(inputs, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1]))[0]
 
             # The caller's loss, and after it the model's backward, in which gradients add up in the parameters; they
             # are summed over data-parallel ranks at the last microbatch, or at every one.
@@ -285,11 +287,6 @@ class DTensorBackend(Backend):
                 f"backend, whose loss does not depend on how a batch is cut"
             )
         return lines
-
-
-def shape_of(rows: TokenBatch) -> tuple[int, int]:
-    """Rows, and tokens of the longest."""
-    return rows.tokens.shape[0], rows.tokens.shape[1]
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.
