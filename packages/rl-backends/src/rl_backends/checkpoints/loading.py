@@ -193,7 +193,18 @@ def restore(
         # How many steps were taken of each tensor is read before anything else: they may not fit.
         counts = numbered([shard for state in made for shard in state.scalars])
         on_every_rank(lambda: read_boxes(source, plan_reads(source, opened.index, counts)), group=group)
-        on_every_rank(lambda: _check_steps(made), group=group)
+
+        def check_steps() -> None:
+            for state in made:
+                steps = {str(each.saved_as).split("/")[1]: int(each.local) for each in state.scalars}
+                if len(set(steps.values())) > 1:
+                    counted = ", ".join(f"{step} of {name}" for name, step in steps.items())
+                    raise CheckpointError(
+                        f"the optimizer has taken other numbers of steps of what is one parameter of Megatron "
+                        f"({counted}): load the weights alone by optimizer=False"
+                    )
+
+        on_every_rank(check_steps, group=group)
     filled = rng | numbered([shard for state in made for shard in (*state.scalars, *state.shards)])
     filled |= {
         name: shard for name, shard in weights.items() if (shard.saved_as or name)[len("weights/") :] not in digests
@@ -223,17 +234,6 @@ def restore(
         rng_restored=bool(rng),
         torch=opened.manifest.torch,
     )
-
-
-def _check_steps(states: Sequence[NewState]) -> None:
-    for state in states:
-        steps = {str(each.saved_as).split("/")[1]: int(each.local) for each in state.scalars}
-        if len(set(steps.values())) > 1:
-            counted = ", ".join(f"{step} of {name}" for name, step in steps.items())
-            raise CheckpointError(
-                f"the optimizer has taken other numbers of steps of what is one parameter of Megatron ({counted}): "
-                f"load the weights alone by optimizer=False"
-            )
 
 
 def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:

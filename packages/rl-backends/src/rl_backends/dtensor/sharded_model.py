@@ -112,22 +112,10 @@ def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
     return {axis: present.get(axis, 1) for axis in AXES}
 
 
-def axis_of(mesh: DeviceMesh, axis: str) -> DeviceMesh | None:
-    """The axis as a mesh; None where it has one rank."""
-    return mesh[axis] if sizes_of(mesh)[axis] > 1 else None
-
-
 def rows_of(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks that have rows of their own, as one axis."""
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ROW_AXES)
     return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("rows")  # noqa: SLF001 - no public one
-
-
-def sharding_axes(config: DTensorConfig) -> tuple[str, ...]:
-    """The axes that parameters are sharded over as if they were one, those of one rank left out but for dp."""
-    experts = ("ep",) if config.expert_parallel_size > 1 else ()
-    tokens = ("cp",) if config.context_parallel_size > 1 else ()
-    return ("dp", *experts, *tokens)
 
 
 # ---- The model.
@@ -206,8 +194,8 @@ class ShardedModel(DistributedModel):
             register_fsdp_forward_method(self.model, METHOD)
         self.rows = rows_of(self.mesh)
         """The ranks among which rows are dealt."""
-        context = axis_of(self.mesh, "cp")  # once: taking an axis out of a mesh costs a millisecond or two
-        self._context = context
+        # Once: taking an axis out of a mesh costs a millisecond or two.
+        context = self._context = self.mesh["cp"] if config.context_parallel_size > 1 else None
         self.sequence_shard = None if context is None else SequenceShard(context.get_local_rank(), context.size())
         self.token_multiple = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
 
@@ -414,7 +402,12 @@ def _fsdp_options(model: nn.Module, config: DTensorConfig) -> dict[str, Any]:
     asked = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     stored = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return {
-        "dp_axis": sharding_axes(config),
+        # What parameters are sharded over as if it was one axis.
+        "dp_axis": (
+            "dp",
+            *(["ep"] if config.expert_parallel_size > 1 else []),
+            *(["cp"] if config.context_parallel_size > 1 else []),
+        ),
         "dp_replicate_axis": "dp_replicate" if config.data_parallel_replicate_size > 1 else None,
         "param_dtype": None if stored == {asked} else asked,  # what gathered parameters are cast to
         "reduce_dtype": torch.float32,
