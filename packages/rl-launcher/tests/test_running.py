@@ -419,7 +419,7 @@ def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
         'override "seed=7"',
         "6 prompts to train on, 2 held out",
         "dtensor trains the policy: dtensor_cfg.enabled is true, and megatron_cfg.enabled is false",
-        "DTensorBackend of Qwen3ForCausalLM (2,800 parameters) on 1 cpu rank",
+        "DTensorBackend of Qwen3ForCausalLM (2.80 K parameters) on 1 cpu rank",
         "tied: model.embed_tokens.weight = lm_head.weight",
         "memory: a rank needs",
         "into 1 engine, in this process",
