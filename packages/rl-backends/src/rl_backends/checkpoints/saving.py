@@ -18,11 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from rl_backends.checkpoints.optimizer_state import (
-    CheckpointedOptimizers,
-    describe_optimizers,
-    optimizer_shards,
-)
+from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, describe_optimizers, optimizer_shards
 from rl_backends.checkpoints.shards import (
     TensorShard,
     described_by_all_ranks,
@@ -240,13 +236,18 @@ def write_checkpoint(
     action = partial(
         write_boxes, unfinished, target, shards, manifest=manifest, state=state, buffers=_buffers, group=group
     )
-    thread = ThreadPoolExecutor(1, "checkpoint")
-    write = CheckpointWrite(target, thread.submit(action))
-    thread.shutdown(wait=False)
     if asynchronous:
-        _last.append(write)
-    else:
-        write.wait()
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        _last.append(CheckpointWrite(target, thread.submit(action)))
+        thread.shutdown(wait=False)
+        return _last[0]
+    future: Future[None] = Future()  # that has ended already, so that both ways to save fail in the same way
+    try:
+        future.set_result(action())
+    except Exception as error:  # noqa: BLE001 - raised by `wait`
+        future.set_exception(error)
+    write = CheckpointWrite(target, future)
+    write.wait()
     return write
 
 

@@ -120,9 +120,7 @@ def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS)
     each = torch.tensor(lengths)
     place = torch.arange(width)
     return TokenRows(
-        tokens=(place + each[:, None]) % different_tokens,
-        lengths=each,
-        trainable=(place > 0) & (place < each[:, None]),
+        tokens=(place + each[:, None]) % different_tokens, lengths=each, trainable=(place > 0) & (place < each[:, None])
     )
 
 

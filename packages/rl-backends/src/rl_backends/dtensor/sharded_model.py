@@ -30,12 +30,7 @@ from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading.skeleton import materialize
 from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
-from rl_backends.rank_agreement import (
-    on_every_rank,
-    once_per_process_group,
-    require_same_model,
-    told_by_last_rank,
-)
+from rl_backends.rank_agreement import on_every_rank, once_per_process_group, require_same_model, told_by_last_rank
 from rl_backends.readers import Reader
 from rl_parallel_plans import (
     ParallelPlan,
@@ -248,11 +243,7 @@ class ShardedModel(DistributedModel):
         return tuple(each.view(*shape, *each.shape[1:]) for each in read)
 
     def run_pipeline(
-        self,
-        inputs: Sequence[ModelInputs],
-        use: Callable[[int, Any, ModelInputs], Tensor],
-        *,
-        backward: bool,
+        self, inputs: Sequence[ModelInputs], use: Callable[[int, Any, ModelInputs], Tensor], *, backward: bool
     ) -> None:
         """Send microbatches through all stages.
 

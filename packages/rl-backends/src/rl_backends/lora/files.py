@@ -23,11 +23,7 @@ TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
 
 
 def save_adapter(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    base_model_name: str,
-    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    model: nn.Module, folder: str | Path, *, base_model_name: str, tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
     """Write the adapters to `folder`, whole or not at all; every rank must call it. Gathered tensor by tensor.
 
