@@ -157,12 +157,8 @@ class SequenceShard:
         """Tokens of rows of `length` tokens with the padding that makes them 2 · num_ranks equal chunks."""
         return -(-length // (2 * self.num_ranks)) * 2 * self.num_ranks
 
-    def positions(self, length: int) -> Int[Tensor, " t"]:
-        """Of this rank's tokens in rows of `length` tokens before padding."""
-        return self.positions_of_rows(torch.tensor([self.padded(length) // self.num_ranks]))[0]
-
     def positions_of_rows(self, held: Int[Tensor, " b"]) -> Int[Tensor, "b t"]:
-        """The same of rows of which this rank holds `held` tokens each, padding included.
+        """Of this rank's tokens in rows of which it holds `held` each, padding included.
 
         A row of which it holds fewer than of another ends before the last column.
         """
