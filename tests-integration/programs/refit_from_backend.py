@@ -14,7 +14,8 @@ import torch.distributed as dist
 import transformers
 
 from rl_backends import DTensorBackend, DTensorConfig, LoraConfig, OptimizerConfig
-from rl_backends.lora import adapter_tensors, add_lora
+from rl_backends.lora.inject import add_lora
+from rl_backends.lora.layers import adapter_tensors
 from rl_launcher.build.engines import weight_source
 from rl_refit import AdapterSink, ModuleSink, Refit, Rendezvous, SlotStream, StateDictSource
 

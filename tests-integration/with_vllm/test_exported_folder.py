@@ -11,7 +11,9 @@ import torch
 import transformers
 
 from rl_backends.export import export_pretrained
-from rl_backends.loading import initialise, materialize, open_model
+from rl_backends.loading.skeleton import materialize
+from rl_backends.loading.source import open_model
+from rl_backends.loading.weights import initialise
 from rl_generation import Sampling, verify_logp
 from rl_generation.vllm import VllmEngine, VllmOptions
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig, load_causal_lm
-from rl_backends.checkpoints import dcp, find_latest, load_checkpoint, prune, save_checkpoint
+from rl_backends.checkpoints import storage
 from rl_backends.checkpoints.folders import record_of, write_json, write_safetensors
-from rl_backends.checkpoints.manifest import Manifest, read_manifest, write_manifest
+from rl_backends.checkpoints.loading import load_checkpoint
+from rl_backends.checkpoints.saving import find_latest, prune, save_checkpoint
 from rl_backends.checkpoints.shards import model_shards
 from rl_backends.errors import CheckpointError
 
@@ -254,7 +255,7 @@ def gate(monkeypatch):
         assert gate.wait(timeout=60)
         return write_safetensors(path, tensors)
 
-    monkeypatch.setattr(dcp, "write_safetensors", write_later)
+    monkeypatch.setattr(storage, "write_safetensors", write_later)
     yield gate
     gate.set()
 
@@ -313,7 +314,7 @@ def test_a_background_failure_is_told_by_wait_or_by_the_next_save(start, tmp_pat
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(dcp, "write_safetensors", refuse)
+        patched.setattr(storage, "write_safetensors", refuse)
         save_checkpoint(model, optimizers, tmp_path / "step-1", version=1, asynchronous=True)
         with pytest.raises(CheckpointError, match=r"step-1 was not written.*No space left"):
             save_checkpoint(model, optimizers, tmp_path / "step-2", version=2, asynchronous=True)
@@ -332,7 +333,7 @@ def test_closing_a_backend_raises_a_save_that_failed_unless_its_wait_has(world, 
         raise OSError(28, "No space left on device")
 
     backend = DTensorBackend(world.make_model("Qwen3"), DTensorConfig())
-    monkeypatch.setattr(dcp, "write_safetensors", refuse)
+    monkeypatch.setattr(storage, "write_safetensors", refuse)
     write = backend.save_checkpoint(tmp_path / "step-1", asynchronous=True)
     if handled:
         with pytest.raises(CheckpointError, match="No space left"):
@@ -649,14 +650,6 @@ def test_the_newest_is_the_one_written_last_and_the_oldest_are_pruned(start, tmp
         prune(tmp_path, keep=0)
 
 
-def test_a_marker_that_is_written_is_read_as_it_was(tmp_path):
-    records = {"a": (3, "ff")}
-    fields = {"mesh": {"ranks": 1, "axes": {"dp": 1}}, "model": {"w": ["float32", [2, 3]]}, "files": records}
-    manifest = Manifest(version=3, written_at_ns=4, torch="2.13.0", **fields)
-    write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path) == manifest
-
-
 def test_tensors_of_one_memory_are_saved_each_by_itself(tmp_path, start):
     model, optimizers = start()
     for parameter in optimizers.each[0].param_groups[0]["params"]:
@@ -671,7 +664,7 @@ def test_tensors_of_one_memory_are_saved_each_by_itself(tmp_path, start):
 
 def test_a_save_copies_into_the_memory_of_the_one_before_it(start):
     model, _ = start()
-    buffers = dcp.StagingBuffers()
+    buffers = storage.StagingBuffers()
     shards = {name: shard.of() for name, shard in model_shards(model).items()}
     first = {name: staged.local.data_ptr() for name, staged in buffers.stage(shards).items()}
     with torch.no_grad():

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from rl_backends import DTensorBackend, DTensorConfig
 from rl_backends.errors import ModelError
 from rl_backends.export import export_pretrained
-from rl_backends.loading import load_causal_lm
+from rl_backends.loading.source import load_causal_lm
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -140,7 +140,8 @@ def test_an_offloaded_reference_is_in_pinned_memory_and_reads_the_same(world):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_save_while_training_goes_on_has_the_weights_of_its_moment_in_pinned_memory(world, tmp_path, precision):
-    from rl_backends.checkpoints import release_staging_buffers, saving
+    from rl_backends.checkpoints import saving
+    from rl_backends.checkpoints.saving import release_staging_buffers
 
     shape = {**BIG, "num_key_value_heads": 4}
     backend = on_gpu(world.make_model("Llama", **shape), precision=precision)

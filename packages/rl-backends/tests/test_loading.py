@@ -2,24 +2,17 @@
 
 import json
 import re
-from importlib.util import find_spec
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from rl_backends.loading import (
-    ModelError,
-    check_vocabulary,
-    initialise,
-    load_causal_lm,
-    load_tokenizer,
-    materialize,
-    open_model,
-)
+from rl_backends.errors import ModelError
+from rl_backends.loading.skeleton import materialize
+from rl_backends.loading.source import check_vocabulary, load_causal_lm, load_tokenizer, open_model
+from rl_backends.loading.weights import initialise
 
-CONVERTS = find_spec("transformers.core_model_loading") is not None
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -146,7 +139,6 @@ def test_quantized_weights_are_refused(folder):
         open_model(str(folder))
 
 
-@pytest.mark.skipif(not CONVERTS, reason="transformers 4 has no conversions")
 def test_a_conversion_that_needs_more_than_slices_is_refused_by_name(folder):
     from transformers import conversion_mapping as mapping
     from transformers.core_model_loading import Interleave, WeightConverter

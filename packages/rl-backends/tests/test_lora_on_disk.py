@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-from rl_backends.lora import LoraConfig, add_lora, save_adapter
+from rl_backends.lora.config import LoraConfig
+from rl_backends.lora.files import save_adapter
+from rl_backends.lora.inject import add_lora
 
 
 def test_an_adapter_is_on_disk_before_its_folder_has_its_name(world, tmp_path, monkeypatch):

@@ -179,7 +179,7 @@ def test_merged_weights_stay_the_same_tensors_and_lie_where_the_frozen_ones_lie(
 
 
 def test_first_values_depend_on_the_seed_and_not_on_the_mesh(world, program, compared):
-    from rl_backends.lora import add_lora
+    from rl_backends.lora.inject import add_lora
 
     case, _, ranks = compared
     model = add_lora(program.make_model(world, case), program.lora_config(case["lora"]), seed=7)

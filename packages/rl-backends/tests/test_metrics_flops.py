@@ -7,8 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl_backends.errors import ModelError
-from rl_backends.metrics import ModelFlops, peak_flops_per_s
-from rl_backends.metrics.flops import attention_widths, decoder_of, peak_of_this_device
+from rl_backends.metrics.flops import ModelFlops, attention_widths, decoder_of, peak_flops_per_s, peak_of_this_device
 
 FAMILIES = {
     "Llama": {},

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rl_backends.batching.dealing import RowDealing
 from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits
 from rl_backends.errors import ModelError, NonFiniteGradientError
-from rl_backends.metrics import ModelFlops, StepMeter, memory_by_category
-from rl_backends.metrics.flops import AttentionFlops, TokenFlops
-from rl_backends.metrics.step import Pass, work_of
+from rl_backends.metrics.flops import AttentionFlops, ModelFlops, TokenFlops
+from rl_backends.metrics.memory import memory_by_category
+from rl_backends.metrics.step import Pass, StepMeter, work_of
 
 CPU = torch.device("cpu")
 FLOPS = ModelFlops(layers=TokenFlops(10.0, 20.0), head=TokenFlops(3.0, 6.0), attention=(AttentionFlops(None, 1.0),))
@@ -179,7 +179,7 @@ def test_memory_counts_storages_once_and_by_category(world):
 RESIDENT = """
 from pathlib import Path
 import torch
-from rl_backends.metrics import memory_by_category
+from rl_backends.metrics.memory import memory_by_category
 
 def own():
     # Without pages of libraries, which the kernel takes where memory is short.

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_backends.optimizers import OptimizerConfig, learning_rate_factor
 from rl_backends.optimizers import optimizers as schedules
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_backends.optimizers.optimizers import learning_rate_factor
 
 FALLING = ("linear", "cosine", "wsd")
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientError
-from rl_backends.metrics import memory_by_category
-from rl_backends.optimizers import MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
+from rl_backends.metrics.memory import memory_by_category
+from rl_backends.optimizers.config import MuonConfig, OptimizerConfig
+from rl_backends.optimizers.optimizers import clip_and_step, make_optimizers
 
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 

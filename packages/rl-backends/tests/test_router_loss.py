@@ -73,14 +73,7 @@ def watched_loss(model, watch, examples, *, limits, num_ranks=1):
     return total
 
 
-def shows_its_logits(family):
-    """Before transformers 5, GPT-OSS's router returns scores of the chosen experts alone."""
-    import transformers
-
-    return family != "GptOss" or int(transformers.__version__.partition(".")[0]) >= 5
-
-
-@pytest.mark.parametrize("family", [*filter(shows_its_logits, MIXTURES)])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_value_and_gradient_are_those_of_the_formula_row_by_row(world, family):
     model, examples = make_mixture(world, family), world.make_examples()
     watch = RouterWatch(model)

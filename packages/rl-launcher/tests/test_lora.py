@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rl_backends import ModelError, OptimizerConfig
-from rl_backends.lora import adapters_disabled
+from rl_backends.lora.layers import adapters_disabled
 from rl_launcher.build import build as building
 from rl_launcher.build.models import load_policy
 from rl_launcher.checks.explain import explain

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from rl_algorithms import presets
 from rl_algorithms.objective import Objective
-from rl_backends.loading import stop_token_ids
-from rl_backends.metrics import StepMetrics
+from rl_backends.loading.source import stop_token_ids
+from rl_backends.metrics.step import StepMetrics
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.checkpoints.disk import claimed
 from rl_launcher.checks.explain import explain
@@ -419,7 +419,7 @@ def test_explain_says_what_would_happen_and_trains_nothing(recipe, tmp_path):
         'override "seed=7"',
         "6 prompts to train on, 2 held out",
         "dtensor trains the policy: dtensor_cfg.enabled is true, and megatron_cfg.enabled is false",
-        "DTensorBackend of Qwen3ForCausalLM (2,800 parameters) on 1 cpu rank",
+        "DTensorBackend of Qwen3ForCausalLM (2.80 K parameters) on 1 cpu rank",
         "tied: model.embed_tokens.weight = lm_head.weight",
         "memory: a rank needs",
         "into 1 engine, in this process",

@@ -4,19 +4,15 @@ A model is loaded, sharded over ranks, trained on microbatches and saved; what t
 and which engine takes the weights is the caller's.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_backends.backend import Backend, ReferenceModel, TrainingBackend
-    from rl_backends.checkpoints import (
-        CheckpointState,
-        CheckpointWrite,
-        find_latest,
-        load_checkpoint,
-        prune,
-        save_checkpoint,
-    )
+    from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
+    from rl_backends.checkpoints.saving import CheckpointWrite, find_latest, prune, save_checkpoint
     from rl_backends.dry_run.explanation import DryRun, Explanation, explain, predict
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
@@ -30,49 +26,36 @@ if TYPE_CHECKING:
     )
     from rl_backends.examples import TokenBatch
     from rl_backends.export import export_pretrained
-    from rl_backends.kernels import Kernel, KernelsConfig, register_kernel
-    from rl_backends.loading import (
-        LoadReport,
+    from rl_backends.kernels.config import KernelsConfig
+    from rl_backends.kernels.table import Kernel, register_kernel
+    from rl_backends.loading.skeleton import materialize
+    from rl_backends.loading.source import (
         ModelSource,
         check_generation_config,
         check_vocabulary,
-        initialise,
         load_causal_lm,
         load_tokenizer,
-        materialize,
         open_model,
     )
-    from rl_backends.lora import LoraConfig, MergedWeights
+    from rl_backends.loading.weights import LoadReport, initialise
+    from rl_backends.lora.config import LoraConfig
+    from rl_backends.lora.merged import MergedWeights
     from rl_backends.megatron.backend import MegatronBackend
     from rl_backends.megatron.config import MegatronConfig, megatron_checkpoint_dir
-    from rl_backends.metrics import MemoryUse, ModelFlops, StepMetrics, memory_by_category, peak_flops_per_s
+    from rl_backends.metrics.flops import ModelFlops, peak_flops_per_s
+    from rl_backends.metrics.memory import MemoryUse, memory_by_category
+    from rl_backends.metrics.step import StepMetrics
     from rl_backends.offload import Offloader, OffloadReport
-    from rl_backends.optimizers import GradientStep, MuonConfig, OptimizerConfig, clip_and_step, make_optimizers
+    from rl_backends.optimizers.config import MuonConfig, OptimizerConfig
+    from rl_backends.optimizers.optimizers import GradientStep, clip_and_step, make_optimizers
     from rl_backends.selection import BackendSelection, select_backend
 
+# Each name is loaded when it is first asked for, from where the imports above, which only type checkers do, have it.
 _HOMES = {
-    name: home
-    for home, names in {
-        "backend": "Backend ReferenceModel TrainingBackend",
-        "checkpoints": "CheckpointState CheckpointWrite find_latest load_checkpoint prune save_checkpoint",
-        "dry_run.explanation": "DryRun explain Explanation predict",
-        "dtensor.backend": "DTensorBackend",
-        "dtensor.config": "DTensorConfig",
-        "errors": "BatchError CheckpointError MissingDependencyError ModelError NonFiniteGradientError RankError",
-        "examples": "TokenBatch",
-        "export": "export_pretrained",
-        "kernels": "Kernel KernelsConfig register_kernel",
-        "loading": "check_generation_config check_vocabulary initialise load_causal_lm load_tokenizer LoadReport "
-        "materialize ModelSource open_model",
-        "lora": "LoraConfig MergedWeights",
-        "megatron.backend": "MegatronBackend",
-        "megatron.config": "megatron_checkpoint_dir MegatronConfig",
-        "metrics": "memory_by_category MemoryUse ModelFlops peak_flops_per_s StepMetrics",
-        "offload": "Offloader OffloadReport",
-        "optimizers": "clip_and_step GradientStep make_optimizers MuonConfig OptimizerConfig",
-        "selection": "BackendSelection select_backend",
-    }.items()
-    for name in names.split()
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom) and node.module is not None
+    for alias in node.names
 }
 
 __all__ = [
@@ -134,9 +117,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value  # found without this function from now on
     return value
 

@@ -28,7 +28,16 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    chosen = _parser().parse_args(given[:1]).command
+    listed = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+    first = _CommandParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND ...",
+        description="Train language models over a mesh, and know beforehand what it takes.",
+        epilog=f"commands:\n{listed}\n\n{PROGRAM} COMMAND --help lists what a command takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    first.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="one of the commands below")
+    chosen = first.parse_args(given[:1]).command
     summary = COMMANDS[chosen]
     command = import_module(f"rl_backends.commands.{chosen}")
     parser = _CommandParser(
@@ -65,19 +74,6 @@ class _CommandParser(argparse.ArgumentParser):
             if flag.startswith("--") and (near := difflib.get_close_matches(flag, self._option_string_actions, n=1)):
                 hints += f"; for {flag} did you mean {near[0]}?"
         super().error(message + hints)
-
-
-def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
-    parser = _CommandParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} COMMAND ...",
-        description="Train language models over a mesh, and know beforehand what it takes.",
-        epilog=f"commands:\n{listed}\n\n{PROGRAM} COMMAND --help lists what a command takes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND", help="one of the commands below")
-    return parser
 
 
 if __name__ == "__main__":

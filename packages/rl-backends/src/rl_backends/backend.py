@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - the methods of the Protocol are documented by `Backend`
 """What every training backend is and does: the surface that drivers type against, and the half that all of them share.
 
 `TrainingBackend` is the Protocol: a backend in this process, or a group of ranks that each hold one, such as on Ray.
@@ -12,6 +13,7 @@ count gives the same gradient however the batch was cut.
 Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w tokens of its longest row.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,21 +36,22 @@ from rl_backends.batching.microbatches import (
     lengths_read,
     make_inputs,
 )
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite, release_staging_buffers
+from rl_backends.checkpoints.loading import CheckpointState
+from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers
 from rl_backends.checkpoints.shards import tensor_digests
-from rl_backends.choices import require_temperature
 from rl_backends.config import BackendConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
-from rl_backends.loading import ModelSource, open_model
+from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.loading.weights import Shard
 from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
-from rl_backends.metrics import ModelFlops, StepMeter, StepMetrics, memory_by_category
-from rl_backends.metrics.flops import peak_of_this_device
+from rl_backends.metrics.flops import ModelFlops, peak_of_this_device
+from rl_backends.metrics.memory import memory_by_category
+from rl_backends.metrics.step import StepMeter, StepMetrics
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
-from rl_backends.optimizers import GradientStep, OptimizerConfig
-from rl_backends.optimizers.optimizers import StageOptimizers
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_backends.optimizers.optimizers import GradientStep, StageOptimizers
 from rl_backends.rank_agreement import host_group, require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
 from rl_parallel_plans import TopKLogp
@@ -74,65 +77,26 @@ class TrainingBackend(Protocol):
     """Optimizer steps that the weights have seen."""
 
     @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-
-    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None:
-        """Begin a stage with a fresh optimizer."""
-
-    def logp(self, examples: Any) -> Tensor:
-        """Log-probabilities of the tokens, [B, T]."""
-
-    def entropy(self, examples: Any) -> Tensor:
-        """Entropies of the distributions that the tokens were drawn from, [B, T]."""
-
-    def topk_logits(self, examples: Any, k: int) -> TopKLogp:
-        """The k most probable tokens in each place, [B, T, k]."""
-
-    def value(self, examples: Any) -> Tensor:
-        """What the head of one number says of the state before each trainable token, [B, T]."""
-
-    def score(self, examples: Any) -> Tensor:
-        """What the head of one number says of each row, [B]."""
-
-    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]:
-        """Accumulate the gradient; return sums over all rows."""
-
-    def row_dealing(self) -> Any:
-        """How rows are dealt to ranks before they are sent: `RowDealing`; of a group of ranks, that of each."""
-
-    def optim_step(self) -> float:
-        """Clip, update, clear the gradient; return its norm before clipping."""
-
-    def metrics(self, *, memory: bool = True) -> Any:
-        """What the last step did; None before the first. `memory` adds what the parameters hold now."""
-
-    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> Any:
-        """The policy as it is now, frozen."""
-
-    def offload(self, *, parts: Collection[Part] = PARTS) -> Any:
-        """Give the device's memory to others."""
-
-    def onload(self, *, parts: Collection[Part] = PARTS) -> Any:
-        """Bring back what `offload` moved."""
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face model folder, completely or not at all."""
-
-    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
-        """Write the adapters in PEFT's format, whole or not at all."""
-
-    def save_checkpoint(self, folder: str | Path) -> Any:
-        """Write optimizer, schedule and weights for any number of ranks; whole or not at all."""
-
-    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True) -> Any:
-        """Load what `save_checkpoint` wrote; without `optimizer` its weights alone."""
-
-    def explain(self) -> str:
-        """How it is sharded, and why."""
-
-    def close(self) -> None:
-        """End what it holds: processes, groups, memory."""
+    def learning_rate(self) -> float: ...
+    def start_training(self, optimizer: OptimizerConfig, *, num_steps: int, temperature: float = 1.0) -> None: ...
+    def logp(self, examples: Any) -> Tensor: ...
+    def entropy(self, examples: Any) -> Tensor: ...
+    def topk_logits(self, examples: Any, k: int) -> TopKLogp: ...
+    def value(self, examples: Any) -> Tensor: ...
+    def score(self, examples: Any) -> Tensor: ...
+    def forward_backward(self, examples: Any, loss: Any, *, output: Any = "logp") -> dict[str, Tensor]: ...
+    def row_dealing(self) -> Any: ...
+    def optim_step(self) -> float: ...
+    def metrics(self, *, memory: bool = True) -> Any: ...
+    def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> Any: ...
+    def offload(self, *, parts: Collection[Part] = PARTS) -> Any: ...
+    def onload(self, *, parts: Collection[Part] = PARTS) -> Any: ...
+    def save_pretrained(self, folder: str | Path) -> None: ...
+    def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None: ...
+    def save_checkpoint(self, folder: str | Path) -> Any: ...
+    def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True) -> Any: ...
+    def explain(self) -> str: ...
+    def close(self) -> None: ...
 
 
 class DistributedModel(ABC):
@@ -169,10 +133,16 @@ class DistributedModel(ABC):
     @property
     def row_dealing(self) -> RowDealing:
         """How the rows of a batch are shared out among the ranks that have rows of their own."""
+        config = self.config
         return RowDealing(
             rank=self.row_group.rank(),
             num_ranks=self.row_group.size(),
-            limits=self._limits,
+            limits=MicrobatchLimits(
+                rows=config.micro_batch_size,
+                tokens=config.micro_batch_tokens,
+                layout="packed" if config.sequence_packing else "padded",
+                fewest=self.fewest_microbatches,
+            ),
             token_multiple=self.token_multiple,
             vocabulary_size=self.vocabulary_size,
             max_positions=self.max_positions,
@@ -216,19 +186,12 @@ class DistributedModel(ABC):
         offset: int = 1,
         words: Shaped[Tensor, "b w k"] | None = None,
     ) -> ModelInputs:
-        """What the model reads of rows on the host, on the device.
-
-        Args:
-            rows: of a microbatch.
-            asked: the tokens whose output is wanted.
-            offset: 1 reads what predicts a token, from the place before it; 0 reads at the token itself.
-            words: the tokens of the vocabulary that are asked about in each place.
-        """
+        """What the model reads of rows on the host, on the device; see `make_inputs`."""
         made = make_inputs(
             rows.tokens,
             self.lengths_read(rows, asked, offset=offset),
             asked,
-            layout=self._limits.layout,
+            layout="packed" if self.config.sequence_packing else "padded",
             offset=offset,
             shard=self.sequence_shard,
             multiple=self.length_multiple,
@@ -299,16 +262,6 @@ class DistributedModel(ABC):
     def close(self) -> None:
         """Leave the process groups; nothing can be computed after. Once is enough."""
 
-    @cached_property
-    def _limits(self) -> MicrobatchLimits:
-        config = self.config
-        return MicrobatchLimits(
-            rows=config.micro_batch_size,
-            tokens=config.micro_batch_tokens,
-            layout="packed" if config.sequence_packing else "padded",
-            fewest=self.fewest_microbatches,
-        )
-
 
 class ReferenceModel:
     """Log-probabilities, and the most probable tokens, of the frozen model that a policy is compared with.
@@ -344,12 +297,6 @@ class ReferenceModel:
         with self._as_reference():
             read = self._model.read_all(examples, read_top_k(self._head, self._temperature(), k))
         return TopKLogp(logp=read[0], token_ids=read[1])
-
-
-def vocabulary_size(model: nn.Module) -> int:
-    """Rows of the embedding of tokens."""
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return int(embeddings.weight.shape[0])
 
 
 def media_tokens(model: nn.Module) -> dict[int, str]:
@@ -494,7 +441,8 @@ class Backend(ABC):
         Raises:
             ValueError: an optimizer that this backend has no counterpart of.
         """
-        require_temperature(temperature)
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature={temperature} must be a finite number > 0: it divides the logits")
         self._require_on_device("start_training")
         self._optimizers = self._make_optimizers(optimizer, num_steps=num_steps)
         self._clear_gradient()
@@ -692,7 +640,7 @@ class Backend(ABC):
     ) -> CheckpointWrite:
         """Write weights, optimizer, schedule and version into a new folder, from which any layout can go on.
 
-        Arguments and errors are those of `rl_backends.checkpoints.save_checkpoint`; every rank must call it.
+        Arguments and errors are those of `rl_backends.save_checkpoint`; every rank must call it.
         """
         self._require_on_device("save_checkpoint")
         if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
@@ -703,7 +651,7 @@ class Backend(ABC):
     def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True, verify: bool = True) -> CheckpointState:
         """Go on from a checkpoint, after `start_training` as before if it has an optimizer; every rank must call it.
 
-        Arguments and errors are those of `rl_backends.checkpoints.load_checkpoint`; the gradient is cleared.
+        Arguments and errors are those of `rl_backends.load_checkpoint`; the gradient is cleared.
         """
         self._require_on_device("load_checkpoint")
         self._frozen = None
@@ -750,15 +698,9 @@ class Backend(ABC):
         output: Output,
         num_rows: int,
     ) -> Sums:
-        """Add the gradient of `loss` over this rank's microbatches; return the sums of all ranks.
+        """Add the gradient of `loss` over this rank's `microbatches` of `examples`; return the sums of all ranks.
 
-        Args:
-            examples: the rows that this rank was given.
-            microbatches: of them.
-            loss: of some of them.
-            reader: what reads the output.
-            output: what the loss is given.
-            num_rows: of the batch, over all ranks.
+        num_rows: of the batch, over all ranks.
 
         Whatever it raises is raised on every rank; the caller clears the gradient.
         """
@@ -797,14 +739,7 @@ class Backend(ABC):
         """What this rank holds of the weights under adapters."""
 
     @abstractmethod
-    def _write_checkpoint(
-        self,
-        folder: str | Path,
-        *,
-        asynchronous: bool,
-        extra: Mapping[str, Any] | None,
-        frozen: Mapping[str, int] | None,
-    ) -> CheckpointWrite: ...
+    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite: ...
 
     @abstractmethod
     def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState: ...

@@ -12,8 +12,10 @@ def check_choices(config: Any) -> None:
     for field in fields(config):
         value, allowed = getattr(config, field.name), list(_allowed(field.type))
         if allowed and not any(value is each or (type(value) is type(each) and value == each) for each in allowed):
-            listed = ", ".join(map(repr, allowed))
-            raise ValueError(f"{field.name}={value!r} must be one of {listed}{_nearest(value, allowed)}")
+            names = {each.lower(): each for each in allowed if isinstance(each, str)}
+            near = get_close_matches(str(value).lower(), names, n=1, cutoff=0.4)
+            hint = f": {names[near[0]]!r} is the nearest" if near else ""
+            raise ValueError(f"{field.name}={value!r} must be one of {', '.join(map(repr, allowed))}{hint}")
 
 
 def check_finite(config: Any) -> None:
@@ -51,12 +53,6 @@ def refuse(problems: Iterable[str]) -> None:
         raise ValueError("; ".join(found))
 
 
-def require_temperature(temperature: float) -> None:
-    """ValueError where logits cannot be divided by it."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be a finite number > 0: it divides the logits")
-
-
 def _allowed(annotation: Any) -> Iterator[Any]:
     """The values of a Literal, and None beside one; nothing of an annotation without a Literal."""
     if get_origin(annotation) is Literal:
@@ -64,9 +60,3 @@ def _allowed(annotation: Any) -> Iterator[Any]:
     elif any(get_origin(part) is Literal for part in get_args(annotation)):
         for part in get_args(annotation):
             yield from (None,) if part is type(None) else _allowed(part)
-
-
-def _nearest(value: Any, allowed: list[Any]) -> str:
-    names = {each.lower(): each for each in allowed if isinstance(each, str)}
-    found = get_close_matches(str(value).lower(), names, n=1, cutoff=0.4)
-    return f": {names[found[0]]!r} is the nearest" if found else ""

@@ -2,13 +2,12 @@
 
 All ranks gather one tensor after the other. Each file belongs to one rank, which holds its tensors and writes it while
 the others go on gathering. The folder looks like those on the Hub, whatever layout transformers has in memory:
-transformers 5 keeps some weights in another layout than files do, and its own reverse conversions run here, first on
+transformers keeps some weights in another layout than files do, and its own reverse conversions run here, first on
 meta tensors to plan names, shapes and dtypes, then on the weights, group by group.
 """
 
 import copy
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,7 @@ from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
 from rl_backends.loading.skeleton import twin_of
 from rl_backends.loading.source import dtype_of_config
-from rl_backends.loading.weights import first_names, has_conversions
+from rl_backends.loading.weights import first_names
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
 from rl_parallel_plans import export_state_dict, named_shards
 
@@ -72,15 +71,14 @@ def export_pretrained(
     target = Path(folder)
     unfinished = target.with_name(target.name + ".unfinished")
     skeleton: Any = twin_of(model)
-    if has_conversions():
-        transforms = getattr(model, "_weight_conversions", None)
-        if transforms is None:  # not loaded from files: those that can be undone without knowing the files
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import PrefixChange
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:  # not loaded from files: those that can be undone without knowing the files
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
 
-            mapping = get_model_conversion_mapping(skeleton, add_legacy=False)
-            transforms = [each for each in mapping if not isinstance(each, PrefixChange)]
-        skeleton._weight_conversions = transforms  # noqa: SLF001
+        mapping = get_model_conversion_mapping(skeleton, add_legacy=False)
+        transforms = [each for each in mapping if not isinstance(each, PrefixChange)]
+    skeleton._weight_conversions = transforms  # noqa: SLF001
     groups = plan_groups(skeleton, _planned_tensors(model, skeleton, dtype=dtype, adapted=tensors is not None))
     outputs = {name: tensor for group in groups for name, tensor in group.outputs.items()}
 
@@ -97,7 +95,13 @@ def export_pretrained(
 
     on_rank_0(begin)
     try:
-        writers = _ranks_that_see(unfinished.parent) if tensors is None or every_rank else [0]
+        writers = [0]
+        if (tensors is None or every_rank) and dist.is_initialized() and dist.get_world_size() > 1:
+            # The ranks to which this is the same folder: without a shared file system, those of rank 0's node.
+            with probe_file(unfinished.parent) if this_rank() == 0 else nullcontext(("", "")) as probe:
+                path, token = json.loads(gather_text(json.dumps(probe))[0])
+                seen = gather_text("yes" if sees(path, token) else "")
+            writers = [rank for rank, answer in enumerate(seen) if answer]
         files = _ShardFiles(unfinished, outputs, max_shard_bytes=max_shard_bytes, writers=writers)
         stream = export_state_dict(model, every_rank=True, device=None) if tensors is None else tensors
         failure = _write_stream(stream, groups, files=files, skeleton=skeleton)
@@ -127,16 +131,6 @@ def export_pretrained(
             raise
 
     on_rank_0(finish)
-
-
-def _ranks_that_see(folder: Path) -> list[int]:
-    """The ranks to which rank 0's `folder` is the same folder: without a shared file system, those of its node."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [0]
-    with probe_file(folder) if this_rank() == 0 else nullcontext(("", "")) as probe:
-        path, token = json.loads(gather_text(json.dumps(probe))[0])
-        seen = gather_text("yes" if sees(path, token) else "")
-    return [rank for rank, answer in enumerate(seen) if answer]
 
 
 def _planned_tensors(
@@ -204,36 +198,30 @@ def _write_configuration(model: Any, skeleton: Any, folder: Path, *, dtype: torc
 
 
 class _ShardFiles:
-    """The safetensors files of a model in one folder, dealt to the ranks that write.
+    """The safetensors files of a model in one folder, dealt to the ranks that write, in turn.
 
-    Args:
-        folder: where they go; it exists and is empty.
-        outputs: every tensor that will be added, as meta tensors, about in the order in which it will be: a file is
-            held from its first tensor to its last.
-        max_shard_bytes: of one file, unless a single tensor is larger.
-        writers: the ranks that write, in turn.
+    outputs: every tensor that will be added, as meta tensors, about in the order in which it will be: a file is held
+        from its first tensor to its last.
     """
 
     def __init__(
         self, folder: Path, outputs: Mapping[str, Tensor], *, max_shard_bytes: int, writers: list[int]
     ) -> None:
+        from huggingface_hub import split_torch_state_dict_into_shards
+
         self._folder, self._outputs = folder, outputs
-        self._total_size = sum(tensor.nbytes for tensor in outputs.values())
-        number_of: dict[str, int] = {}
-        number = size = 0
-        for name, tensor in outputs.items():
-            if size and size + tensor.nbytes > max_shard_bytes:
-                number, size = number + 1, 0
-            size += tensor.nbytes
-            number_of[name] = number
-        self._file_of = {
-            name: f"model-{at + 1:05}-of-{number + 1:05}.safetensors" if number else "model.safetensors"
-            for name, at in number_of.items()
+        alone = {
+            name: torch.empty_like(each) for name, each in outputs.items()
+        }  # a view counts as what it is a view of
+        self._split = split_torch_state_dict_into_shards(
+            alone, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+        )
+        self._file_of = self._split.tensor_to_filename
+        self._missing = {
+            file: set(names)
+            for number, (file, names) in enumerate(self._split.filename_to_tensors.items())
+            if writers[number % len(writers)] == this_rank()
         }
-        self._missing: dict[str, set[str]] = {}
-        for name, at in number_of.items():
-            if writers[at % len(writers)] == this_rank():
-                self._missing.setdefault(self._file_of[name], set()).add(name)
         self._held: dict[str, dict[str, Tensor]] = {}
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
@@ -274,8 +262,8 @@ class _ShardFiles:
 
     def write_index(self) -> None:
         """Write the index, if there are several files."""
-        if len(set(self._file_of.values())) > 1:
-            index = {"metadata": {"total_size": self._total_size}, "weight_map": self._file_of}
+        if self._split.is_sharded:
+            index = {"metadata": self._split.metadata, "weight_map": self._file_of}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
@@ -337,17 +325,6 @@ def _joined(tensors: Mapping[str, Tensor], made_by: Mapping[str, list[str]]) -> 
 
 def as_in_files(skeleton: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the model as files have them, by the conversions of the installed transformers."""
-    if not has_conversions():
-        made = {}
-        for name, tensor in tensors.items():
-            in_files = name  # by the inverse of the first renaming of transformers 4 that matches
-            for pattern, replacement in skeleton._checkpoint_conversion_mapping.items():  # noqa: SLF001 - no public one
-                renamed, matches = re.subn(replacement, re.sub(r"\(.*\)", "", pattern.lstrip("^")), name)
-                if matches:
-                    in_files = renamed
-                    break
-            made[in_files] = tensor
-        return made
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

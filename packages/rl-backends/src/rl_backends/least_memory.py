@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.lora import AdapterSize
+from rl_backends.lora.layers import AdapterSize
 from rl_backends.megatron.config import MegatronConfig
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -42,14 +42,11 @@ def least_memory(
     ranks: int,
     adapters: AdapterSize | None = None,
 ) -> LeastMemory:
-    """Calculate the least memory of training.
+    """Calculate the least memory of training on so many `ranks`.
 
-    Args:
-        config: of the backend.
-        parameters: elements of all weights; tied weights count once.
-        optimizers: names of the optimizers that are used, one after another; nothing is trained if there are none.
-        ranks: of the trainer.
-        adapters: what is trained instead of the weights.
+    parameters: elements of all weights; tied weights count once.
+    optimizers: names of the optimizers that are used, one after another; nothing is trained if there are none.
+    adapters: what is trained instead of the weights.
     """
     if isinstance(config, MegatronConfig):
         element, state = (2, 12) if config.precision == "bfloat16" else (4, 8)

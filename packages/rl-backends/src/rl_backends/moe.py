@@ -78,12 +78,10 @@ class RouterWatch:
     ) -> Float[Tensor, ""]:
         """The sum over the recorded sequences of their balance loss, differentiable; forgets the recording.
 
-        Args:
-            inputs: what the model read.
-            lengths: tokens of each row that are not padding, on the host.
-            counted: whether these rows are in the statistics; multiply the loss by it too.
-            context_group: ranks that hold other tokens of the same rows (context parallelism); each one's loss is then
-                a term of the sum over them, and so is its gradient.
+        lengths: tokens of each row that are not padding, on the host.
+        counted: whether these rows are in the statistics; multiply the loss by it too.
+        context_group: ranks that hold other tokens of the same rows (context parallelism); each one's loss is then a
+            term of the sum over them, and so is its gradient.
         """
         if missing := [router.path for router in self._routers if router.path not in self._seen]:
             raise RuntimeError(
@@ -106,13 +104,7 @@ class RouterWatch:
         return counts
 
     def _loss_of(
-        self,
-        router: "Router",
-        inputs: ModelInputs,
-        lengths: Tensor,
-        *,
-        counted: bool,
-        group: dist.ProcessGroup | None,
+        self, router: "Router", inputs: ModelInputs, lengths: Tensor, *, counted: bool, group: dist.ProcessGroup | None
     ) -> Tensor:
         logits, chosen = self._seen[router.path]
         num_experts, top_k = logits.shape[-1], chosen.shape[-1]
@@ -124,7 +116,11 @@ class RouterWatch:
             took = took.contiguous()
             dist.all_reduce(took, group=group)
         num_tokens = lengths.float()[:, None]
-        share = _by_sequence(router.affinities(logits), inputs, lengths) / num_tokens
+        # s' of the paper: of each token, and summing to 1, in float32.
+        scores = logits.float().softmax(-1) if router.affinity == "softmax" else torch.sigmoid(logits.float())
+        if router.affinity == "sigmoid":
+            scores = scores / scores.sum(-1, keepdim=True)
+        share = _by_sequence(scores, inputs, lengths) / num_tokens
         return (took * (num_experts / top_k) / num_tokens * share).sum()
 
     def _note(self, router: "Router", _module: nn.Module, _args: object, output: object) -> None:
@@ -200,8 +196,8 @@ def router_metrics(counts: Mapping[str, Float[Tensor, " experts"]]) -> dict[str,
 
 # ---- The routers of a Hugging Face model, and how to read what each decides: from names and the source of forwards.
 #
-# A router is the child `gate` or `router` of a block that has `experts`. Since transformers 5 it is a module that
-# returns logits and the chosen experts; before, mostly an nn.Linear whose logits the block itself turns into a choice.
+# A router is the child `gate` or `router` of a block that has `experts`: a module that returns logits, mostly with the
+# chosen experts.
 
 _NAMES = ("gate", "router")
 _TOP_K = ("top_k", "moe_top_k", "num_experts_per_tok")
@@ -217,7 +213,6 @@ class Router:
     """Where a router stands, and how its output is read."""
 
     path: str
-    """In the model."""
     module: nn.Module
     """Whose output is read."""
     affinity: Literal["softmax", "sigmoid"]
@@ -239,13 +234,6 @@ class Router:
         assert self.top_k is not None
         return logits, logits.detach().topk(self.top_k, dim=-1).indices
 
-    def affinities(self, logits: Tensor) -> Tensor:
-        """S' of the paper [N, experts]: of each token, and summing to 1, in float32."""
-        if self.affinity == "softmax":
-            return logits.float().softmax(-1)
-        scores = torch.sigmoid(logits.float())
-        return scores / scores.sum(-1, keepdim=True)
-
 
 def find_routers(model: nn.Module) -> list[Router]:
     """Every router of `model`, in its order."""
@@ -265,37 +253,30 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def _router(path: str, module: nn.Module, block: nn.Module) -> Router:
-    linear = type(module).forward is nn.Linear.forward
-    decides = block if linear else module
-
     def unreadable(why: str) -> ModelError:
         return ModelError(
-            f"the router {path} cannot be watched: {type(decides).__name__} {why}; set router_aux_loss_coef to 0"
+            f"the router {path} cannot be watched: {type(module).__name__} {why}; set router_aux_loss_coef to 0"
         )
 
-    source = source_of(type(decides).forward)
+    source = source_of(type(module).forward)
     of_logits = {name for match in _OF_LOGITS.finditer(source) for name in match.groups() if name}
     either = of_logits or set(_EITHER.findall(source))
     if either not in ({"softmax"}, {"sigmoid"}):
         raise unreadable("does not show whether scores are a softmax or a sigmoid of its logits")
     affinity: Literal["softmax", "sigmoid"] = "softmax" if either == {"softmax"} else "sigmoid"
 
-    logits_at: int | None = None
-    if not linear:
-        returned = re.findall(r"^ *return (.+)$", source, re.MULTILINE)
-        names = [name.strip() for name in returned[-1].split(",")] if returned else []
-        logits_at = next((place for place, name in enumerate(names) if _LOGITS.search(name)), None)
-        if logits_at is None:
-            raise unreadable(f"returns {', '.join(names) or 'nothing known'}, and no logits")
-        chosen_at = next((place for place, name in enumerate(names) if _CHOSEN.search(name)), None)
-        if len(names) == 1:
-            logits_at = None  # it returns nothing else
-        elif chosen_at is not None:
-            return Router(path, module, affinity, logits_at, chosen_at, None)
-    if _CORRECTED.search(source_of(type(decides))):
+    returned = re.findall(r"^ *return (.+)$", source, re.MULTILINE)
+    names = [name.strip() for name in returned[-1].split(",")] if returned else []
+    logits_at = next((place for place, name in enumerate(names) if _LOGITS.search(name)), None)
+    if logits_at is None:
+        raise unreadable(f"returns {', '.join(names) or 'nothing known'}, and no logits")
+    chosen_at = next((place for place, name in enumerate(names) if _CHOSEN.search(name)), None)
+    if chosen_at is not None and len(names) > 1:
+        return Router(path, module, affinity, logits_at, chosen_at, None)
+    if _CORRECTED.search(source_of(type(module))):
         raise unreadable("corrects its choice by a bias and does not return the experts chosen")
     counts = (getattr(owner, name, None) for owner in (module, block) for name in _TOP_K)
     top_k = next((count for count in counts if isinstance(count, int)), None)
     if top_k is None:
         raise unreadable("does not say how many experts it chooses (top_k)")
-    return Router(path, module, affinity, logits_at, None, top_k)
+    return Router(path, module, affinity, logits_at if len(names) > 1 else None, None, top_k)

@@ -9,10 +9,12 @@ half-way leaves the parts where they were.
 """
 
 import ctypes
+import os
 import shutil
 import tempfile
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,17 +46,14 @@ class OffloadReport:
     """Of one `offload` or `onload`, on this rank."""
 
     action: Literal["offload", "onload"]
-    """What was asked for."""
     to: Literal["host", "disk"]
     """Where parts are kept while they are away."""
     bytes_moved: Mapping[str, int]
     """Of each part that was asked for and was not there already; 0 where it had nothing that could move."""
     seconds: float
-    """It took, copies included."""
     before: MemoryUse
     """Memory by category."""
     after: MemoryUse
-    """The same afterwards."""
     host_bytes: int
     """Host memory that is kept for the next time, or holds what is away."""
     notes: tuple[str, ...]
@@ -65,15 +64,6 @@ class OffloadReport:
         """That the device holds less of parameters, gradients and optimizer state than before; negative for onload."""
         return self.before.total() - self.after.total()
 
-    @property
-    def given_back_bytes(self) -> int | None:
-        """That this process really has less: of the GPU (reserved by torch), or resident where there is none."""
-        if self.before.cuda is not None and self.after.cuda is not None:
-            return self.before.cuda["reserved"] - self.after.cuda["reserved"]
-        if self.before.resident is None or self.after.resident is None:
-            return None
-        return self.before.resident - self.after.resident
-
 
 class Offloader:
     """Moves parts of `model` and its optimizers.
@@ -82,7 +72,7 @@ class Offloader:
         model: plain or sharded; gathered parameters of FSDP2 are resharded first.
         extra: tensors with their names that belong to a part and that neither the model nor torch's optimizers know,
             such as gradient buffers and master weights.
-        directory: a folder of its own is made there, and what is anywhere moves into safetensors files in it, deleted
+        directory: a folder of its own is made there, and what is anywhere moves into files in it, deleted
             when they are read back. None moves what is on a GPU into pinned host memory, which is kept and used again.
     """
 
@@ -98,7 +88,7 @@ class Offloader:
         self._to: Literal["host", "disk"] = "host" if directory is None else "disk"
         self._model = model
         self._extra = extra
-        self._stores: dict[Part, HostStore | DiskStore] = {}
+        self._stores: dict[Part, Store] = {}
         self._away: dict[Part, list[NamedStorage]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -147,11 +137,12 @@ class Offloader:
             if "weights" in wanted:
                 self._handles += refuse_model(self._model, partial(self.require, parts=_WEIGHTS))
                 self._replaced = put_placeholders(self._model)
-            self._handles += refuse_steps(optimizers, self.require)
+            for optimizer in optimizers:
+                refuse = partial(self.require, f"step of {type(optimizer).__name__}")
+                self._handles.append(optimizer.register_step_pre_hook(lambda *_, refuse=refuse: refuse()))
         except BaseException:
             self._allow(wanted)
-            for store in self._stores_of(wanted):
-                store.clear()
+            self._clear_stores(wanted)
             raise
         for part, storages in found.items():
             self._away[part] = storages
@@ -190,8 +181,7 @@ class Offloader:
             raise
         for part in found:
             del self._away[part]
-        for store in self._stores_of(found):
-            store.clear()
+        self._clear_stores(found)
         self._allow(found)
         report = self._report("onload", found, before=before, start=start, asked=parts)
         if not self._away:
@@ -241,14 +231,16 @@ class Offloader:
             for part in parts
         }
 
-    def _store(self, part: Part) -> "HostStore | DiskStore":
+    def _store(self, part: Part) -> "Store":
         if part not in self._stores:
             pinned = torch.cuda.is_available()
             self._stores[part] = HostStore(pinned=pinned) if self.directory is None else DiskStore(self.directory)
         return self._stores[part]
 
-    def _stores_of(self, parts: Collection[Part]) -> "list[HostStore | DiskStore]":
-        return [store for part, store in self._stores.items() if part in parts]
+    def _clear_stores(self, parts: Collection[Part]) -> None:
+        for part, store in self._stores.items():
+            if part in parts:
+                store.clear()
 
     def _allow(self, parts: Collection[Part]) -> None:
         if "weights" in parts:
@@ -382,55 +374,58 @@ def refuse_model(model: nn.Module, refuse: Callable[[str], None]) -> list[Remova
     ]
 
 
-def refuse_steps(optimizers: Iterable[torch.optim.Optimizer], refuse: Callable[[str], None]) -> list[RemovableHandle]:
-    """The same before every step of `optimizers`."""
-
-    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        refuse(f"step of {type(optimizer).__name__}")
-
-    return [each.register_step_pre_hook(step) for each in optimizers]
-
-
 # ---- Where bytes go that leave a device: host memory that is used again, or files in a folder of this process alone.
-#
-# A store keeps one sequence of bytes at a time, given and taken as contiguous uint8 tensors of one dim on any device;
-# `put` copies and changes nothing at the source.
+# They are given and taken as contiguous uint8 tensors of one dim on any device.
 
 # A power of two, since torch rounds pinned memory up to one; what is packed into such chunks wastes one at most.
 CHUNK_BYTES = 64 * 2**20
-FILE_BYTES = 256 * 2**20
 
 
-class HostStore:
-    """Chunks of host memory that are kept for the next time."""
+class Store(ABC):
+    """Keeps one sequence of bytes at a time."""
 
-    def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._pinned = pinned
-        self._chunk_bytes = chunk_bytes
-        self._chunks: list[Tensor] = []
-
-    @property
-    def host_bytes(self) -> int:
-        """Of all chunks."""
-        return len(self._chunks) * self._chunk_bytes
+    host_bytes = 0
+    """Host memory that it holds."""
 
     def put(self, pieces: Sequence[Tensor]) -> None:
-        """Copy `pieces` one after the other into the chunks, of which there will be as many as it takes."""
-        while self.host_bytes < sum(piece.numel() for piece in pieces):
-            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+        """Copy `pieces`, one after the other, into room for all of them."""
+        self._make_room(sum(piece.numel() for piece in pieces))
         for part, place in self._places(pieces):
-            place.copy_(part, non_blocking=self._pinned)
+            place.copy_(part, non_blocking=place.is_pinned())
 
     def get(self, into: Sequence[Tensor]) -> None:
         """Copy back."""
         for part, place in self._places(into):
-            part.copy_(place, non_blocking=self._pinned)
+            part.copy_(place, non_blocking=place.is_pinned())
+
+    @abstractmethod
+    def clear(self) -> None:
+        """The bytes are not wanted any more."""
+
+    @abstractmethod
+    def _make_room(self, num_bytes: int) -> None: ...
+
+    @abstractmethod
+    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part of a piece, and where it lies here."""
+
+
+class HostStore(Store):
+    """Chunks of host memory that are kept for the next time."""
+
+    def __init__(self, *, pinned: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._pinned, self._chunk_bytes = pinned, chunk_bytes
+        self._chunks: list[Tensor] = []
 
     def clear(self) -> None:
         """Nothing: the next bytes overwrite these."""
 
+    def _make_room(self, num_bytes: int) -> None:
+        while self.host_bytes < num_bytes:
+            self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+            self.host_bytes += self._chunk_bytes
+
     def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each part of a piece that lies in one chunk, and where."""
         at = 0
         for piece in pieces:
             done = 0
@@ -441,64 +436,39 @@ class HostStore:
                 done, at = done + size, at + size
 
 
-class DiskStore:
-    """safetensors files in a new folder that only this user can read.
-
-    The folder is deleted by `clear`, with the store, or at the end of the process.
+class DiskStore(Store):
+    """A file in a new folder that only this user can read, and that goes by `clear`, with the store, or the process.
 
     A process that is killed leaves the folder: its name begins with `rl-backends-offload-`.
 
-    Args:
-        directory: where the folder is made; on a disk, since files in a file system of memory free none.
-        file_bytes: about how much of it is in one file, hence in host memory at a time while it is written.
+    directory: where the folder is made; on a disk, since files in a file system of memory free none.
     """
 
-    def __init__(self, directory: Path, *, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._file_bytes = file_bytes
         self._delete: weakref.finalize[[str], DiskStore] | None = None
-        self._files: list[tuple[Path, int]] = []
-
-    @property
-    def host_bytes(self) -> int:
-        """None: files are no memory."""
-        return 0
-
-    def put(self, pieces: Sequence[Tensor]) -> None:
-        """Write `pieces`."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        folder = Path(tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory))
-        self._delete = weakref.finalize(self, shutil.rmtree, str(folder), ignore_errors=True)
-        groups: list[list[Tensor]] = [[]]
-        for piece in pieces:
-            if groups[-1] and sum(each.numel() for each in groups[-1]) + piece.numel() > self._file_bytes:
-                groups.append([])
-            groups[-1].append(piece)
-        for number, group in enumerate(groups):
-            path = folder / f"{number}.safetensors"
-            try:
-                save_file({str(index): piece.cpu() for index, piece in enumerate(group)}, path)
-            except SafetensorError as error:  # what it makes of an error of the disk
-                raise OSError(f"{path} could not be written: {error}") from error
-            self._files.append((path, len(group)))
-
-    def get(self, into: Sequence[Tensor]) -> None:
-        """Read them back."""
-        from safetensors import SafetensorError, safe_open
-
-        pieces = iter(into)
-        for path, number in self._files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for index in range(number):
-                        next(pieces).copy_(file.get_tensor(str(index)))
-            except SafetensorError as error:
-                raise RuntimeError(f"{path} is not what was written to it: {error}") from error
+        self._file = Path()
 
     def clear(self) -> None:
         """Delete the folder."""
         if self._delete is not None:
             self._delete()
-        self._delete, self._files = None, []
+        self._delete = None
+
+    def _make_room(self, num_bytes: int) -> None:
+        folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
+        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._file = Path(folder) / "bytes"
+        try:
+            with self._file.open("wb") as file:  # a full disk is an error here; who writes to mapped memory, it kills
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise OSError(f"{self._file} could not be written: {error}") from error
+
+    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        sizes = [piece.numel() for piece in pieces]
+        wanted, size = sum(sizes), self._file.stat().st_size
+        if size != wanted:
+            raise RuntimeError(f"{self._file} is not what was written to it: {size} bytes, and {wanted} were written")
+        mapped = torch.from_file(str(self._file), shared=True, size=wanted, dtype=torch.uint8)
+        yield from zip(pieces, torch.split(mapped, sizes), strict=True)

@@ -35,10 +35,9 @@ SIOCGIFADDR = 0x8915
 class _OwnGroup:
     """A process group that was made here, and who has joined it; whoever is garbage has left."""
 
-    world: dist.ProcessGroup
+    world: dist.ProcessGroup | None
     device: str
     alone: bool
-    """Whether this process is its only rank."""
     members: "WeakSet[Membership]" = field(default_factory=WeakSet)
 
 
@@ -78,11 +77,16 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
         timeout_s: how long a rank waits for another before it gives up; of the first to join.
 
     Raises:
-        ValueError: "cuda" is asked for, and somebody who does without has made the process group; or it is not known
-            which GPU is this rank's, or another rank has the same.
+        ValueError: "cuda" is asked for, and absent, or somebody who does without has made the process group; or it is
+            not known which GPU is this rank's, or another rank has the same.
     """
     global _own  # noqa: PLW0603 - a process has one
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' (in a recipe, "
+                "policy.dtensor_cfg.device or policy.megatron_cfg.device)"
+            )
         choose_gpu()
     if not dist.is_initialized():
         backend, timeout = BACKENDS[device], timedelta(seconds=timeout_s)
@@ -90,10 +94,10 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
-        _own = _OwnGroup(world=_world(), device=device, alone=dist.get_world_size() == 1)
+        _own = _OwnGroup(world=dist.group.WORLD, device=device, alone=dist.get_world_size() == 1)
         if not _own.alone:
             atexit.register(_destroy, _own)  # NCCL warns of a group that was not destroyed
-    if _own is not None and _own.world is not _world():
+    if _own is not None and _own.world is not dist.group.WORLD:
         _own = None  # the user has destroyed it, and made another
     if _own is not None and device == "cuda" and _own.device != "cuda":
         after = "close() that one first" if _own.alone else "several ranks keep theirs, so use another process for it"
@@ -159,15 +163,9 @@ def _destroy(own: _OwnGroup) -> None:
     global _own  # noqa: PLW0603
     if _own is own:
         _own = None
-    if dist.is_initialized() and own.world is _world():
+    if dist.is_initialized() and own.world is dist.group.WORLD:
         dist.destroy_process_group()
         forget_process_group()
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 # ---- Ranks that another launcher started.

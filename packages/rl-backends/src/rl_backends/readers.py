@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
 from rl_backends.errors import ModelError
-from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.config import KernelsConfig
 from rl_backends.lora.layers import adapted_head
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp
@@ -121,21 +121,20 @@ def read_top_k(head: Head, temperature: float, k: int) -> Reader:
 
 
 def value_reader(model: nn.Module) -> Reader:
-    """What reads the number that a head says of each asked place."""
+    """Reads what a head of one number says of each asked place: float32 [n]."""
     if not hasattr(model, "score"):
         raise ModelError(
             f"{type(model).__qualname__} has no head `score` that gives a number; load it with "
             f"head='sequence_classification'"
         )
-    return read_value
 
+    def read(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> Float[Tensor, " n"]:
+        values: Tensor = model.score(hidden)
+        if values.shape[-1] != 1:
+            raise ModelError(
+                f"{type(model).__qualname__} says {values.shape[-1]} numbers of a token, one for each of its labels, "
+                f"and a value or score is one: load it with num_labels=1"
+            )
+        return values.squeeze(-1).to(torch.float32)
 
-def read_value(model: Any, hidden: Float[Tensor, "n H"], _: ModelInputs) -> Float[Tensor, " n"]:
-    """What a head of one number says of each asked place: float32 [n]."""
-    values: Tensor = model.score(hidden)
-    if values.shape[-1] != 1:
-        raise ModelError(
-            f"{type(model).__qualname__} says {values.shape[-1]} numbers of a token, one for each of its labels, and a "
-            f"value or score is one: load it with num_labels=1"
-        )
-    return values.squeeze(-1).to(torch.float32)
+    return read

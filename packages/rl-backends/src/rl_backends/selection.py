@@ -32,11 +32,9 @@ class BackendSelection:
     """The backend that was chosen, and why."""
 
     backend: Literal["dtensor", "megatron"]
-    """Which one."""
     reason: str
     """Why that one, and which settings of the other have no effect."""
     config: DTensorConfig | MegatronConfig
-    """Of the chosen one."""
     unused: tuple[str, ...] = ()
     """Settings of the other that differ from their defaults, as `dtensor_cfg.device='cuda'`."""
 
@@ -77,9 +75,6 @@ class BackendSelection:
         """The backend over `model`, with its weights; options and errors are those of its constructor.
 
         seed: of the first values of adapters, where there are any: nothing else begins at random.
-
-        Raises:
-            MissingDependencyError: Megatron was chosen, and megatron-core is absent, too old or too new.
         """
         if self.adapters is not None:
             options["seed"] = seed
@@ -87,11 +82,7 @@ class BackendSelection:
         return made
 
     def from_pretrained(self, model_name: str, **options: Any) -> Backend:
-        """The backend over a folder or hub id; options and errors are those of its `from_pretrained`.
-
-        Raises:
-            MissingDependencyError: Megatron was chosen, and megatron-core is absent, too old or too new.
-        """
+        """The backend over a folder or hub id; options and errors are those of its `from_pretrained`."""
         made: Backend = self._class().from_pretrained(model_name, self.config, **options)
         return made
 

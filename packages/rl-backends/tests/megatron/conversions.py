@@ -21,7 +21,7 @@ def save(world, folder, family="Llama", dtype=torch.float32, **overrides):
 
 def convert(model, directory, *, progress=None):
     """As the command does."""
-    from rl_backends.loading import open_model
+    from rl_backends.loading.source import open_model
     from rl_backends.megatron import conversion
 
     return conversion.convert(open_model(str(model)), directory=directory, progress=progress)
@@ -29,7 +29,7 @@ def convert(model, directory, *, progress=None):
 
 def held(model, fill, precision="float32", **sizes):
     """Every part that this rank holds, when `fill(model, skeleton's source)` has filled a model of these sizes."""
-    from rl_backends.loading import open_model
+    from rl_backends.loading.source import open_model
     from rl_backends.megatron.config import MegatronConfig
     from rl_backends.megatron.model import MegatronModel
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rl_backends import OptimizerConfig
-from rl_backends.checkpoints import find_latest
+from rl_backends.checkpoints.saving import find_latest
 from rl_backends.megatron.config import MegatronConfig
 
 STEPS = 3

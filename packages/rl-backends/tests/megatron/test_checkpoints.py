@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rl_backends import DTensorBackend, DTensorConfig, MuonConfig, OptimizerConfig
 from rl_backends import rank_agreement as ranks
-from rl_backends.checkpoints import dcp
+from rl_backends.checkpoints import storage
 from rl_backends.checkpoints.shards import TensorShard, flat_boxes
 from rl_backends.errors import CheckpointError
 from rl_backends.megatron.config import MegatronConfig
@@ -168,7 +168,7 @@ def dtensor(world, *, seed=0, family="Qwen3", optimizer=OPTIMIZER):
 
 
 def tensors_of(folder):
-    from rl_backends.checkpoints.manifest import read_manifest
+    from rl_backends.checkpoints.storage import read_manifest
     from rl_backends.commands.export import _tensors
 
     return dict(_tensors(folder, read_manifest(folder), dtype=None))
@@ -208,7 +208,7 @@ def test_dtensors_go_on_from_a_checkpoint_of_megatron(start, train, world, tmp_p
 
 
 def test_training_on_while_it_is_written_does_not_tear_it(start, train, tmp_path, monkeypatch):
-    gate, write = threading.Event(), dcp.write_safetensors
+    gate, write = threading.Event(), storage.write_safetensors
 
     def write_later(path, tensors):
         assert gate.wait(60)
@@ -216,7 +216,7 @@ def test_training_on_while_it_is_written_does_not_tear_it(start, train, tmp_path
 
     whole = train(start(**SHARED), 2)
     halfway = numbers_of(whole)
-    monkeypatch.setattr(dcp, "write_safetensors", write_later)
+    monkeypatch.setattr(storage, "write_safetensors", write_later)
     saving = whole.save_checkpoint(tmp_path / "saved", asynchronous=True)
     train(whole, 1)
     assert not saving.done
@@ -230,7 +230,7 @@ def test_training_on_while_it_is_written_does_not_tear_it(start, train, tmp_path
 def test_of_a_fused_parameter_each_name_copies_its_own_part_to_the_host_alone():
     fused = torch.arange(24.0).view(6, 4)
     box = Box(offsets=(0, 0), sizes=(2, 4), local_offsets=(3, 0))
-    copied = dcp.StagingBuffers().stage({"k": TensorShard(local=fused, shape=(2, 4), boxes=(box,))})["k"]
+    copied = storage.StagingBuffers().stage({"k": TensorShard(local=fused, shape=(2, 4), boxes=(box,))})["k"]
     assert copied.local.numel() == 8
     assert torch.equal(copied.boxes[0].of_local(copied.local), fused[3:5])
 

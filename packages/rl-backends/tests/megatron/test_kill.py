@@ -13,7 +13,7 @@ import torch.distributed as dist
 from forked import RanksFailedError
 from kill_program import KILLED, LAYOUTS, STEPS, train
 
-from rl_backends.checkpoints import find_latest
+from rl_backends.checkpoints.saving import find_latest
 from rl_backends.rank_agreement import gather_text
 
 RANKS = {layout: 1 if layout == "alone" else 2 for layout in LAYOUTS}

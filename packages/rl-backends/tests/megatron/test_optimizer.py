@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from rl_backends import optimizers as neutral
 from rl_backends.errors import CheckpointError, ModelError, NonFiniteGradientError
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.optimizers import MuonConfig, OptimizerConfig
+from rl_backends.optimizers import optimizers as neutral
+from rl_backends.optimizers.config import MuonConfig, OptimizerConfig
 
 pytestmark = [
     # megatron-core 0.16 names collectives as torch did before 2.13.

@@ -261,8 +261,6 @@ def quick():
     chosen = [*alone, *(each for each in table() if each.refusal is not None)]
     for number, mesh in enumerate(each for each in MESHES if MESHES[each][0] > 1):
         exact = [each for each in table() if (each.mesh, each.refusal) == (mesh, None)]
-        if not exact:  # expert parallelism, where transformers 4 does not stack experts
-            continue
         models = list(dict.fromkeys(each.model for each in exact))
         of_one = [each for each in exact if each.model == models[number % len(models)]]
         chosen.append(of_one[number // 2 % len(of_one)])

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from rl_backends import LoraConfig
-from rl_backends.lora import add_lora
+from rl_backends.lora.inject import add_lora
 
 SIZES = {
     "vocab_size": 67,  # divides over no mesh

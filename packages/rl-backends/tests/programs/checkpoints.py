@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import rl_parallel_plans as plans
-from rl_backends.checkpoints import find_latest, load_checkpoint, prune, save_checkpoint
+from rl_backends.checkpoints.loading import load_checkpoint
+from rl_backends.checkpoints.saving import find_latest, prune, save_checkpoint
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
 

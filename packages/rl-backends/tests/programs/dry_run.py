@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from rl_backends import DTensorBackend, DTensorConfig
 from rl_backends.dry_run.explanation import StepRequest, predict
 from rl_backends.dry_run.fake import rows_of, run_step
-from rl_backends.lora import LoraConfig
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.lora.config import LoraConfig
+from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans.forecast import Ledger
 
 SIZES = {

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rl_backends.errors import ModelError, RankError
 from rl_backends.export import export_pretrained
-from rl_backends.loading import initialise, materialize, open_model
-from rl_backends.loading.skeleton import make_skeleton
+from rl_backends.loading.skeleton import make_skeleton, materialize
+from rl_backends.loading.source import open_model
+from rl_backends.loading.weights import initialise
 from rl_parallel_plans import named_shards, parallelize, plan_for
 
 SMALL_FILES = 20_000

@@ -72,7 +72,7 @@ def gradients(model):
 
 
 def lora_config(case):
-    from rl_backends.lora import LoraConfig
+    from rl_backends.lora.config import LoraConfig
 
     return LoraConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in case.items()})
 
@@ -101,7 +101,7 @@ def set_adapters(model):
 
 def build(world, case, mesh):
     """Meta skeleton, adapters, plan, shards, values: as the backend does it."""
-    from rl_backends.lora import add_lora, initialise_adapters
+    from rl_backends.lora.inject import add_lora, initialise_adapters
     from rl_parallel_plans import parallelize, plan_for
 
     source = make_model(world, case)
@@ -139,8 +139,9 @@ def materialise(model, source, *, tied):
 
 
 def run(world, case, folder):
-    from rl_backends.lora import MergedWeights, adapters_disabled, export_merged, save_adapter
-    from rl_backends.lora.layers import peft_names
+    from rl_backends.lora.files import save_adapter
+    from rl_backends.lora.layers import adapters_disabled, peft_names
+    from rl_backends.lora.merged import MergedWeights, export_merged
 
     replicate, tp = case["replicate"], case["tp"]
     shape = (replicate, dist.get_world_size() // replicate // tp, tp)

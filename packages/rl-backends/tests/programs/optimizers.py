@@ -75,7 +75,9 @@ def whole_weights(model):
 
 
 def take_steps(world, task):
-    from rl_backends.optimizers import OptimizerConfig, clip_and_step, make_optimizers, muon
+    from rl_backends.optimizers import muon
+    from rl_backends.optimizers.config import OptimizerConfig
+    from rl_backends.optimizers.optimizers import clip_and_step, make_optimizers
 
     model, config = sharded(world, task), make_config(OptimizerConfig, task["optimizer"])
     orthogonalized, count = muon.orthogonalized, [0]
@@ -101,7 +103,7 @@ def take_steps(world, task):
 
 
 def make_config(kind, options):
-    from rl_backends.optimizers import MuonConfig
+    from rl_backends.optimizers.config import MuonConfig
 
     muon = {"muon": MuonConfig(**options["muon"])} if "muon" in options else {}
     return kind(**{**options, **muon})
@@ -110,7 +112,8 @@ def make_config(kind, options):
 def meet_a_nan(world, task):
     """A NaN in one entry that the last rank alone holds: what every rank does, and what has changed."""
     from rl_backends import errors
-    from rl_backends.optimizers import OptimizerConfig, clip_and_step, make_optimizers
+    from rl_backends.optimizers.config import OptimizerConfig
+    from rl_backends.optimizers.optimizers import clip_and_step, make_optimizers
     from rl_parallel_plans import to_local_if_dtensor
 
     model = sharded(world, task)
@@ -141,7 +144,8 @@ def meet_a_nan(world, task):
 
 def step_after_a_forward(world, task):
     """A forward without a backward leaves weights gathered; the next forward must see the updated ones."""
-    from rl_backends.optimizers import OptimizerConfig, clip_and_step, make_optimizers
+    from rl_backends.optimizers.config import OptimizerConfig
+    from rl_backends.optimizers.optimizers import clip_and_step, make_optimizers
 
     model, config = sharded(world, task).eval(), OptimizerConfig(lr=1e-2)
     optimizers = make_optimizers(model, config, num_steps=1)
@@ -157,7 +161,8 @@ def step_over_meshes(_, task):
     """One optimizer over parameters that are plain or lie on different meshes, as experts do."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from rl_backends.optimizers import OptimizerConfig, clip_and_step, make_optimizers
+    from rl_backends.optimizers.config import OptimizerConfig
+    from rl_backends.optimizers.optimizers import clip_and_step, make_optimizers
 
     ranks = dist.get_world_size()
     meshes = {

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_backends.loading import pad_token_id
+from rl_backends.loading.source import pad_token_id
 from rl_generation import ModelError, make_training_engine
 from rl_generation.engine import StreamingEngine
 from rl_generation.server import Server

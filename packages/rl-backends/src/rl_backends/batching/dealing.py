@@ -48,7 +48,6 @@ class DealtRows(Generic[BatchT]):
     rows: Int[Tensor, " b"]
     """Their numbers in the batch, ascending. One that is repeated to keep ranks in step is among them."""
     examples: BatchT
-    """The rows."""
     lengths: Int[Tensor, " B"]
     """Tokens of every row of the batch."""
     asked: Int[Tensor, " B"]
@@ -69,7 +68,6 @@ class RowDealing:
     num_ranks: int
     """How many have rows of their own."""
     limits: MicrobatchLimits
-    """Of one microbatch."""
     token_multiple: int = 1
     """What the length of a row is rounded up to: 2 · ranks under context parallelism."""
     vocabulary_size: int = sys.maxsize

@@ -152,18 +152,13 @@ class SequenceShard:
     rank: int
     """On the context-parallel axis."""
     num_ranks: int
-    """Of that axis."""
 
     def padded(self, length: int) -> int:
         """Tokens of rows of `length` tokens with the padding that makes them 2 · num_ranks equal chunks."""
         return -(-length // (2 * self.num_ranks)) * 2 * self.num_ranks
 
-    def positions(self, length: int) -> Int[Tensor, " t"]:
-        """Of this rank's tokens in rows of `length` tokens before padding."""
-        return self.positions_of_rows(torch.tensor([self.padded(length) // self.num_ranks]))[0]
-
     def positions_of_rows(self, held: Int[Tensor, " b"]) -> Int[Tensor, "b t"]:
-        """The same of rows of which this rank holds `held` tokens each, padding included.
+        """Of this rank's tokens in rows of which it holds `held` each, padding included.
 
         A row of which it holds fewer than of another ends before the last column.
         """
@@ -184,7 +179,6 @@ class ModelInputs:
     """Tokens as the model reads them, and the tokens that it is asked about."""
 
     tokens: Int[Tensor, "rows_read t"]
-    """Token ids."""
     position_ids: Int[Tensor, "rows_or_one t"] | None
     """Position of each token in its own row; None where it is the token's place in what is read."""
     cu_seq_lens: Int[Tensor, " rows_and_one"] | None

@@ -155,13 +155,9 @@ def write_marker(
     format: tuple[str, int],  # noqa: A002
     files: Mapping[str, Record],
 ) -> None:
-    """Write the marker of a folder whose other files are written; it is on disk when the call returns.
+    """Write the marker of a folder whose other `files` are written; it is on disk when the call returns.
 
-    Args:
-        marker: the new file, in that folder.
-        about: further content, as JSON.
-        format: name and version of the folder's layout.
-        files: those in the folder that the marker vouches for.
+    about: further content, as JSON; format: name and version of the folder's layout.
     """
     body = {"format": format[0], "format_version": format[1], **about, "files": files}
     write_json(marker, {**body, "sha256": text_digest(body)})

@@ -1,25 +1,21 @@
 """Load a checkpoint on any mesh, or refuse it before anything is changed.
 
-`open_checkpoint`, `check_holds` and `read_shards` serve any backend; `load_checkpoint` says which tensors and figures
-of a model of torch are read. Each rank reads the boxes that it holds, and the ranks share the digests to be checked.
+`open_checkpoint` and `restore` serve any backend; `load_checkpoint` says which tensors and figures of a model of torch
+are read. Each rank reads the boxes that it holds, and the ranks share the digests to be checked.
 """
 
-import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner, describe_failure, metadata_of
 from rl_backends.checkpoints.folders import check_file
-from rl_backends.checkpoints.manifest import DAMAGED, INDEX, STATE, Manifest, check_model, read_json, read_manifest
 from rl_backends.checkpoints.optimizer_state import (
     CheckpointedOptimizers,
+    NewState,
     check_hyperparameters,
     describe_optimizers,
     new_states,
@@ -41,7 +37,19 @@ from rl_backends.checkpoints.shards import (
     set_rng,
     this_rank,
 )
+from rl_backends.checkpoints.storage import (
+    DAMAGED,
+    STATE,
+    Manifest,
+    check_model,
+    plan_reads,
+    read_boxes,
+    read_index,
+    read_json,
+    read_manifest,
+)
 from rl_backends.errors import CheckpointError, RankError
+from rl_backends.loading.weights import Shard
 from rl_backends.rank_agreement import gather_text, on_every_rank
 from rl_parallel_plans import named_shards, stage_info
 
@@ -74,17 +82,6 @@ class OpenCheckpoint:
     index: dict[str, Any]
     """Dtype, shape and boxes of each tensor."""
     group: dist.ProcessGroup | None
-    """Over which the ranks coordinate."""
-
-    def result(self, *, rng_restored: bool) -> CheckpointState:
-        """What the caller of `load_checkpoint` is given."""
-        return CheckpointState(
-            version=self.manifest.version,
-            extra=self.state["extra"],
-            mesh=self.manifest.mesh,
-            rng_restored=rng_restored,
-            torch=self.manifest.torch,
-        )
 
 
 @other_ranks_failures()
@@ -120,32 +117,123 @@ def load_checkpoint(
     saved = opened.state["optimizers"] or []
 
     def describe() -> list[dict[str, Any]] | None:
-        bound = [False for _ in optimizers.each] if optimizers is not None else []
-        return None if restored is None else describe_optimizers(restored, held, bound=bound)
+        return None if restored is None else describe_optimizers(restored, held)
 
     names, described = fingerprint(held), on_every_rank(describe, group=opened.group)
     if stage_info(model) is not None:
         names, described = described_by_all_ranks(names, described, group=opened.group)
+    state = restore(
+        opened,
+        optimizers,
+        optimizer=optimizer,
+        names=names,
+        described=described,
+        same_mesh=opened.manifest.mesh == mesh_of(held),
+        device=device_of(held),
+        weights={f"weights/{name}": each.of() for name, each in held.items()},
+        frozen=lambda: named_shards(model),
+        states=lambda: [] if restored is None else new_states(restored, held, saved),
+    )
+    model.zero_grad()
+    return state
+
+
+def restore(
+    opened: OpenCheckpoint,
+    optimizers: CheckpointedOptimizers | None,
+    *,
+    optimizer: bool,
+    names: Mapping[str, list[Any]],
+    described: Sequence[Mapping[str, Any]] | None,
+    same_mesh: bool,
+    device: str,
+    weights: Mapping[str, TensorShard],
+    frozen: Callable[[], Iterable[Shard]],
+    states: Callable[[], list[NewState]],
+) -> CheckpointState:
+    """Check that the checkpoint fits, and fill what this rank holds; every rank must call it.
+
+    Args:
+        opened: the checkpoint.
+        optimizers: that there are here.
+        optimizer: whether they and their schedule are restored.
+        names: dtype and shape of each weight of all ranks.
+        described: the optimizers, if they are restored.
+        same_mesh: whether this is the mesh that wrote it.
+        device: type of the one whose random-number generator is restored too.
+        weights: what this rank holds of them; those that the checkpoint leaves out are not read.
+        frozen: what this rank holds of all weights, where the checkpoint has digests of some.
+        states: makes what the optimizers' state is read into.
+    """
+    source, group, saved = opened.source, opened.group, opened.state["optimizers"]
+    restored = optimizers if optimizer else None
 
     def check() -> None:
-        check_model(opened.source, opened.manifest.model, names)
-        check_holds(opened, optimizer=optimizer, has_optimizers=optimizers is not None)
+        check_model(source, opened.manifest.model, names)
+        if optimizer and optimizers is None and saved is not None:
+            raise CheckpointError(
+                f"{source} holds the state of an optimizer, and there is none here to take it: call start_training "
+                f"first, or leave it behind with optimizer=False"
+            )
+        if restored is not None and saved is None:
+            raise CheckpointError(
+                f"{source} holds no state of optimizers, only weights: load it with optimizer=False, and training "
+                f"starts with fresh moments"
+            )
         if described is not None:
-            check_hyperparameters(opened.source, described, saved, same_mesh=opened.manifest.mesh == mesh_of(held))
+            check_hyperparameters(source, described, saved or [], same_mesh=same_mesh)
 
-    on_every_rank(check, group=opened.group)
-    frozen: dict[str, int] = opened.state.get("frozen", {})
-    if frozen:
-        check_frozen_weights(opened.source, frozen, named_shards(model), group=opened.group)
-    rng = rng_shards(device_of(held)) if has_rng(opened.index, device_of(held)) else {}
-    states = on_every_rank(lambda: [] if restored is None else new_states(restored, held, saved), group=opened.group)
-    filled = numbered([shard for state in states for shard in (*state.scalars, *state.shards)])
-    filled |= {f"weights/{name}": each.of() for name, each in held.items() if name not in frozen}
-    read_shards(opened, rng | filled, schedule=restored)
-    put_states(states, saved)
+    on_every_rank(check, group=group)
+    digests: dict[str, int] = opened.state.get("frozen", {})
+    if digests:
+        check_frozen_weights(source, digests, frozen(), group=group)
+    rng = rng_shards(device) if has_rng(opened.index, device) else {}
+    made = on_every_rank(states, group=group)
+    if any(len(each.scalars) > 1 for each in made):
+        # How many steps were taken of each tensor is read before anything else: they may not fit.
+        counts = numbered([shard for state in made for shard in state.scalars])
+        on_every_rank(lambda: read_boxes(source, plan_reads(source, opened.index, counts)), group=group)
+
+        def check_steps() -> None:
+            for state in made:
+                steps = {str(each.saved_as).split("/")[1]: int(each.local) for each in state.scalars}
+                if len(set(steps.values())) > 1:
+                    counted = ", ".join(f"{step} of {name}" for name, step in steps.items())
+                    raise CheckpointError(
+                        f"the optimizer has taken other numbers of steps of what is one parameter of Megatron "
+                        f"({counted}): load the weights alone by optimizer=False"
+                    )
+
+        on_every_rank(check_steps, group=group)
+    filled = rng | numbered([shard for state in made for shard in (*state.scalars, *state.shards)])
+    filled |= {
+        name: shard for name, shard in weights.items() if (shard.saved_as or name)[len("weights/") :] not in digests
+    }
+    reads = on_every_rank(lambda: plan_reads(source, opened.index, filled), group=group)
+    if restored is not None:  # before anything is read, since it may refuse; then it is put back on every rank
+        before = restored.schedule_state()
+        try:
+            on_every_rank(lambda: restored.load_schedule_state(opened.state["schedule"]), group=group)
+        except (CheckpointError, RankError):
+            if restored.schedule_state() != before:
+                restored.load_schedule_state(before)
+            raise
+    try:
+        on_every_rank(lambda: read_boxes(source, reads), group=group)
+    except (CheckpointError, RankError) as error:
+        raise CheckpointError(
+            f"{source} could not be read: {error}. Weights may be in part those of the checkpoint: build the model "
+            f"anew before you go on"
+        ) from error
+    put_states(made, saved or [])
     set_rng(rng)
-    model.zero_grad()
-    return opened.result(rng_restored=bool(rng))
+    return CheckpointState(
+        version=opened.manifest.version,
+        extra=opened.state["extra"],
+        mesh=opened.manifest.mesh,
+        rng_restored=bool(rng),
+        torch=opened.manifest.torch,
+    )
 
 
 def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
@@ -165,60 +253,5 @@ def open_checkpoint(folder: str | Path, *, verify: bool) -> OpenCheckpoint:
             check_file(source / name, record, remedy=DAMAGED, digest=digest)
 
     on_every_rank(check_files, group=group)
-    state, index = on_every_rank(lambda: (read_json(source / STATE), read_json(source / INDEX)), group=group)
+    state, index = on_every_rank(lambda: (read_json(source / STATE), read_index(source, manifest)), group=group)
     return OpenCheckpoint(source=source, manifest=manifest, state=state, index=index, group=group)
-
-
-def check_holds(opened: OpenCheckpoint, *, optimizer: bool, has_optimizers: bool) -> None:
-    """Check that the checkpoint has what is asked for, and no optimizer state that would be lost."""
-    source, saved = opened.source, opened.state["optimizers"]
-    if optimizer and not has_optimizers and saved is not None:
-        raise CheckpointError(
-            f"{source} holds the state of an optimizer, and there is none here to take it: call start_training "
-            f"first, or leave it behind with optimizer=False"
-        )
-    if optimizer and has_optimizers and saved is None:
-        raise CheckpointError(
-            f"{source} holds no state of optimizers, only weights: load it with optimizer=False, and training starts "
-            f"with fresh moments"
-        )
-
-
-@torch.no_grad()
-def read_shards(
-    opened: OpenCheckpoint, shards: dict[str, TensorShard], *, schedule: CheckpointedOptimizers | None
-) -> None:
-    """Fill this rank's shards, in place, after all ranks have found theirs; every rank must call it.
-
-    schedule: continues where that of the checkpoint stood; None leaves it.
-    """
-    source, index, group = opened.source, opened.index, opened.group
-
-    def plan() -> CheckpointReader:
-        reader = CheckpointReader(source, index, files=opened.manifest.files)
-        planner = ShardLoadPlanner()
-        planner.set_up_planner(shards, metadata_of(index))
-        try:
-            planner.create_local_plan()
-        except CheckpointError as error:
-            raise CheckpointError(f"{source}: {error}") from error
-        return reader
-
-    reader = on_every_rank(plan, group=group)
-    if schedule is not None:  # before anything is read, since it may refuse; then it is put back on every rank
-        before = schedule.schedule_state()
-        try:
-            on_every_rank(lambda: schedule.load_schedule_state(opened.state["schedule"]), group=group)
-        except (CheckpointError, RankError):
-            if schedule.schedule_state() != before:
-                schedule.load_schedule_state(before)
-            raise
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank without a group
-            load(shards, storage_reader=reader, planner=ShardLoadPlanner(), process_group=group)
-    except (CheckpointException, RuntimeError) as error:
-        raise CheckpointError(
-            f"{source} could not be read: {describe_failure(error)}. Weights may be in part those of the checkpoint: "
-            f"build the model anew before you go on"
-        ) from error

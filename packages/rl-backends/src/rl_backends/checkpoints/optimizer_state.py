@@ -50,11 +50,8 @@ class Stepped:
     """What one of torch's optimizers steps on this rank: a parameter, or a part or a copy of one."""
 
     tensor: Tensor
-    """What is stepped."""
     optimizer: Optimizer
-    """Which has its state."""
     group: dict[str, Any]
-    """Of the optimizer, in which it is."""
     parts: Mapping[str, Callable[[Tensor], TensorShard]] = field(default_factory=dict)
     """Of each tensor of the model that it holds: which part of it a tensor is that is shaped like `tensor`."""
 
@@ -89,17 +86,12 @@ def stepped_by(optimizer: Optimizer, held: Mapping[str, ModelShard]) -> list[Ste
 # ---- Saving.
 
 
-def optimizer_shards(
-    optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard], *, bound: Sequence[bool]
-) -> list[TensorShard]:
-    """This rank's part of every tensor of the optimizers' state.
-
-    bound: of each optimizer, whether its state is a tensor subclass on any rank.
-    """
+def optimizer_shards(optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard]) -> list[TensorShard]:
+    """This rank's part of every tensor of the optimizers' state."""
     shards: list[TensorShard] = []
-    for optimizer, is_bound in zip(optimizers.each, bound, strict=True):
+    for optimizer in optimizers.each:
         stepped = stepped_by(optimizer, held)
-        shards += _bound_shards(stepped) if is_bound else state_shards(stepped)
+        shards += _bound_shards(stepped) if is_bound_to_mesh(optimizer) else state_shards(stepped)
     return shards
 
 
@@ -109,7 +101,7 @@ def state_shards(stepped: Iterable[Stepped]) -> list[TensorShard]:
     for each in stepped:
         for key, value in each.state().items():
             for name, part in each.parts.items() if isinstance(value, Tensor) else ():
-                if value.ndim and value.shape != each.tensor.shape:
+                if (value.ndim and value.shape != each.tensor.shape) or is_traceable_wrapper_subclass(_local(value)):
                     raise CheckpointError(
                         f"the optimizer's {key} of {name} has the shape {list(value.shape)}, and its parameter "
                         f"{list(part(each.tensor).shape)}: only state that is cut as its parameter is can be read on "
@@ -119,22 +111,29 @@ def state_shards(stepped: Iterable[Stepped]) -> list[TensorShard]:
     return shards
 
 
-def describe_optimizers(
-    optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard], *, bound: Sequence[bool]
-) -> list[dict[str, Any]]:
+def describe_optimizers(optimizers: CheckpointedOptimizers, held: Mapping[str, ModelShard]) -> list[dict[str, Any]]:
     """Everything about the optimizers that is not a tensor, as JSON."""
     described = []
-    for optimizer, is_bound in zip(optimizers.each, bound, strict=True):
+    for optimizer in optimizers.each:
+        bound = is_bound_to_mesh(optimizer)
         stepped = stepped_by(optimizer, held)
-        groups = [
-            {
-                "names": [name for each in stepped if each.group is group for name in each.parts],
-                "options": {key: _option(optimizer, key, group[key]) for key in group if key not in NOT_RESTORED},
-            }
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in NOT_RESTORED}
+            for key, value in options.items():
+                if isinstance(value, Tensor) and value.ndim == 0:
+                    options[key] = value.item()
+                elif not all(
+                    isinstance(each, JSON_VALUE) for each in (value if isinstance(value, tuple | list) else [value])
+                ):
+                    raise CheckpointError(
+                        f"{_kind(optimizer)}: its hyperparameter {key} is a {type(value).__name__}, which JSON cannot "
+                        f"hold: save with optimizers=None, or keep it in the optimizer's attributes"
+                    )
+            names = [name for each in stepped if each.group is group for name in each.parts]
+            groups.append({"names": names, "options": options})
         state = describe_state(stepped)
-        described.append({"kind": _kind(optimizer), "bound_to_mesh": is_bound, "groups": groups, "state": state})
+        described.append({"kind": _kind(optimizer), "bound_to_mesh": bound, "groups": groups, "state": state})
     return described
 
 
@@ -156,21 +155,9 @@ def describe_state(stepped: Iterable[Stepped]) -> dict[str, dict[str, Any]]:
     }
 
 
-def holds_subclasses(optimizer: Optimizer) -> bool:
-    """Whether any of its state on this rank is a tensor subclass other than a DTensor of plain tensors."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(_local(value)) for value in values)
-
-
-def _option(optimizer: Optimizer, key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.ndim == 0:
-        return value.item()
-    if all(isinstance(each, JSON_VALUE) for each in (value if isinstance(value, tuple | list) else [value])):
-        return value
-    raise CheckpointError(
-        f"{_kind(optimizer)}: its hyperparameter {key} is a {type(value).__name__}, which JSON cannot hold: save with "
-        f"optimizers=None, or keep it in the optimizer's attributes"
-    )
+def is_bound_to_mesh(optimizer: Optimizer) -> bool:
+    """Whether its state is quantized in blocks of each rank's shards; the same on every rank, also before a step."""
+    return type(optimizer).__module__.startswith("torchao.")
 
 
 def _kind(optimizer: Optimizer) -> str:

@@ -7,28 +7,18 @@ for any backend, and `save_checkpoint` says which tensors and figures a model of
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from rl_backends.checkpoints.dcp import CheckpointWriter, ShardSavePlanner, StagingBuffers, describe_failure
-from rl_backends.checkpoints.manifest import MARKER, Manifest, read_manifest
-from rl_backends.checkpoints.optimizer_state import (
-    CheckpointedOptimizers,
-    describe_optimizers,
-    holds_subclasses,
-    optimizer_shards,
-)
+from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, describe_optimizers, optimizer_shards
 from rl_backends.checkpoints.shards import (
     TensorShard,
     described_by_all_ranks,
@@ -40,12 +30,13 @@ from rl_backends.checkpoints.shards import (
     rng_shards,
     this_rank,
 )
+from rl_backends.checkpoints.storage import MARKER, Manifest, StagingBuffers, read_manifest, write_boxes
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
 from rl_parallel_plans import stage_info
 
-Collected = tuple[dict[str, TensorShard], Manifest, dict[str, Any]]
-"""What this rank holds, the manifest without its files, and the content of `state.json`."""
+Collected = tuple[list[TensorShard], dict[str, list[Any]], list[dict[str, Any]] | None]
+"""What this rank holds of weights and optimizers' state; dtype and shape of each weight, and the optimizers, of all."""
 
 
 @contextmanager
@@ -91,31 +82,33 @@ def save_checkpoint(
     """
 
     def collect(group: dist.ProcessGroup | None) -> Collected:
-        # An optimizer may hold quantized state on some ranks only; all must treat it alike.
-        flags = [holds_subclasses(optimizer) for optimizer in optimizers.each] if optimizers is not None else []
-        every_ranks = [json.loads(text) for text in gather_text(json.dumps(flags), group=group)]
-        bound = [any(flags) for flags in zip(*every_ranks, strict=True)]
-
         def collect_here() -> Collected:
-            held = model_shards(model)
-            shards = rng_shards(device_of(held))
-            state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
-            state |= {"optimizers": None, "schedule": None, "frozen": dict(frozen or {})}
-            shards |= {f"weights/{name}": each.of() for name, each in held.items() if name not in (frozen or {})}
-            if optimizers is not None:
-                shards |= numbered(optimizer_shards(optimizers, held, bound=bound))
-                state["optimizers"] = as_json("the optimizers", describe_optimizers(optimizers, held, bound=bound))
-                state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
-            manifest = Manifest(version=version, mesh=mesh_of(held), model=fingerprint(held))
-            return shards, manifest, state
+            shards = [
+                replace(each.of(), saved_as=f"weights/{name}")
+                for name, each in held.items()
+                if name not in (frozen or {})
+            ]
+            if optimizers is None:
+                return shards, fingerprint(held), None
+            return shards + optimizer_shards(optimizers, held), fingerprint(held), describe_optimizers(optimizers, held)
 
-        shards, manifest, state = on_every_rank(collect_here, group=group)
+        shards, names, described = on_every_rank(collect_here, group=group)
         if stage_info(model) is not None:
-            names, state["optimizers"] = described_by_all_ranks(manifest.model, state["optimizers"], group=group)
-            manifest = replace(manifest, model=names)
-        return shards, manifest, state
+            names, described = described_by_all_ranks(names, described, group=group)
+        return shards, names, described
 
-    return write_checkpoint(collect, folder, asynchronous=asynchronous)
+    held = model_shards(model)
+    return write_checkpoint(
+        collect,
+        optimizers,
+        folder,
+        version=version,
+        mesh=mesh_of(held),
+        device=device_of(held),
+        asynchronous=asynchronous,
+        extra=extra,
+        frozen=frozen,
+    )
 
 
 class CheckpointWrite:
@@ -154,9 +147,10 @@ class CheckpointWrite:
             return None
         if this_rank() == 0:  # all ranks have stopped writing, and what they wrote may be what filled the disk
             shutil.rmtree(self.folder.with_name(unfinished_name(self.folder)), ignore_errors=True)
+        what = error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         failure = CheckpointError(
-            f"{self.folder} was not written: {describe_failure(error)}. Checkpoints that were complete still are; free "
-            f"space or mend what is named, and save again"
+            f"{self.folder} was not written: {what}. Checkpoints that were complete still are; free space or mend what "
+            f"is named, and save again"
         )
         failure.__cause__ = error
         return failure
@@ -191,11 +185,21 @@ def unfinished_name(folder: Path) -> str:
 @other_ranks_failures()
 def write_checkpoint(
     collect: Callable[[dist.ProcessGroup | None], Collected],
+    optimizers: CheckpointedOptimizers | None,
     folder: str | Path,
     *,
+    version: int,
+    mesh: dict[str, Any],
+    device: str,
     asynchronous: bool,
+    extra: Mapping[str, Any] | None,
+    frozen: Mapping[str, int] | None,
 ) -> CheckpointWrite:
-    """Write what `collect` returns on each rank. It is called when nothing else is being written."""
+    """As `save_checkpoint`, of what `collect` returns on each rank. It is called when nothing else is being written.
+
+    mesh: number of ranks, and the axes with their sizes.
+    device: type of the one whose random-number generator is saved too.
+    """
     group = idle_group()
     unseen = [error for write in _last if (error := write.unseen_error()) is not None]
     _last.clear()
@@ -210,35 +214,40 @@ def write_checkpoint(
         raise CheckpointError(
             "asynchronous=True needs a process group: call torch.distributed.init_process_group first"
         )
-    shards, manifest, state = collect(group)
+    held, names, described = collect(group)
+    shards = rng_shards(device) | numbered(held)
+
+    def state_here() -> dict[str, Any]:
+        return {
+            "extra": as_json("extra", dict(extra or {}), exact=True),
+            "optimizers": as_json("the optimizers", described),
+            "schedule": None if optimizers is None else as_json("the schedule's state", optimizers.schedule_state()),
+            "frozen": dict(frozen or {}),
+        }
+
+    state = on_every_rank(state_here, group=group)
     if len(set(gather_text(str(target), group=group))) > 1:
         raise CheckpointError(f"the ranks were given different folders ({target} here): give all of them the same one")
     unfinished = target.with_name(unfinished_name(target))
     on_rank_0(lambda: _make_room(target, unfinished), group=group)
-    writer = CheckpointWriter(unfinished, target, manifest, state, buffers=_buffers)
-    future: Future[Any] = Future()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on one rank without a group
-        planner = ShardSavePlanner()
-        if asynchronous:
-            started = async_save(
-                shards, storage_writer=writer, planner=planner, process_group=group, async_stager=writer
-            )
-            assert isinstance(started, Future)
-            future = started
-        else:
-            # A future that has ended already, so that both ways to save fail in the same way.
-            try:
-                if any(not shard.local.is_cpu for shard in shards.values()):
-                    shards = writer.stage(shards)
-                future.set_result(save(shards, storage_writer=writer, planner=planner, process_group=group))
-            except (CheckpointException, RuntimeError, OSError) as error:
-                future.set_exception(error)
-    write = CheckpointWrite(target, future)
+    if asynchronous or any(not shard.local.is_cpu for shard in shards.values()):
+        shards = _buffers.stage(shards)
+    manifest = Manifest(version=version, mesh=mesh, model=names)
+    action = partial(
+        write_boxes, unfinished, target, shards, manifest=manifest, state=state, buffers=_buffers, group=group
+    )
     if asynchronous:
-        _last.append(write)
-    else:
-        write.wait()
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        _last.append(CheckpointWrite(target, thread.submit(action)))
+        thread.shutdown(wait=False)
+        return _last[0]
+    future: Future[None] = Future()  # that has ended already, so that both ways to save fail in the same way
+    try:
+        future.set_result(action())
+    except Exception as error:  # noqa: BLE001 - raised by `wait`
+        future.set_exception(error)
+    write = CheckpointWrite(target, future)
+    write.wait()
     return write
 
 

@@ -32,7 +32,6 @@ class FlatBox:
     offsets: tuple[int, ...]
     """Of its first element in the unsharded tensor."""
     sizes: tuple[int, ...]
-    """Its shape."""
     start: int
     """Index of its first element in the flat memory."""
 
@@ -46,7 +45,6 @@ class TensorShard:
     """This rank's part of one tensor of a checkpoint: the source of a save, or the destination of a load."""
 
     local: Tensor
-    """This rank's memory."""
     shape: tuple[int, ...]
     """Of the unsharded tensor."""
     boxes: tuple[Box | FlatBox, ...]
@@ -190,13 +188,8 @@ def set_rng(shards: Mapping[str, TensorShard]) -> None:
 def flat_boxes(boxes: Iterable[Box], shape: Sequence[int], *, start: int, end: int) -> list[FlatBox]:
     """The parts of `boxes` that the range [start, end) of this rank's flattened tensor holds.
 
-    A range of a matrix is at most a part of a row, whole rows and a part of a row: three boxes.
-
-    Args:
-        boxes: of the tensor; each is contiguous in its memory.
-        shape: of this rank's tensor.
-        start: of the range in the flattened tensor; the boxes count from here.
-        end: one behind its last element.
+    A range of a matrix is at most a part of a row, whole rows and a part of a row: three boxes, which count from
+    `start`. Each of `boxes` is contiguous in the memory of the tensor of this `shape`.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     found: list[FlatBox] = []
@@ -282,25 +275,19 @@ def tensor_digests(shards: Iterable[Shard], *, group: dist.ProcessGroup | None) 
 
 def _digest(part: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """The sum over a box, whose first element is at `offsets` of a tensor of this `shape`."""
-    dims: list[
-        tuple[int, int, int]
-    ] = []  # (offset, size, size of the tensor); a dim that is here in full joins the last
-    for offset, size, whole in zip(offsets, part.shape, shape, strict=True):
-        before = dims.pop() if dims and size == whole else None
-        dims.append(
-            (offset, size, whole) if before is None else (before[0] * whole, before[1] * whole, before[2] * whole)
+    if part.numel() > CHUNK:
+        dim = max(range(part.ndim), key=part.shape.__getitem__)
+        first, second = part.tensor_split(2, dim)
+        later = (*offsets[:dim], offsets[dim] + first.shape[dim], *offsets[dim + 1 :])
+        return (_digest(first, offsets, shape) + _digest(second, later, shape)) % 2**64
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]
+    values = part.contiguous().view(bits).to(torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device=part.device)  # of each element in the flattened whole
+    for dim, (offset, size) in enumerate(zip(offsets, part.shape, strict=True)):
+        places = places[..., None] + torch.arange(offset, offset + size, device=part.device) * math.prod(
+            shape[dim + 1 :]
         )
-    flat = part.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
-    flat, total = flat.flatten(), 0
-    for start in range(0, flat.numel(), CHUNK):
-        values = flat[start : start + CHUNK].to(torch.int64)
-        left = torch.arange(start, start + values.numel(), device=part.device)
-        places, stride = torch.zeros_like(left), 1
-        for dim, (offset, size, whole) in reversed(list(enumerate(dims))):
-            places += ((left % size if dim else left) + offset) * stride
-            left, stride = left // size if dim else left, stride * whole
-        hashed = places * MULTIPLIER + ADDEND
-        hashed = (hashed ^ (hashed >> 29)) * MULTIPLIER
-        hashed = (hashed ^ (hashed >> 32)) | 1
-        total += int(((values + 1) * hashed).sum())
-    return total % 2**64
+    hashed = places * MULTIPLIER + ADDEND
+    hashed = (hashed ^ (hashed >> 29)) * MULTIPLIER
+    hashed = (hashed ^ (hashed >> 32)) | 1
+    return int(((values + 1) * hashed).sum()) % 2**64

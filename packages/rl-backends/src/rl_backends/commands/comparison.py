@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,8 +32,8 @@ from rl_backends.commands.flags import chosen_config
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.errors import MissingDependencyError
 from rl_backends.examples import TokenRows
-from rl_backends.kernels import KERNELS
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.kernels.table import KERNELS
+from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans import named_shards
 
 STEPS, LR, WEIGHT_DECAY, MAX_GRAD_NORM, BETAS = 3, 1e-2, 0.01, 1.0, (0.9, 0.95)
@@ -254,15 +254,18 @@ def result_of_rank(task: Mapping[str, Any]) -> Found:
     backend.start_training(OPTIMIZER, num_steps=STEPS)
     found: Found = {"logp": backend.logp(rows)}
     backend.forward_backward(rows, loss)
-    found["gradients"] = _copied(gradients(backend))
+    found["gradients"] = [(name, at, numbers.clone()) for name, at, numbers in gradients(backend)]
     backend.start_training(OPTIMIZER, num_steps=STEPS)  # from no gradient
     for step in range(STEPS):
         backend.forward_backward(rows, loss)
         norm = backend.optim_step()
         if step == 0:
             found["grad_norm"] = torch.tensor([norm])
-    boxes = ((shard, box) for shard in backend.shards() for box in shard.boxes())
-    found["weights"] = _copied((s.name, tuple(box.offsets), box.of_local(s.local.detach())) for s, box in boxes)
+    found["weights"] = [
+        (shard.name, tuple(box.offsets), box.of_local(shard.local.detach()).clone())
+        for shard in backend.shards()
+        for box in shard.boxes()
+    ]
     backend.save_pretrained(folder / "saved")
     backend.close()
     return found
@@ -285,10 +288,6 @@ def gradients(backend: Any) -> Iterator[Part]:
                 yield shard.name, tuple(box.offsets), box.of_local(local)
 
 
-def _copied(parts: Iterable[Part]) -> list[Part]:
-    return [(name, at, numbers.clone(memory_format=torch.contiguous_format)) for name, at, numbers in parts]
-
-
 # ---- What ranks have written, put together again and compared.
 
 
@@ -297,13 +296,10 @@ class Check:
     """One comparison."""
 
     name: str
-    """What is compared."""
     difference: float
     """The largest one, relative to the largest number of its tensor; 1e300 where numbers are missing or not finite."""
     where: str
-    """The tensor that has it."""
     holds: bool
-    """Whether it is within the tolerance."""
 
 
 def compare(
@@ -345,16 +341,10 @@ def check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *
     worst, where = -1.0, ""
     for key, expected in truth.items():
         scale = max(float(expected.abs().max()), floor)
-        apart = _apart(found[key], expected) / scale if scale else 0.0
-        if apart > worst:
+        apart = float((found[key] - expected).abs().max()) / (scale or 1.0)
+        if (apart := apart if math.isfinite(apart) else NOT_A_NUMBER) > worst:  # JSON has no NaN
             worst, where = apart, key
     return Check(name=name, difference=worst, where=where, holds=worst <= tolerance)
-
-
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """The largest difference; a number, since JSON has no NaN."""
-    apart = float((found - expected).abs().max())
-    return apart if math.isfinite(apart) else NOT_A_NUMBER
 
 
 def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
@@ -369,7 +359,9 @@ def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
         for key, (left, right) in pairs.items()
         if not (torch.equal(left, right) and torch.equal(left.signbit(), right.signbit()))  # 0.0 equals -0.0
     ]
-    apart = max((_apart(loaded[key], weights[key]) for key in differing), default=0.0)
+    apart = max(
+        (float((loaded[key] - weights[key]).abs().nan_to_num(NOT_A_NUMBER).max()) for key in differing), default=0.0
+    )
     return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)
 
 
@@ -420,9 +412,25 @@ def verify_each_kernel(arguments: argparse.Namespace) -> int:
             tolerance = arguments.tolerance
             if tolerance is None:
                 tolerance = FLOAT8_TOLERANCE if kernels.float8 else TOLERANCES[config.precision]
+            speed, mfu = 0.0, None
             with closing(backend):
-                checks = _checks(backend, rows, truth, tolerance=tolerance)
-                speed, mfu = _speed(backend, timed_rows)
+                backend.start_training(OptimizerConfig(lr=1e-6), num_steps=TIMED_STEPS + 2)
+                logp = {"": backend.logp(rows).cpu()}
+                backend.forward_backward(rows, functools.partial(loss_of, num_tokens=int(rows.trainable.sum())))
+                found = {name: part.detach().float().cpu().clone() for name, _, part in gradients(backend)}
+                backend.optim_step()
+                loss = functools.partial(loss_of, num_tokens=int(timed_rows.trainable.sum()))
+                for step in range(TIMED_STEPS + 1):  # the fastest counts; the first, which may compile, does not
+                    backend.forward_backward(timed_rows, loss)
+                    backend.optim_step()
+                    metrics = backend.metrics()
+                    assert metrics is not None
+                    if step and metrics.tokens_per_s > speed:
+                        speed, mfu = float(metrics.tokens_per_s), metrics.mfu
+            checks = [
+                check("log-probabilities", logp, {"": truth.logp}, tolerance=tolerance),
+                check("gradients", found, truth.gradients, tolerance=tolerance),
+            ]
             cell |= {"holds": all(each.holds for each in checks), "checks": [asdict(each) for each in checks]}
             cell |= {"tokens_per_s": speed, "mfu": mfu}
             verdict = "holds" if cell["holds"] else "DOES NOT HOLD"
@@ -454,28 +462,3 @@ def _choices() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{part}={name}", {"kernels": {part: name}}
             if part == "float8":
                 yield f"float8={name}, emulated", {"kernels": {"float8": name, "float8_emulate": True}}
-
-
-def _checks(backend: DTensorBackend, rows: VerifyRows, truth: Plain, *, tolerance: float) -> list[Check]:
-    backend.start_training(OptimizerConfig(lr=1e-6), num_steps=TIMED_STEPS + 2)
-    logp = {"": backend.logp(rows).cpu()}
-    backend.forward_backward(rows, functools.partial(loss_of, num_tokens=int(rows.trainable.sum())))
-    found = {name: part.detach().float().cpu().clone() for name, _, part in gradients(backend)}
-    backend.optim_step()
-    return [
-        check("log-probabilities", logp, {"": truth.logp}, tolerance=tolerance),
-        check("gradients", found, truth.gradients, tolerance=tolerance),
-    ]
-
-
-def _speed(backend: DTensorBackend, rows: VerifyRows) -> tuple[float, float | None]:
-    """Tokens a second and MFU of the fastest of a few steps; the first, which may compile, is not counted."""
-    best: tuple[float, float | None] = (0.0, None)
-    for step in range(TIMED_STEPS + 1):
-        backend.forward_backward(rows, functools.partial(loss_of, num_tokens=int(rows.trainable.sum())))
-        backend.optim_step()
-        metrics = backend.metrics()
-        assert metrics is not None
-        if step and metrics.tokens_per_s > best[0]:
-            best = (float(metrics.tokens_per_s), metrics.mfu)
-    return best

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert, or check the conversion that is there, and return the exit code."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a model is converted by one process: start the command by itself, without torchrun")
-    from rl_backends.loading import open_model
+    from rl_backends.loading.source import open_model
     from rl_backends.megatron.installed import require_megatron
 
     require_megatron()
@@ -38,5 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     conversion = convert(source, directory=arguments.dir, progress=functools.partial(print, file=sys.stderr))
     print(conversion.explain())
     if arguments.json:
-        print(json.dumps(conversion.figures(), allow_nan=False))
+        figures = {**conversion.about, "folder": str(conversion.folder), "files": len(conversion.about["files"])}
+        print(json.dumps({**figures, "num_bytes": conversion.num_bytes, "found": conversion.found, "holds": True}))
     return 0

@@ -1,6 +1,6 @@
 """`rl-backends explain`: mesh, plan, dtypes, batch, collectives and predicted memory of a model that is nowhere loaded.
 
-Of the Megatron backend: layout, stages, memory without activations, vocabulary, files.
+Of the Megatron backend: layout, stages, and memory without activations.
 Exit codes: 0 explained, and within `--device-memory-gib` where that was given; 1 beyond it; 2 refused.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import get_args, get_type_hints
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config, one_of
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
 
 GIB = 2**30
 OPTIMIZERS = (*get_args(get_type_hints(OptimizerConfig)["name"]), "none")
@@ -35,8 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
         help="whose state and step count (default %(default)s)",
     )
     group.add_argument("--lora-rank", type=int, metavar="N", help="train adapters on all linear layers (default: no)")
-    group.add_argument("--reference", action="store_true", help="keep a frozen copy of the policy")
-    group.add_argument("--no-plan", action="store_true", help="leave out which rule shards which parameter")
     add_backend_flags(parser, backend)
 
 
@@ -53,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         skeleton = skeleton_of(arguments.model, **source)
         text, document, peak = describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
     else:
-        from rl_backends.lora import LoraConfig
+        from rl_backends.lora.config import LoraConfig
 
         rank, name = arguments.lora_rank, arguments.optimizer
         explanation = explain(
@@ -63,10 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
             optimizer=None if name == "none" else OptimizerConfig(lr=1e-6, name=name),
             rows=arguments.rows,
             length=arguments.length,
-            reference=arguments.reference,
             **source,
         )
-        text, document = explanation.text(plan=not arguments.no_plan), dict(explanation.document)
+        text, document = explanation.text(), dict(explanation.document)
         peak = explanation.dry_run.peak.num_bytes
     print(text)
     holds = given is None or peak <= given * GIB

@@ -9,10 +9,9 @@ import argparse
 import json
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from torch import Tensor
 from rl_backends.commands.flags import add_common_flags, one_of
 
 if TYPE_CHECKING:
-    from rl_backends.checkpoints.manifest import Manifest
-    from rl_backends.loading import ModelSource
+    from rl_backends.checkpoints.storage import Manifest
 
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,27 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     parser.add_argument(
         "--dtype", type=one_of(DTYPES, "--dtype"), metavar="|".join(DTYPES), help="default: the checkpoint's own"
     )
-    parser.add_argument("--max-shard-gib", type=float, default=5.0, metavar="X", help="of a file (default %(default)s)")
-    parser.add_argument(
-        "--tokenizer", action=argparse.BooleanOptionalAction, default=True, help="copy the source's, if it has one"
-    )
     add_common_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and return the exit code."""
-    if not arguments.max_shard_gib > 0:
-        raise ValueError(f"--max-shard-gib must be above 0; got {arguments.max_shard_gib}")
     from rl_backends.checkpoints.folders import check_file, in_threads
-    from rl_backends.checkpoints.manifest import DAMAGED, check_model, read_manifest
     from rl_backends.checkpoints.shards import fingerprint, model_shards
+    from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
     from rl_backends.export import export_pretrained
-    from rl_backends.loading import open_model
+    from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
 
     started = time.monotonic()
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
     manifest = read_manifest(checkpoint)
-    source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
+    asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+    source = open_model(arguments.model, **asked)
+    tokenizer = None
+    if any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        tokenizer = load_tokenizer(source.model_name, **asked)
+    else:
+        print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
     skeleton = source.skeleton()
     check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
     in_threads(lambda file: check_file(checkpoint / file[0], file[1], remedy=DAMAGED), manifest.files.items())
@@ -63,8 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         skeleton,
         target,
         dtype=None if arguments.dtype is None else getattr(torch, arguments.dtype),
-        max_shard_bytes=int(arguments.max_shard_gib * GIB),
-        tokenizer=_tokenizer(source, arguments) if arguments.tokenizer else None,
+        tokenizer=tokenizer,
         tensors=_tensors(checkpoint, manifest, dtype=arguments.dtype),
     )
     version, tensors = manifest.version, len(manifest.model)
@@ -76,33 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(source: "ModelSource", arguments: argparse.Namespace) -> Any:
-    """That of the source, if it has one."""
-    from rl_backends.loading import load_tokenizer
-
-    if any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-        return load_tokenizer(source.model_name, **asked)
-    print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
-    return None
-
-
 def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from rl_backends.checkpoints.dcp import CheckpointReader, ShardLoadPlanner
-    from rl_backends.checkpoints.manifest import INDEX, read_json
     from rl_backends.checkpoints.shards import whole_tensor
+    from rl_backends.checkpoints.storage import plan_reads, read_boxes, read_index
 
-    index = read_json(checkpoint / INDEX)
+    index = read_index(checkpoint, manifest)
     for name in manifest.model:
         key = f"weights/{name}"
-        entry = index[key]
-        tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is as it should be
-            reader = CheckpointReader(checkpoint, {key: entry}, files=manifest.files)
-            load({key: whole_tensor(tensor)}, storage_reader=reader, planner=ShardLoadPlanner())
+        tensor = torch.empty(index[key]["shape"], dtype=getattr(torch, index[key]["dtype"]))
+        read_boxes(checkpoint, plan_reads(checkpoint, index, {key: whole_tensor(tensor)}))
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)

@@ -12,29 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.config import KernelsConfig
 from rl_backends.megatron.config import MegatronConfig
 
 CONFIGS: Mapping[str, type[Any]] = {"dtensor": DTensorConfig, "megatron": MegatronConfig}
-SHORT: Mapping[str, Mapping[str, str]] = {
-    "dtensor": {
-        "tensor_parallel_size": "--tp",
-        "context_parallel_size": "--cp",
-        "expert_parallel_size": "--ep",
-        "data_parallel_replicate_size": "--dp-replicate",
-    },
-    "megatron": {
-        "tensor_model_parallel_size": "--tp",
-        "pipeline_model_parallel_size": "--pp",
-        "context_parallel_size": "--cp",
-        "expert_model_parallel_size": "--ep",
-    },
-}
-"""Field -> a shorter flag."""
-
 NO_FLAG = ("enabled", "lora_cfg", "kernels")
 """What is chosen by --backend, and what is no single value."""
 KERNELS_PREFIX = "kernels_"
@@ -73,20 +57,16 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_backend_flags(parser: argparse.ArgumentParser, backend: str, *, leave_out: Sequence[str] = ()) -> None:
     """Declare the fields of the backend's configuration."""
-    config = CONFIGS[backend]
-    names = {field.name for field in fields(config)}
-    left_out = [name for name in (*NO_FLAG, *leave_out) if name in names]
-    add_config_flags(parser, config, leave_out=left_out, short=SHORT[backend], title=f"{backend} backend")
-    if "kernels" in names:
-        add_config_flags(parser, KernelsConfig, prefix=KERNELS_PREFIX, title="kernels")
+    _add_config_flags(parser, CONFIGS[backend], leave_out=(*NO_FLAG, *leave_out), title=f"{backend} backend")
+    if backend == "dtensor":
+        _add_config_flags(parser, KernelsConfig, prefix=KERNELS_PREFIX, title="kernels")
 
 
 def chosen_config(arguments: argparse.Namespace, **others: Any) -> Any:
     """The configuration of the chosen backend; `others` go before its defaults, and flags before them."""
-    config = CONFIGS[arguments.backend]
-    if "kernels" in {field.name for field in fields(config)}:
+    if arguments.backend == "dtensor":
         others = {"kernels": config_of(KernelsConfig, arguments, prefix=KERNELS_PREFIX), **others}
-    return config_of(config, arguments, enabled=True, **others)
+    return config_of(CONFIGS[arguments.backend], arguments, enabled=True, **others)
 
 
 # ---- Flags of a dataclass, and the dataclass from them.
@@ -94,26 +74,28 @@ def chosen_config(arguments: argparse.Namespace, **others: Any) -> Any:
 ConfigT = TypeVar("ConfigT")
 
 
-def add_config_flags(
-    parser: argparse.ArgumentParser,
-    config: type[Any],
-    *,
-    leave_out: Sequence[str] = (),
-    short: Mapping[str, str] | None = None,
-    prefix: str = "",
-    title: str,
+def _add_config_flags(
+    parser: argparse.ArgumentParser, config: type[Any], *, leave_out: Sequence[str] = (), prefix: str = "", title: str
 ) -> None:
-    """Declare a flag for each field of the dataclass `config`."""
     group = parser.add_argument_group(title)
     docs, hints = field_docs(config), get_type_hints(config)
     for field in fields(config):
         if field.name in leave_out:
             continue
-        names = [*filter(None, [(short or {}).get(field.name)]), f"--{prefix}{field.name}".replace("_", "-")]
+        flag = f"--{prefix}{field.name}".replace("_", "-")
         default = None if field.default is MISSING else field.default
-        told = f"{docs[field.name]} (default: {_told(default)})".replace("%", "%%")
-        options = _options(hints[field.name], names[-1])
-        group.add_argument(*names, dest=f"{prefix}{field.name}", default=argparse.SUPPRESS, help=told, **options)
+        default = {True: "on", False: "off", None: "none"}[default] if default in {True, False, None} else default
+        told = f"{docs[field.name]} (default: {default})".replace("%", "%%")
+        # How argparse reads a value of this type; None beside it is what a flag that is not given means.
+        hint = hints[field.name]
+        kinds = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
+        options: dict[str, Any] = {"type": kinds[0], "metavar": "TEXT" if kinds[0] is str else "N"}
+        if kinds[0] is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif get_origin(kinds[0]) is Literal:
+            choices = get_args(kinds[0])
+            options = {"type": one_of(choices, flag), "metavar": "|".join(choices)}
+        group.add_argument(flag, dest=f"{prefix}{field.name}", default=argparse.SUPPRESS, help=told, **options)
 
 
 def config_of(config: type[ConfigT], arguments: argparse.Namespace, *, prefix: str = "", **others: Any) -> ConfigT:
@@ -147,22 +129,3 @@ def one_of(choices: Sequence[str], flag: str) -> Callable[[str], str]:
         raise argparse.ArgumentTypeError(f"{flag} is {text!r}: it must be one of {', '.join(choices)}{hint}")
 
     return parse
-
-
-def _options(hint: Any, flag: str) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
-    kinds = [each for each in get_args(hint) if each is not NoneType] if get_origin(hint) in (Union, UnionType) else []
-    if len(kinds) == 1:
-        hint = kinds[0]
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        return {"type": one_of(choices, flag), "metavar": "|".join(choices)}
-    return {"type": hint, "metavar": "TEXT" if hint is str else "N"}
-
-
-def _told(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)

@@ -1,20 +1,21 @@
 """How Megatron would lay a model over ranks, and what each holds, by arithmetic: no ranks, weights or megatron-core."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
-from rl_backends.dry_run.explanation import format_bytes, release_of
+from rl_backends.dry_run.explanation import release_of
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
-from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpoint_dir, megatron_checkpoint_dir
+from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.gpt_model import layers_of_stages, padded_vocab_size, require_layout
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.installed import INSTALL
+from rl_parallel_plans.explain.report import size
 
 MadeT = TypeVar("MadeT")
 
@@ -38,8 +39,6 @@ class Stage:
 
     ranks: tuple[int, ...]
     layers: tuple[int, ...]
-    embedding: bool
-    head: bool
     numbers: int
     """Of weights, on one rank; padding of the vocabulary, and a copy of tied embeddings, included."""
     weight_bytes: int
@@ -57,7 +56,7 @@ def shapes_of(skeleton: nn.Module, config: MegatronConfig) -> dict[str, tuple[in
     """Names and shapes of a model's tensors, tied ones once, with the adapters that `config` asks for."""
     if config.lora_cfg is not None and not getattr(skeleton, "peft_config", None):
         from rl_backends.loading.skeleton import without_weights
-        from rl_backends.lora import add_lora
+        from rl_backends.lora.inject import add_lora
 
         skeleton = add_lora(without_weights(skeleton), config.lora_cfg, layers_only=True)
     names = first_names(skeleton)
@@ -122,8 +121,6 @@ def stages_of(
         stage = Stage(
             ranks=tuple(range(number * each, (number + 1) * each)),
             layers=tuple(layers),
-            embedding=first,
-            head=last,
             numbers=dense + experts,
             weight_bytes=(dense + experts) * (2 if low else 4),
             gradient_bytes=sum(trained) * GRADIENT_BYTES,
@@ -155,70 +152,44 @@ def _numbers(
     return dense, experts // config.expert_model_parallel_size
 
 
-# ---- In words and in plain values.
-
-
 def describe_layout(
     skeleton: nn.Module, make_config: Callable[[], MegatronConfig], *, ranks: int
 ) -> tuple[str, dict[str, Any], int]:
-    """Layout, memory without activations, vocabulary, files: for people, in plain values, and the most bytes of a rank.
-
-    No ranks, no weights, and no megatron-core are needed.
-    """
+    """Layout and memory without activations, for people and in plain values, and the most bytes of a rank."""
     architecture, config = readable_layout(skeleton.config, make_config, ranks=ranks)
     stages = stages_of(architecture, shapes_of(skeleton, config), config, ranks=ranks)
     fullest = max(stages, key=lambda stage: stage.num_bytes)
-    words, padded = architecture.vocab_size, padded_vocab_size(architecture, config)
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    release, layout = release_of("megatron-core"), sizes_of(config, ranks)
     document = {
         "backend": "megatron",
-        "model": {
-            "class": type(skeleton).__name__,
-            "type": architecture.model_type,
-            "parameters": sum(parameter.numel() for parameter in skeleton.parameters()),
-        },
+        "model": {"class": type(skeleton).__name__, "type": architecture.model_type, "parameters": parameters},
+        "megatron-core": release,
         "world_size": ranks,
         "config": asdict(config),
-        "versions": {name: release_of(name) for name in ("megatron-core", "torch", "transformers")},
-        "layout": sizes_of(config, ranks),
+        "layout": layout,
         "stages": [{**asdict(stage), "bytes": stage.num_bytes} for stage in stages],
         "memory": {"fullest_rank_bytes": fullest.num_bytes},
-        "vocabulary": {"words": words, "padded": padded, "rows_of_rank": padded // config.tensor_model_parallel_size},
-        "checkpoint_dir": str(megatron_checkpoint_dir().absolute()),
     }
-    return "\n".join(_told(document, config, stages, fullest=fullest)), document, fullest.num_bytes
-
-
-def _told(
-    document: dict[str, Any], config: MegatronConfig, stages: Sequence[Stage], *, fullest: Stage
-) -> Iterator[str]:
-    model, ranks, words = document["model"], document["world_size"], document["vocabulary"]
-    yield (
-        f"MegatronBackend of {model['class']} ({model['parameters']:,} parameters) on {ranks} {config.device} "
-        f"rank{'s' if ranks > 1 else ''}"
-    )
-    yield ", ".join(
-        f"{name} {release}" if release else f"{name} is not installed, and training needs it: {INSTALL}"
-        for name, release in document["versions"].items()
-    )
-    used = [
-        f"  {axis}{size:>5}  {DOES[axis]}" for axis, size in document["layout"].items() if axis in DOES and size > 1
+    used = [f"  {axis}{count:>5}  {DOES[axis]}" for axis, count in layout.items() if axis in DOES and count > 1]
+    told = [
+        f"MegatronBackend of {type(skeleton).__name__} ({parameters:,} parameters) on {ranks} {config.device} ranks",
+        f"megatron-core {release or f'is not installed, and training needs it: {INSTALL}'}",
+        *["\nlayout", *(used or ["  one rank: nothing is shared out"]), "\nstages"],
     ]
-    yield "\n".join(["\nlayout", *(used or ["  one rank: nothing is shared out"])])
-    yield "\nstages" if len(stages) > 1 else "\neach rank"
     for stage in stages:
         first, last = stage.layers[0], stage.layers[-1]
         in_one = last - first == len(stage.layers) - 1  # and not in the chunks of virtual stages
         parts = [f"layers {first} to {last}" if in_one else f"layers {' '.join(map(str, stage.layers))}"]
-        parts += ["the embedding"] * stage.embedding + ["the last norm and the head"] * stage.head
-        yield f"  ranks {stage.ranks[0]} to {stage.ranks[-1]}: {', '.join(parts)}; {stage.numbers:,} numbers each"
-    padding = f"padded with zeros to {words['padded']:,}" if words["padded"] > words["words"] else "as is"
-    yield f"  vocabulary of {words['words']:,} words, {padding}: {words['rows_of_rank']:,} rows a rank"
+        parts += ["the embedding"] * (stage is stages[0]) + ["the last norm and the head"] * (stage is stages[-1])
+        told.append(f"  ranks {stage.ranks[0]} to {stage.ranks[-1]}: {', '.join(parts)}; {stage.numbers:,} elements")
     states = "AdamW, two moments" + (" and float32 masters" if config.precision == "bfloat16" else "")
     shared = ", shared out to data-parallel ranks" if config.use_distributed_optimizer else ""
-    yield f"\nmemory of the fullest ranks (from {fullest.ranks[0]} on), without activations and communication"
-    yield f"  weights    {format_bytes(fullest.weight_bytes):>12}  {config.precision}"
-    yield f"  gradients  {format_bytes(fullest.gradient_bytes):>12}  float32"
-    yield f"  optimizer  {format_bytes(fullest.optimizer_bytes):>12}  {states}{shared}"
-    yield f"  together   {format_bytes(fullest.num_bytes):>12}"
-    yield "\nweights are read from the Hugging Face files, each rank its own parts; nothing is converted"
-    yield f"  `rl-backends convert` would write a Megatron-LM checkpoint to {explain_megatron_checkpoint_dir()}"
+    told += [
+        f"\nmemory of the fullest ranks (from {fullest.ranks[0]} on), without activations and communication",
+        f"  weights    {size(fullest.weight_bytes):>12}  {config.precision}",
+        f"  gradients  {size(fullest.gradient_bytes):>12}  float32",
+        f"  optimizer  {size(fullest.optimizer_bytes):>12}  {states}{shared}",
+        f"  together   {size(fullest.num_bytes):>12}",
+    ]
+    return "\n".join(told), document, fullest.num_bytes

@@ -73,9 +73,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     megatron = arguments.backend == "megatron"
     if megatron:
-        config = _megatron_config(arguments)
+        # What could not be done with the model itself is refused here, and not done with a small one.
+        from rl_backends.commands.megatron_layout import readable_layout
+        from rl_backends.megatron.installed import check_installed
+        from rl_parallel_plans.model_source import read_config
+
+        trust = arguments.trust_remote_code
+        hf_config = read_config(arguments.model, revision=arguments.revision, trust_remote_code=trust)
+        _, config = readable_layout(hf_config, lambda: chosen_config(arguments, **PREFERRED), ranks=arguments.ranks)
+        check_installed()  # else every rank would say so, half a minute later
         stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-        sizes = {"tp": config.tensor_model_parallel_size, "pp": stages}
+        sizes: dict[str, Any] = {"tp": config.tensor_model_parallel_size, "pp": stages}
     else:
         config = chosen_config(arguments, **PREFERRED)
         sizes = {"tp": config.tensor_parallel_size}
@@ -113,16 +121,3 @@ def run(arguments: argparse.Namespace) -> int:
         figures |= {"checks": [asdict(check) for check in checks], "seconds": round(time.monotonic() - started, 3)}
         print(json.dumps({**figures, "holds": holds}, allow_nan=False))
     return 0 if holds else 1
-
-
-def _megatron_config(arguments: argparse.Namespace) -> Any:
-    """What could not be done with the model itself is refused here, and not done with a small one."""
-    from rl_backends.commands.megatron_layout import readable_layout
-    from rl_backends.megatron.installed import check_installed
-    from rl_parallel_plans.model_source import read_config
-
-    asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-    hf_config = read_config(arguments.model, **asked)
-    config = readable_layout(hf_config, lambda: chosen_config(arguments, **PREFERRED), ranks=arguments.ranks)[1]
-    check_installed()  # else every rank would say so, half a minute later
-    return config

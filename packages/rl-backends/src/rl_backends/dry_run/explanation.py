@@ -36,9 +36,10 @@ from rl_backends.errors import ModelError
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.metrics.flops import ModelFlops
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import table
 from rl_parallel_plans import as_json
+from rl_parallel_plans.explain.report import elements, size
 from rl_parallel_plans.forecast.report import PhasePeak, StepPeaks
 
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
@@ -65,21 +66,16 @@ class StepRequest:
     """The step whose memory is asked for."""
 
     lengths: tuple[int, ...]
-    """Tokens of each row of the whole batch."""
     optimizer: OptimizerConfig | None
     """None takes no step, and has no state."""
     temperature: float = 1.0
-    """Of the log-probabilities."""
     reference: bool = False
-    """Keep a frozen copy of the policy."""
     different_tokens: int = DIFFERENT_TOKENS
     """Ids of the rows are from 0 to one less."""
 
 
 # ---- What a dry run gives: the peak memory of each phase of a step on one rank, and what ranks send one another.
 
-GIB = 2**30
-MIB = 2**20
 WORKING_MEMORY = "working memory"
 KINDS = {
     "parameters": "parameters",
@@ -98,8 +94,8 @@ COLUMNS = tuple(dict.fromkeys((*KINDS.values(), WORKING_MEMORY)))
 def by_column(phase: PhasePeak) -> dict[str, int]:
     """The categories of a phase in the words of the table."""
     found = dict.fromkeys(COLUMNS, 0)
-    for category, size in phase.by_category.items():
-        found[KINDS.get(category, WORKING_MEMORY)] += size
+    for category, num_bytes in phase.by_category.items():
+        found[KINDS.get(category, WORKING_MEMORY)] += num_bytes
     return found
 
 
@@ -108,15 +104,12 @@ class Collective:
     """What one phase sends over some axes of the mesh."""
 
     phase: str
-    """In which it runs."""
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all or broadcast."""
     axes: str
     """Names of the axes over which it runs, joined by x."""
     ranks: int
-    """How many they are."""
     count: int
-    """How often it runs."""
     num_bytes: int
     """Of the whole tensors, all of them together."""
 
@@ -130,31 +123,29 @@ class DryRun(StepPeaks):
     """
 
     mesh: Mapping[str, int]
-    """Ranks on each axis."""
     num_microbatches: int
     """That each rank works on."""
     host_bytes: int
     """Held in host memory beside, where parameters or the reference are offloaded from a GPU; else 0."""
     collectives: tuple[Collective, ...]
-    """What ranks send one another, by phase."""
 
     def text(self) -> str:
         """For people."""
         rows = [["on one rank", "peak", *COLUMNS]]
-        rows += [[p.name, format_bytes(p.num_bytes), *map(format_bytes, by_column(p).values())] for p in self.phases]
-        used = [0, 1, *(i for i in range(2, len(rows[0])) if any(row[i] != "-" for row in rows[1:]))]
+        rows += [[p.name, size(p.num_bytes), *map(size, by_column(p).values())] for p in self.phases]
+        used = [0, 1, *(i for i in range(2, len(rows[0])) if any(row[i] != size(0) for row in rows[1:]))]
         smallest = self.peak.num_bytes / 50
         return "\n".join(
             [
                 *table([[row[i] for i in used] for row in rows], right=True),
                 "",
-                f"peak: {format_bytes(self.peak.num_bytes)} in {self.peak.name}; most of it:",
+                f"peak: {size(self.peak.num_bytes)} in {self.peak.name}; most of it:",
                 *(
-                    f"  {format_bytes(size):>9}  {category}{f', made in {owner}' if owner else ''}"
-                    for category, owner, size in self.peak.largest
-                    if size >= smallest
+                    f"  {size(num_bytes):>9}  {category}{f', made in {owner}' if owner else ''}"
+                    for category, owner, num_bytes in self.peak.largest
+                    if num_bytes >= smallest
                 ),
-                *([f"host memory beside: {format_bytes(self.host_bytes)}"] if self.host_bytes else []),
+                *([f"host memory beside: {size(self.host_bytes)}"] if self.host_bytes else []),
                 *(f"note: {assumption}" for assumption in self.assumptions),
             ]
         )
@@ -162,16 +153,6 @@ class DryRun(StepPeaks):
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, the peak by category among them."""
         return {**asdict(self), "peak_bytes": self.peak.num_bytes, "peak_phase": self.peak.name}
-
-
-def format_bytes(num_bytes: int) -> str:
-    """A size in a unit that suits it; `-` for none."""
-    if not num_bytes:
-        return "-"
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes} B"
 
 
 # ---- The whole explanation.
@@ -184,7 +165,6 @@ class Explanation:
     document: Mapping[str, Any]
     """Plain values, whose keys `rl_backends.dry_run.explanation` lists."""
     dry_run: DryRun
-    """The predicted memory."""
 
     def as_json(self) -> str:
         """The document as one line of JSON."""
@@ -315,7 +295,7 @@ def _told(document: Mapping[str, Any], dry_run: DryRun) -> Iterator[str]:
     """The document for people, line by line, without its plan."""
     model, versions, ranks, config = (document[key] for key in ("model", "versions", "world_size", "config"))
     on = f"{ranks} {config['device']} rank{'s' if ranks > 1 else ''}"
-    yield f"DTensorBackend of {model['class']} ({_count(model['parameters'])} parameters) on {on}"
+    yield f"DTensorBackend of {model['class']} ({elements(model['parameters'])}) on {on}"
     yield ", ".join(f"{name} {release}" for name, release in versions.items() if release)
 
     yield "\nmesh"
@@ -351,17 +331,10 @@ def _told(document: Mapping[str, Any], dry_run: DryRun) -> Iterator[str]:
         of_phase = [each for each in dry_run.collectives if each.phase == phase and each.num_bytes >= 1024]
         for each in sorted(of_phase, key=lambda each: -each.num_bytes):
             name = f"  {phase} {each.kind.replace('_', '-')}"
-            rows.append([name, each.axes, f"{each.ranks}", f"{each.count:,}", format_bytes(each.num_bytes)])
+            rows.append([name, each.axes, f"{each.ranks}", f"{each.count:,}", size(each.num_bytes)])
     if len(rows) > 1:
         yield "\nsent and received by each rank, of the whole tensors"
         yield from table(rows, right=True)
-
-
-def _count(elements: int) -> str:
-    for unit, name in ((10**9, "B"), (10**6, "M")):
-        if elements >= unit:
-            return f"{elements / unit:.2f} {name}"
-    return f"{elements:,}"
 
 
 def release_of(package: str) -> str | None:

@@ -30,12 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_backends.dry_run.explanation import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import sizes_of
+from rl_backends.dtensor.sharded_model import sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
-from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.config import KernelsConfig
 from rl_backends.kernels.table import PLAIN
-from rl_backends.lora import add_lora
+from rl_backends.lora.inject import add_lora
 from rl_parallel_plans import ParallelPlan
 from rl_parallel_plans.forecast import (
     Ledger,
@@ -47,14 +47,7 @@ from rl_parallel_plans.forecast import (
 )
 from rl_parallel_plans.forecast.fake import tensors_in
 from rl_parallel_plans.forecast.report import phase_peaks
-from rl_parallel_plans.forecast.tracker import (
-    ACTIVATIONS,
-    BUFFERS,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    TEMPORARIES,
-)
+from rl_parallel_plans.forecast.tracker import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
 
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
@@ -127,9 +120,7 @@ def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS)
     each = torch.tensor(lengths)
     place = torch.arange(width)
     return TokenRows(
-        tokens=(place + each[:, None]) % different_tokens,
-        lengths=each,
-        trainable=(place > 0) & (place < each[:, None]),
+        tokens=(place + each[:, None]) % different_tokens, lengths=each, trainable=(place > 0) & (place < each[:, None])
     )
 
 

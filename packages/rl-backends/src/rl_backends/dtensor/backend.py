@@ -18,52 +18,28 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite, load_checkpoint, save_checkpoint
+from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
+from rl_backends.checkpoints.saving import CheckpointWrite, save_checkpoint
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import sizes_of
-from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass
+from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass, sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading import ModelSource, initialise
 from rl_backends.loading.skeleton import without_weights
-from rl_backends.lora import (
-    MergedWeights,
-    adapters_disabled,
-    add_lora,
-    export_merged,
-    fill_with_adapters,
-    save_adapter,
-)
+from rl_backends.loading.source import ModelSource
+from rl_backends.loading.weights import initialise
+from rl_backends.lora.files import save_adapter
+from rl_backends.lora.inject import add_lora, initialise_adapters
+from rl_backends.lora.layers import adapters_disabled
+from rl_backends.lora.merged import MergedWeights, export_merged
 from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.moe import RouterWatch, router_metrics
-from rl_backends.optimizers import GradientStep, OptimizerConfig, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import (
-    add_up,
-    largest_on_any_rank,
-    raise_together,
-    sums_of_last_rank,
-    told_by_last_rank,
-)
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_backends.optimizers.optimizers import GradientStep, Optimizers, clip_and_step, make_optimizers
+from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank, told_by_last_rank
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
-from rl_parallel_plans import (
-    NamedShard,
-    get_logprobs_from_vocab_parallel_logits,
-    named_shards,
-    to_local_if_dtensor,
-)
+from rl_parallel_plans import NamedShard, get_logprobs_from_vocab_parallel_logits, named_shards, to_local_if_dtensor
 from rl_parallel_plans.dtensor import has_numbers
-
-
-def cast_to_master_weights(model: nn.Module) -> None:
-    """Cast every floating-point parameter to float32, in place; ties stay ties.
-
-    `from_pretrained` of transformers gives the dtype of the files, mostly bfloat16, in which the update of a step at a
-    usual learning rate is rounded away: it is smaller than half the distance to the next bfloat16.
-    """
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32)
 
 
 class DTensorBackend(Backend):
@@ -94,13 +70,23 @@ class DTensorBackend(Backend):
         seed: int = 0,
         fill: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        if config.lora_cfg is None:
-            cast_to_master_weights(model)
-        else:
+        if config.lora_cfg is not None:
             add_lora(model, config.lora_cfg, seed=seed)
-            fill = None if fill is None else partial(fill_with_adapters, fill=fill, seed=seed)
+        else:
+            # `from_pretrained` of transformers gives the dtype of the files, mostly bfloat16, in which the update of a
+            # step at a usual learning rate is rounded away: it is smaller than half the distance to the next bfloat16.
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.float32)  # ties stay ties
+
+        def fill_all(sharded: nn.Module) -> None:
+            assert fill is not None
+            fill(sharded)
+            if config.lora_cfg is not None:
+                initialise_adapters(sharded, seed=seed)
+
         super().__init__(config, without_weights(model))
-        self._distributed = ShardedModel(model, config, fill=fill)
+        self._distributed = ShardedModel(model, config, fill=None if fill is None else fill_all)
         with self._distributed.closed_on_failure():
             if has_language_model_head(self.model):
                 check_head(self._distributed, self._head)
@@ -135,25 +121,47 @@ class DTensorBackend(Backend):
         output: Output,
         num_rows: int,
     ) -> Sums:
-        if self._distributed.pipeline is not None:
-            return self._accumulate_over_stages(examples, microbatches, loss, reader=reader, output=output)
         sharded, routers, config = self._distributed, self._routers, self.config
-        context = sharded.group("cp")
         loss_of = LossOverMicrobatches(loss, device=config.device, reserved=() if routers is None else (ROUTER_LOSS,))
+
+        def inputs_of(rows: BatchT) -> ModelInputs:
+            asked, offset, words = asked_of(rows, output)
+            return sharded.inputs(rows, asked, offset=offset, words=words)
+
+        def loss_at(number: int, rows: BatchT, outputs: Tensor) -> Tensor:
+            """The caller's loss, whose own backward runs here."""
+            outputs = outputs.sum(1) if output == "score" else outputs
+            return loss_of(outputs, rows, counted=microbatches[number].counted)
+
+        if sharded.pipeline is not None:
+            # The loss is called on the last stage, which tells its sums to all.
+            every = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
+
+            def use(number: int, model: Any, each: ModelInputs) -> Tensor:
+                counts = number < len(every)
+                rows = every[number if counts else 0]
+                outputs = sharded.read_on_stage(
+                    model, each, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1])
+                )[0]
+                return loss_at(number, rows, outputs) if counts else outputs.sum() * 0.0
+
+            sharded.run_pipeline([inputs_of(rows) for rows in every], use, backward=True)
+            raise_together(loss_of.failure)
+            sums = add_up(loss_of.sums, sharded.row_group)
+            return sums_of_last_rank(sums, sharded.pipeline.group, device=torch.device(config.device))
+
+        context = sharded.group("cp")
         for number, microbatch in enumerate(microbatches):
             # Forward: the output of the asked tokens, and the loss of the routers, if that is weighed.
             rows = microbatch.of(examples, device="cpu")
-            asked, offset, words = asked_of(rows, output)
-            inputs = sharded.inputs(rows, asked, offset=offset, words=words)
+            inputs = inputs_of(rows)
             recording: AbstractContextManager[Any] = nullcontext() if routers is None else routers.recording()
             with recording:
                 outputs = sharded.read(inputs, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1]))[0]
-            if output == "score":
-                outputs = outputs.sum(1)
 
-            # The caller's loss, whose own backward runs here, and after it the model's, in which gradients add up in
-            # the parameters; they are summed over data-parallel ranks at the last microbatch, or at every one.
-            total = loss_of(outputs, rows, counted=microbatch.counted)
+            # The caller's loss, and after it the model's backward, in which gradients add up in the parameters; they
+            # are summed over data-parallel ranks at the last microbatch, or at every one.
+            total = loss_at(number, rows, outputs)
             if routers is not None:
                 counted = microbatch.counted
                 router_loss = routers.loss(inputs, rows.lengths, counted=counted, context_group=context)
@@ -168,41 +176,6 @@ class DTensorBackend(Backend):
         if routers is not None and context is not None:
             dist.all_reduce(sums[ROUTER_LOSS], group=context)  # each rank holds the term of its own tokens
         return add_up(sums, sharded.row_group)
-
-    def _accumulate_over_stages(
-        self,
-        examples: BatchT,
-        microbatches: Sequence[Microbatch],
-        loss: LossFunction[BatchT],
-        *,
-        reader: Reader,
-        output: Output,
-    ) -> Sums:
-        """The same with layers over ranks: the loss is called on the last stage, which tells its sums to all."""
-        sharded, device = self._distributed, torch.device(self.config.device)
-        assert sharded.pipeline is not None
-        loss_of = LossOverMicrobatches(loss, device=self.config.device)
-        rows = [microbatch.of(examples, device="cpu") for microbatch in microbatches]
-        inputs = []
-        for each in rows:
-            asked, offset, words = asked_of(each, output)
-            inputs.append(sharded.inputs(each, asked, offset=offset, words=words))
-
-        def use(number: int, model: Any, each: ModelInputs) -> Tensor:
-            counts = number < len(rows)
-            own = rows[number if counts else 0]
-            shape = (own.tokens.shape[0], own.tokens.shape[1])
-            outputs = sharded.read_on_stage(model, each, reader, shape=shape)[0]
-            if output == "score":
-                outputs = outputs.sum(1)
-            if not counts:
-                return outputs.sum() * 0.0
-            return loss_of(outputs, own, counted=microbatches[number].counted)
-
-        sharded.run_pipeline(inputs, use, backward=True)
-        raise_together(loss_of.failure)
-        sums = add_up(loss_of.sums, sharded.row_group)
-        return sums_of_last_rank(sums, sharded.pipeline.group, device=device)
 
     def _clear_gradient(self) -> None:
         super()._clear_gradient()
@@ -280,7 +253,7 @@ class DTensorBackend(Backend):
         """The mesh, and which rule shards which parameter and why."""
         sharded, config, model = self._distributed, self.config, self.model
         axes = " x ".join(f"{size} {axis}" for axis, size in sizes_of(sharded.mesh).items())
-        wrapped = "under FSDP2" if sharded.under_fsdp else "without FSDP, which has nothing to shard here"
+        wrapped = "under FSDP2" if isinstance(model, FSDPModule) else "without FSDP, which has nothing to shard here"
         # Dtypes of the parameters and of the optimizer's state as they are now, not as they were asked for.
         parameters = [each for each in model.parameters() if each.is_floating_point()]
         states = [state for each in self._torch_optimizers() for state in each.state.values()]
@@ -298,8 +271,22 @@ class DTensorBackend(Backend):
             lines.append(
                 f"this machine has {num_gpus} GPUs, which device='cpu' leaves idle: set device='cuda' to use them"
             )
-        ignored = ignored_settings(model, router_aux_loss_coef=config.router_aux_loss_coef)
-        return [*lines, *(f"ignored: {each}" for each in ignored)]
+        # What the model's own configuration asks for in training, and this backend does not do.
+        whole: Any = model.config
+        text = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
+        for name, value in sorted(vars(text).items()):
+            if re.search(r"dropout|pdrop", name) and isinstance(value, float) and value > 0:
+                lines.append(
+                    f"ignored: {name}={value:g} of the model: it runs without dropout, so that its log-probabilities "
+                    f"repeat"
+                )
+        coefficient = getattr(text, "router_aux_loss_coef", None)
+        if getattr(text, "output_router_logits", False) and coefficient and config.router_aux_loss_coef == 0:
+            lines.append(
+                f"ignored: router_aux_loss_coef={coefficient:g} of the model: set router_aux_loss_coef of this "
+                f"backend, whose loss does not depend on how a batch is cut"
+            )
+        return lines
 
 
 # ---- Proof that the head is read as the model itself reads it: log-probabilities of a few tokens, both ways.
@@ -332,7 +319,20 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
         shard=shard,
     ).to(sharded.config.device)
     ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
-    theirs = _from_logits(sharded, inputs)
+    kept: list[Tensor] = []
+
+    def from_logits(number: int, model: Any, each: ModelInputs) -> Tensor:
+        logits = model(**each.as_arguments(), use_cache=False).logits
+        found = get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
+        kept.extend([found] if number == 0 else [])  # and not of a repetition
+        return found.sum()
+
+    if sharded.pipeline is None:
+        from_logits(0, sharded.model, inputs)
+    else:
+        sharded.run_pipeline([inputs], from_logits, backward=False)
+        kept = told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)
+    (theirs,) = kept
     sharded.reshard()
     apart = largest_on_any_rank((ours - theirs).abs().max())
     if apart > TOLERANCE[sharded.config.precision]:
@@ -342,47 +342,6 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
             f"softcap={head.softcap}: it does something to its logits that this backend does not know; use another "
             f"architecture, or report this one"
         )
-
-
-def _from_logits(sharded: ShardedModel, inputs: ModelInputs) -> Tensor:
-    def logp(model: Any, each: ModelInputs) -> Tensor:
-        logits = model(**each.as_arguments(), use_cache=False).logits
-        return get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
-
-    if sharded.pipeline is None:
-        return logp(sharded.model, inputs)
-    kept: list[Tensor] = []
-
-    def use(number: int, model: Any, each: ModelInputs) -> Tensor:
-        found = logp(model, each)
-        if number == 0:
-            kept.append(found)
-        return found.sum()
-
-    sharded.run_pipeline([inputs], use, backward=False)
-    return told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)[0]
-
-
-# ---- What `explain` tells of the model.
-
-
-def ignored_settings(model: nn.Module, *, router_aux_loss_coef: float) -> list[str]:
-    """What the model's own configuration asks for in training, and this backend does not do."""
-    config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = []
-    for name, value in sorted(vars(text).items()):
-        if re.search(r"dropout|pdrop", name) and isinstance(value, float) and value > 0:
-            found.append(
-                f"{name}={value:g} of the model: it runs without dropout, so that its log-probabilities repeat"
-            )
-    coefficient = getattr(text, "router_aux_loss_coef", None)
-    if getattr(text, "output_router_logits", False) and coefficient and router_aux_loss_coef == 0:
-        found.append(
-            f"router_aux_loss_coef={coefficient:g} of the model: set router_aux_loss_coef of this backend, whose loss "
-            f"does not depend on how a batch is cut"
-        )
-    return found
 
 
 def _dtypes(what: str, tensors: list[Tensor]) -> str:

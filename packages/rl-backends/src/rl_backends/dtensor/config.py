@@ -6,7 +6,7 @@ from typing import Literal
 
 from rl_backends.choices import out_of_bounds
 from rl_backends.config import BackendConfig
-from rl_backends.kernels import KernelsConfig
+from rl_backends.kernels.config import KernelsConfig
 from rl_backends.kernels.table import static_problems
 
 

@@ -17,22 +17,20 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
-from rl_backends.backend import DistributedModel, max_positions, media_tokens, vocabulary_size
+from rl_backends.backend import DistributedModel, max_positions, media_tokens
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard, of_one_shape
 from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.dtensor.mesh import axis_of, make_mesh, require_device, rows_of, sharding_axes, sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
-from rl_backends.loading import materialize
-from rl_backends.metrics.flops import decoder_of
+from rl_backends.loading.skeleton import materialize
 from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
-from rl_backends.rank_agreement import on_every_rank, require_same_model, told_by_last_rank
+from rl_backends.rank_agreement import on_every_rank, once_per_process_group, require_same_model, told_by_last_rank
 from rl_backends.readers import Reader
 from rl_parallel_plans import (
     ParallelPlan,
@@ -52,6 +50,70 @@ from rl_parallel_plans.structure import retie, stacked_layers, tied_names
 
 METHOD = "read_hidden_states"
 """The method's name on the model. FSDP2 must know it, to gather parameters around it as it does around `forward`."""
+
+
+# ---- The ranks of this run as a mesh; a lone process is a mesh of one. Axes of one rank are left out, but dp and tp.
+#
+#     pp              shares out the layers
+#     dp_replicate    copies of the shards (HSDP); rows of its own
+#     dp              parameters are sharded over it; rows of its own
+#     ep              shares the experts of a mixture; rows of its own
+#     cp              shares the tokens of each row
+#     tp              shares each matrix multiplication
+#
+# Parameters are sharded over cp too: its ranks hold the same weights and gradients of their own tokens.
+
+AXES = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")
+FIELDS = {
+    "pp": "pipeline_parallel_size",
+    "dp_replicate": "data_parallel_replicate_size",
+    "ep": "expert_parallel_size",
+    "cp": "context_parallel_size",
+    "tp": "tensor_parallel_size",
+}
+"""What sizes an axis; dp has the ranks that are left."""
+ROW_AXES = ("dp_replicate", "dp", "ep")
+"""Axes each rank of which has rows of its own."""
+ALWAYS = ("dp", "tp")
+"""What sharding asks a mesh for, whatever its sizes."""
+
+
+def make_mesh(config: DTensorConfig) -> DeviceMesh:
+    """All ranks of the process group, arranged by the sizes in `config`: of the same sizes, the same mesh.
+
+    Raises:
+        ValueError: the ranks are not a multiple of the sizes.
+    """
+    num_ranks, given = dist.get_world_size(), {axis: int(getattr(config, field)) for axis, field in FIELDS.items()}
+    product = math.prod(given.values())
+    if num_ranks % product:
+        named = " x ".join(f"{FIELDS[axis]}={size}" for axis, size in given.items() if size > 1)
+        raise ValueError(
+            f"{num_ranks} ranks cannot be cut into groups of {product} ({named}); start a multiple of {product} ranks, "
+            f"or lower a size"
+        )
+    sizes = {axis: given.get(axis, num_ranks // product) for axis in AXES}
+    # Each axis is a process group, with a thread of its own that wakes up a hundred times a second.
+    needed = {axis: size for axis, size in sizes.items() if size > 1 or axis in ALWAYS}
+    return once_per_process_group(
+        (config.device, *needed.items()),
+        lambda: init_device_mesh(config.device, tuple(needed.values()), mesh_dim_names=tuple(needed)),
+    )
+
+
+def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Ranks of every axis, those that were left out too."""
+    present = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return {axis: present.get(axis, 1) for axis in AXES}
+
+
+def rows_of(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks that have rows of their own, as one axis."""
+    axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis in ROW_AXES)
+    return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("rows")  # noqa: SLF001 - no public one
+
+
+# ---- The model.
 
 
 class ShardedModel(DistributedModel):
@@ -85,7 +147,6 @@ class ShardedModel(DistributedModel):
                 f"pass fill= to put weights into it"
             )
         self.config: DTensorConfig = config
-        require_device(config)
         self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
         """In the process group."""
         with self.closed_on_failure() if membership is None else nullcontext():
@@ -95,7 +156,8 @@ class ShardedModel(DistributedModel):
         config = self.config
         self.mesh = make_mesh(config)
         require_same_model(model)
-        self.vocabulary_size, self.max_positions = vocabulary_size(model), max_positions(model)
+        embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+        self.vocabulary_size, self.max_positions = int(embeddings.weight.shape[0]), max_positions(model)
         self.media_tokens = media_tokens(model)
         self.reads_whole_rows = config.router_aux_loss_coef > 0
         self.plan = plan_for(
@@ -127,8 +189,8 @@ class ShardedModel(DistributedModel):
             register_fsdp_forward_method(self.model, METHOD)
         self.rows = rows_of(self.mesh)
         """The ranks among which rows are dealt."""
-        context = axis_of(self.mesh, "cp")  # once: taking an axis out of a mesh costs a millisecond or two
-        self._context = context
+        # Once: taking an axis out of a mesh costs a millisecond or two.
+        context = self._context = self.mesh["cp"] if config.context_parallel_size > 1 else None
         self.sequence_shard = None if context is None else SequenceShard(context.get_local_rank(), context.size())
         self.token_multiple = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
 
@@ -141,11 +203,6 @@ class ShardedModel(DistributedModel):
     def closed(self) -> bool:
         """Whether it has left the process group."""
         return self.membership.left
-
-    @property
-    def under_fsdp(self) -> bool:
-        """Whether parameters are gathered around each layer; on one rank in float32 there is nothing to gather."""
-        return isinstance(self.model, FSDPModule)
 
     def group(self, axis: Literal["rows", "cp"]) -> dist.ProcessGroup | None:
         """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
@@ -186,11 +243,7 @@ class ShardedModel(DistributedModel):
         return tuple(each.view(*shape, *each.shape[1:]) for each in read)
 
     def run_pipeline(
-        self,
-        inputs: Sequence[ModelInputs],
-        use: Callable[[int, Any, ModelInputs], Tensor],
-        *,
-        backward: bool,
+        self, inputs: Sequence[ModelInputs], use: Callable[[int, Any, ModelInputs], Tensor], *, backward: bool
     ) -> None:
         """Send microbatches through all stages.
 
@@ -291,8 +344,7 @@ def _read(
 
     Rows are right-padded or packed: causal attention keeps padding and neighbours out of every token's sight.
     """
-    decoder = decoder_of(model) if model.base_model is model else model.base_model  # Gemma 3 of transformers 4
-    hidden = decoder(**inputs.as_arguments(), **hints, use_cache=False).last_hidden_state
+    hidden = model.base_model(**inputs.as_arguments(), **hints, use_cache=False).last_hidden_state
     read = reader(model, hidden.flatten(0, 1).index_select(0, inputs.at), inputs)
     several = (read,) if isinstance(read, Tensor) else read
     return tuple(each.new_zeros(num_places, *each.shape[1:]).index_copy(0, inputs.into, each) for each in several)
@@ -341,7 +393,12 @@ def _fsdp_options(model: nn.Module, config: DTensorConfig) -> dict[str, Any]:
     asked = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     stored = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return {
-        "dp_axis": sharding_axes(config),
+        # What parameters are sharded over as if it was one axis.
+        "dp_axis": (
+            "dp",
+            *(["ep"] if config.expert_parallel_size > 1 else []),
+            *(["cp"] if config.context_parallel_size > 1 else []),
+        ),
         "dp_replicate_axis": "dp_replicate" if config.data_parallel_replicate_size > 1 else None,
         "param_dtype": None if stored == {asked} else asked,  # what gathered parameters are cast to
         "reduce_dtype": torch.float32,
@@ -355,10 +412,8 @@ def _fsdp_options(model: nn.Module, config: DTensorConfig) -> dict[str, Any]:
 def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> ShardedModel:
     """A second model of the same weights on the same mesh, shard by shard.
 
-    Args:
-        sharded: whose weights are taken.
-        skeleton: `without_weights` of the model that it was made of.
-        offload: keep the copy's shards in host memory; each layer visits the device when it runs.
+    skeleton: `without_weights` of the model that it was made of.
+    offload: keep the copy's shards in host memory; each layer visits the device when it runs.
     """
     config = replace(sharded.config, cpu_offload=offload or sharded.config.cpu_offload, activation_checkpointing=None)
     skeleton.requires_grad_(requires_grad=False)

@@ -27,6 +27,7 @@ from rl_backends.kernels.layers import (
 from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
 from rl_backends.packing.attention import LARGEST_HEAD
 from rl_backends.packing.enable import attention_modules
+from rl_parallel_plans.structure import head_size
 
 if TYPE_CHECKING:
     from rl_backends.dtensor.config import DTensorConfig
@@ -41,7 +42,6 @@ class Kernel:
 
     part: Part
     name: str
-    """As `KernelsConfig` has it."""
     is_what: str
     """What runs, in a few words for `explain`."""
     devices: tuple[str, ...] = ("cuda",)
@@ -148,7 +148,11 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
     if attention != "model":
         enable = enable_packing if config.sequence_packing else enable_padded_kernel
         enable(model, kernel=attention)
-    lines = [f"kernel of attention: {reason}", _loss_line(config)]
+    loss, size = config.kernels.loss, config.kernels.loss_chunk_size
+    does = f"logits in chunks: {'chosen by their size' if size is None else f'{size} tokens'}"
+    if loss != "torch":
+        does = "of log-probabilities and entropies; torch for those of given tokens and the top k, which no kernel has"
+    lines = [f"kernel of attention: {reason}", f"kernel of the loss: {loss}, {does}"]
     by_part = {kernel.part: kernel for kernel in kernels}
     replacements: tuple[tuple[Part, Callable[..., int], str], ...] = (
         ("norm", replace_norms, "RMS norms"),
@@ -240,9 +244,7 @@ def _of_flex(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
 
 def _head_sizes(attention: Any) -> tuple[int, int]:
     """Of queries and of values."""
-    config = attention.config
-    head = getattr(attention, "head_dim", None) or getattr(config, "head_dim", None)
-    head = head or config.hidden_size // config.num_attention_heads
+    head = head_size(attention, attention.config) or 0
     return int(getattr(attention, "qk_head_dim", head)), int(getattr(attention, "v_head_dim", head))
 
 
@@ -258,17 +260,6 @@ def _only_packed(config: "DTensorConfig") -> Iterator[str]:
 
 
 # -- loss ----------------------------------------------------------------------------------------------------
-
-
-def _loss_line(config: "DTensorConfig") -> str:
-    kernels = config.kernels
-    if kernels.loss == "torch":
-        rows = "chosen by their size" if kernels.loss_chunk_size is None else f"{kernels.loss_chunk_size} tokens"
-        return f"kernel of the loss: torch, logits in chunks: {rows}"
-    return (
-        f"kernel of the loss: {kernels.loss} for log-probabilities and entropies; torch for the log-probabilities of "
-        f"given tokens and for the top k, which no kernel has"
-    )
 
 
 def _needs_a_head(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:

@@ -95,8 +95,15 @@ def materialize(model: nn.Module, device: torch.device | str) -> nn.Module:
     Buffers that are real move there with their numbers. Ties stay ties. Parameters that FSDP offloads lie in host
     memory. Optimizers and references to parameters are to be made afterwards: the parameters may be other objects.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     ties = tied_names(model)
-    offloaded = _offloaded(model)
+    offloaded: set[int] = set()  # ids of the parameters that FSDP keeps in host memory
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()  # noqa: SLF001 - no public one says which parameters are offloaded
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                offloaded |= {id(each.sharded_param) for each in group.fsdp_params if each.offload_to_cpu}
 
     def moved(tensor: Tensor) -> Tensor:
         target = "cpu" if id(tensor) in offloaded else device
@@ -105,19 +112,6 @@ def materialize(model: nn.Module, device: torch.device | str) -> nn.Module:
     model._apply(moved)  # type: ignore[no-untyped-call]  # noqa: SLF001 - what `to` and `to_empty` are made of; FSDP overrides it
     retie(model, ties)
     return model
-
-
-def _offloaded(model: nn.Module) -> set[int]:
-    """Ids of the parameters that FSDP keeps in host memory."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()  # noqa: SLF001 - no public one says which parameters are offloaded
-            for group in state._fsdp_param_groups:  # noqa: SLF001
-                found |= {id(each.sharded_param) for each in group.fsdp_params if each.offload_to_cpu}
-    return found
 
 
 # ---- Random weights, the same unsharded weights on every mesh.

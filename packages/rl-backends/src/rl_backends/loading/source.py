@@ -35,9 +35,7 @@ class ModelSource:
     config: Any
     """The configuration, a `PretrainedConfig`."""
     head: Head
-    """What the model ends in."""
     trust_remote_code: bool
-    """Whether code that comes with the model may run."""
 
     def skeleton(self) -> nn.Module:
         """The model in float32 and eval mode without weights: parameters on the meta device, other buffers real.
@@ -75,10 +73,8 @@ class ModelSource:
                 shard by shard; a file is damaged; ranks have opened different commits. The model is unusable
                 afterwards.
         """
-        self._require_one_commit()
         bare = self._bare()
-        shards = shards_by_name(model, bare)
-        report = load_weights(shards, self.weight_files(), skeleton=bare, new_head=new_head, seed=seed)
+        report = self.load_shards(shards_by_name(model, bare), bare, new_head=new_head, seed=seed)
         model._weight_conversions = bare._weight_conversions  # noqa: SLF001 - as from_pretrained leaves it
         model._file_dtypes = report.dtypes  # type: ignore[assignment]  # noqa: SLF001 - for `export_pretrained(dtype="auto")`
         return report
@@ -87,7 +83,11 @@ class ModelSource:
         self, shards: Mapping[str, Sequence[Shard]], skeleton: nn.Module, *, new_head: bool = False, seed: int = 0
     ) -> LoadReport:
         """As `load_into`, into whatever holds parts of the tensors of `skeleton()`, by their first names."""
-        self._require_one_commit()
+        if local_folder(self.model_name) is None and len(commits := set(gather_text(self.folder.name))) > 1:
+            raise ModelError(
+                f"the ranks have opened {len(commits)} commits of {self.model_name}: {', '.join(sorted(commits))}; "
+                f"give one of them as revision"
+            )
         return load_weights(shards, self.weight_files(), skeleton=skeleton, new_head=new_head, seed=seed)
 
     def weight_files(self) -> list[Path]:
@@ -97,7 +97,20 @@ class ModelSource:
             ModelError: there are none, or not all that the index names.
         """
         folder = self.folder
-        names = _indexed(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+        names = ["model.safetensors"]
+        if (index := folder / INDEX).is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"{index} is no index of safetensors files: {type(error).__name__}: {error}"
+                ) from error
+        for name in names:
+            if not isinstance(name, str) or PurePosixPath(name).name != name or name in {"", ".."}:
+                raise ModelError(
+                    f"{index}: weight_map names {name!r}, which is no file of its own folder; only files of {folder} "
+                    f"are read"
+                )
         if local_folder(self.model_name) is None:
             folder = _download(self.model_name, revision=folder.name, patterns=names)
         if missing := [name for name in names if not (folder / name).is_file()]:
@@ -106,13 +119,6 @@ class ModelSource:
                 f"give the whole folder, or convert other formats with transformers' save_pretrained"
             )
         return [folder / name for name in names]
-
-    def _require_one_commit(self) -> None:
-        if local_folder(self.model_name) is None and len(commits := set(gather_text(self.folder.name))) > 1:
-            raise ModelError(
-                f"the ranks have opened {len(commits)} commits of {self.model_name}: {', '.join(sorted(commits))}; "
-                f"give one of them as revision"
-            )
 
     def _bare(self) -> nn.Module:
         auto = _auto_class(self.config, self.head)
@@ -179,9 +185,15 @@ def _folder_of_one_commit(model_name: str, *, revision: str | None, trust_remote
     """The folder of the configuration, of the same commit on every rank that shares a process group."""
 
     def find(revision: str | None) -> Path:
-        return model_folder(model_name, revision=revision, trust_remote_code=trust_remote_code)
+        patterns = ["config.json", "generation_config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
+        folder = _download(model_name, revision=revision, patterns=patterns)
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{model_name}: the repository on the Hub has no config.json, so it is not a model")
+        return folder
 
-    if local_folder(model_name) is not None or not dist.is_initialized():
+    if (own := local_folder(model_name)) is not None:
+        return own
+    if not dist.is_initialized():
         return find(revision)
     first = dist.get_rank() == 0
     try:
@@ -334,7 +346,6 @@ def pad_token_id(tokenizer: Any, stop: Sequence[int]) -> int:
 # ---- Folders and the Hub.
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def local_folder(model_name: str, *, holding: Sequence[str] = CONFIG) -> Path | None:
@@ -346,35 +357,6 @@ def local_folder(model_name: str, *, holding: Sequence[str] = CONFIG) -> Path | 
         state = f"has no {' or '.join(holding)}" if folder.is_dir() else "does not exist"
         raise ModelError(f"{model_name}: {state}; give a folder that save_pretrained wrote, or an id of the Hub")
     return folder
-
-
-def model_folder(model_name: str, *, revision: str | None, trust_remote_code: bool) -> Path:
-    """The folder with the configuration: the local one, or that of one commit in the Hub's cache."""
-    if (folder := local_folder(model_name)) is not None:
-        return folder
-    patterns = ["config.json", "generation_config.json", INDEX, *(["*.py"] if trust_remote_code else [])]
-    folder = _download(model_name, revision=revision, patterns=patterns)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{model_name}: the repository on the Hub has no config.json, so it is not a model")
-    return folder
-
-
-def _indexed(index: Path) -> list[str]:
-    try:
-        names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is no index of safetensors files: {type(error).__name__}: {error}") from error
-    if strange := [name for name in names if not is_plain_name(name)]:
-        raise ModelError(
-            f"{index}: weight_map names {strange[0]!r}, which is no file of its own folder; only files of "
-            f"{index.parent} are read"
-        )
-    return sorted(set(names))
-
-
-def is_plain_name(name: object) -> bool:
-    """Whether a name that a file gives is of a file beside it: no folder, no `..`, no root."""
-    return isinstance(name, str) and name not in {"", ".", ".."} and PurePosixPath(name).name == name
 
 
 def _download(model_name: str, *, revision: str | None, patterns: list[str]) -> Path:

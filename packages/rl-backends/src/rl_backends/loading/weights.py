@@ -3,12 +3,11 @@
 Nothing is gathered and nothing sent. A weight is cast to the model's dtype piece by piece, on its way from the file
 into its place. The files must hold the whole model and nothing else, except what transformers itself ignores.
 
-transformers 5 keeps some weights in another layout than files do: experts stacked, projections joined or split, other
-names. Its own conversions run here on tensors that are not read yet. transformers 4 only renames.
+transformers keeps some weights in another layout than files do: experts stacked, projections joined or split, other
+names. Its own conversions run here on tensors that are not read yet.
 """
 
 import copy
-import importlib.util
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -125,11 +124,7 @@ class UnknownConversionError(TypeError):
 class LazyTensor:
     """A tensor whose numbers lie in files.
 
-    Args:
-        shape: of it.
-        dtype: in the files.
-        read_into: `read_into(out, offsets)` copies into `out`, cast to its dtype, the box of its shape that begins at
-            `offsets`.
+    `read_into(out, offsets)` copies into `out`, cast to its dtype, the box of its shape that begins at `offsets`.
     """
 
     def __init__(
@@ -167,18 +162,17 @@ class LazyTensor:
 
     def squeeze(self, dim: int | None = None) -> "LazyTensor":
         """Without `dim`, or without every dim, where the size is 1."""
-        squeezed = self
-        for each in range(self.ndim - 1, -1, -1) if dim is None else [dim % self.ndim]:
-            if self.shape[each] == 1:
-                squeezed = _without(squeezed, each)
-        return squeezed
+        if dim is None:
+            ones = [each for each in range(self.ndim) if self.shape[each] == 1]
+            return self.squeeze(ones[-1]).squeeze() if ones else self
+        dim %= self.ndim
+        if self.shape[dim] != 1:
+            return self
 
+        def read_into(out: Tensor, offsets: Sequence[int]) -> None:
+            self.read_into(out.unsqueeze(dim), [*offsets[:dim], 0, *offsets[dim:]])
 
-def _without(tensor: LazyTensor, dim: int) -> LazyTensor:
-    def read_into(out: Tensor, offsets: Sequence[int]) -> None:
-        tensor.read_into(out.unsqueeze(dim), [*offsets[:dim], 0, *offsets[dim:]])
-
-    return LazyTensor((*tensor.shape[:dim], *tensor.shape[dim + 1 :]), tensor.dtype, read_into)
+        return LazyTensor((*self.shape[:dim], *self.shape[dim + 1 :]), self.dtype, read_into)
 
 
 def _stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
@@ -308,35 +302,11 @@ class Converted:
     """Conversions of transformers that were used, by which a folder is written as this one was."""
 
 
-def has_conversions() -> bool:
-    """Whether this release of transformers keeps weights otherwise than files do."""
-    return importlib.util.find_spec("transformers.core_model_loading") is not None
+def as_in_model(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
+    """The tensors of files as `skeleton` has them; nothing is read.
 
-
-def as_in_model(skeleton: nn.Module, found: Mapping[str, LazyTensor]) -> Converted:
-    """The tensors of files as `skeleton` has them; nothing is read."""
-    return _converted(skeleton, found) if has_conversions() else _renamed(skeleton, found)
-
-
-def _renamed(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
-    """The names of transformers 4: the first pattern of the class that matches, and the prefix of the base model."""
-    expected = skeleton.state_dict()
-    tensors: dict[str, LazyTensor] = {}
-    unexpected: dict[str, str] = {}
-    for name, tensor in found.items():
-        renamed = name
-        for pattern, replacement in skeleton._checkpoint_conversion_mapping.items():  # noqa: SLF001 - no public one
-            renamed, matches = re.subn(pattern, replacement, name)
-            if matches:
-                break
-        if renamed not in expected and f"{skeleton.base_model_prefix}.{renamed}" in expected:
-            renamed = f"{skeleton.base_model_prefix}.{renamed}"
-        _add({renamed: tensor}, tensors) if renamed in expected else unexpected.update({name: renamed})
-    return Converted(tensors=tensors, unexpected=unexpected, transforms=[])
-
-
-def _converted(skeleton: Any, found: Mapping[str, LazyTensor]) -> Converted:
-    """As transformers 5 does it in `convert_and_load_state_dict_in_model`, with tensors that are not read."""
+    As transformers does it in `convert_and_load_state_dict_in_model`.
+    """
     from transformers import core_model_loading as core
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -397,7 +367,6 @@ class LoadReport:
     bytes_read: int
     """Bytes of this rank's parts in the files."""
     seconds: float
-    """How long all of it took."""
     ignored: tuple[str, ...]
     """Tensors of the files that the model has no use for."""
     new: tuple[str, ...]
@@ -408,7 +377,7 @@ class LoadReport:
 
 @torch.no_grad()
 def load_weights(
-    shards: Mapping[str, Sequence[Shard]], files: Sequence[Path], *, skeleton: nn.Module, new_head: bool, seed: int
+    shards: Mapping[str, Sequence[Shard]], files: Sequence[Path], *, skeleton: Any, new_head: bool, seed: int
 ) -> LoadReport:
     """Fill `shards`, which have memory, from `files`; the rest as `ModelSource.load_into`.
 
@@ -426,7 +395,14 @@ def load_weights(
                 feeds.setdefault(first, []).append((name, converted.tensors[name]))
         head = {first for first in names.values() if not _in_base_model(first, skeleton)}
         new = sorted(head - feeds.keys()) if new_head else []
-        ignored = sorted(_ignored(converted, skeleton, other_heads=bool(new)))
+        # What the class says that files may hold; where a new head is made, the heads of other classes too.
+        patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # noqa: SLF001
+        ignored = sorted(
+            name
+            for name, renamed in converted.unexpected.items()
+            if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed))
+            or (new and not _in_base_model(renamed, skeleton))
+        )
         if problems := _problems(converted, skeleton, fed={*feeds, *new}, ignored=ignored):
             raise ModelError(
                 f"the files in {files[0].parent} are not those of {type(skeleton).__name__}: {'; '.join(problems)}"
@@ -434,7 +410,7 @@ def load_weights(
         bytes_read = sum(_read(each, shards.get(name, ())) for name, each in feeds.items())
     for name in new:
         write_whole(initial_value(skeleton, name, seed=seed), shards.get(name, ()))
-    skeleton._weight_conversions = converted.transforms  # type: ignore[assignment]  # noqa: SLF001 - as from_pretrained
+    skeleton._weight_conversions = converted.transforms  # noqa: SLF001 - as from_pretrained
     return LoadReport(
         tensors=len(shards),
         bytes_read=bytes_read,
@@ -447,16 +423,6 @@ def load_weights(
 
 def _in_base_model(name: str, skeleton: Any) -> bool:
     return name.startswith(f"{skeleton.base_model_prefix}.")
-
-
-def _ignored(converted: Converted, skeleton: Any, *, other_heads: bool) -> Iterator[str]:
-    """What the class says that files may hold; where a new head is made, the heads of other classes too."""
-    patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # noqa: SLF001
-    for name, renamed in converted.unexpected.items():
-        if any(re.search(pattern, each) for pattern in patterns for each in (name, renamed)) or (
-            other_heads and not _in_base_model(renamed, skeleton)
-        ):
-            yield name
 
 
 def _problems(

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from rl_backends.checkpoints.folders import atomic_folder, write_safetensors
 from rl_backends.lora.inject import require_peft
-from rl_backends.lora.layers import (
-    ADAPTER,
-    AdaptedLayer,
-    adapted_layers,
-    peft_names,
-    to_peft,
-    trained_whole,
-    unwrapped,
-)
+from rl_backends.lora.layers import ADAPTER, adapted_layers, peft_names, to_peft, trained_whole, unwrapped
 from rl_backends.rank_agreement import on_rank_0
 from rl_parallel_plans import export_state_dict
 
@@ -31,11 +23,7 @@ TASKS = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
 
 
 def save_adapter(
-    model: nn.Module,
-    folder: str | Path,
-    *,
-    base_model_name: str,
-    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    model: nn.Module, folder: str | Path, *, base_model_name: str, tensors: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
     """Write the adapters to `folder`, whole or not at all; every rank must call it. Gathered tensor by tensor.
 
@@ -59,7 +47,27 @@ def save_adapter(
     weights = {in_file(name): to_peft(name, tensor).to("cpu").contiguous() for name, tensor in named}
 
     def write() -> None:
-        config = _peft_config(model, layers, base_model_name)
+        require_peft()
+        import peft
+
+        held: Any = model
+        trained = held.peft_config[ADAPTER]  # as add_lora has made it
+        config = peft.LoraConfig(
+            base_model_name_or_path=base_model_name,
+            task_type=next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None),
+            inference_mode=True,
+            r=trained.r,
+            lora_alpha=trained.lora_alpha,
+            use_rslora=trained.use_rslora,
+            use_dora=trained.use_dora,
+            modules_to_save=sorted({name.rpartition(".")[0] for name in trained_whole(model)}) or None,
+        )
+        paths = [unwrapped(path) for path, _ in model.named_modules()]
+        targets = [layer.name for layer in layers if layer.kind != "experts"]
+        config.target_modules = _short_names(paths, targets, tokens=1)  # peft would make a set of it
+        if experts := [layer.name for layer in layers if layer.kind == "experts"]:
+            parameters = [unwrapped(name) for name, _ in model.named_parameters()]
+            config.target_parameters = _short_names(parameters, experts, tokens=2)
         target = Path(folder)
         if target.exists():
             raise FileExistsError(
@@ -79,31 +87,6 @@ def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in export_state_dict(module):
                 if module.get_parameter(name).requires_grad:
                     yield f"{unwrapped(path)}.{name}", tensor
-
-
-def _peft_config(model: Any, layers: list[AdaptedLayer], base_model_name: str) -> Any:
-    require_peft()
-    import peft
-
-    trained = model.peft_config[ADAPTER]  # as add_lora has made it
-    task = next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None)
-    config = peft.LoraConfig(
-        base_model_name_or_path=base_model_name,
-        task_type=task,
-        inference_mode=True,
-        r=trained.r,
-        lora_alpha=trained.lora_alpha,
-        use_rslora=trained.use_rslora,
-        use_dora=trained.use_dora,
-        modules_to_save=sorted({name.rpartition(".")[0] for name in trained_whole(model)}) or None,
-    )
-    paths = [unwrapped(path) for path, _ in model.named_modules()]
-    targets = [layer.name for layer in layers if layer.kind != "experts"]
-    config.target_modules = _short_names(paths, targets, tokens=1)  # peft would make a set of it
-    if experts := [layer.name for layer in layers if layer.kind == "experts"]:
-        parameters = [unwrapped(name) for name, _ in model.named_parameters()]
-        config.target_parameters = _short_names(parameters, experts, tokens=2)
-    return config
 
 
 def _short_names(names: list[str], targets: list[str], *, tokens: int) -> list[str]:

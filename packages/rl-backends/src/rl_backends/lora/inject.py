@@ -7,7 +7,7 @@ is found out after the run. First values are drawn whole from a seed and a name,
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -61,7 +61,23 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0, layers_only
             f"(policy.dtensor_cfg); leave target_parameters out"
         )
     whole = _find_trained_whole(model, config.modules_to_save, targets=[*targets, *experts])
-    _inject(model, config, list(targets))
+    import peft
+
+    asked = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        target_modules=list(targets),
+        bias="none",
+    )
+    if targets:
+        peft.inject_adapter_in_model(asked, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        found = [layer.name for layer in adapted_layers(model)]
+        assert found == list(targets), f"peft adapted {sorted(set(found) ^ set(targets))} otherwise than asked to"
+    else:  # of which peft would make an error; experts have adapters of their own
+        model.requires_grad_(requires_grad=False)
+        setattr(model, "peft_config", {ADAPTER: asked})  # noqa: B010 - of no type that torch tells
     for path, weights in experts.items():
         adapt_experts(model.get_submodule(path), weights, rank=config.rank, scaling=config.scaling)
     for module in whole.values():
@@ -117,12 +133,6 @@ def first_value(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def fill_with_adapters(model: nn.Module, *, fill: Callable[[nn.Module], object], seed: int) -> None:
-    """Let `fill` put weights into a sharded model, then give its adapters their first values."""
-    fill(model)
-    initialise_adapters(model, seed=seed)
-
-
 def require_peft() -> None:
     """Raise ModelError with the line that installs peft, where it is not."""
     try:
@@ -131,26 +141,6 @@ def require_peft() -> None:
         raise ModelError(
             f"LoRA needs peft, which cannot be imported ({error}): pip install 'rl-backends[lora]'"
         ) from error
-
-
-def _inject(model: nn.Module, config: LoraConfig, targets: list[str]) -> None:
-    import peft
-
-    asked = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        target_modules=targets,
-        bias="none",
-    )
-    if not targets:  # of which peft would make an error; experts have adapters of their own
-        model.requires_grad_(requires_grad=False)
-        setattr(model, "peft_config", {ADAPTER: asked})  # noqa: B010 - of no type that torch tells
-        return
-    peft.inject_adapter_in_model(asked, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-    found = [layer.name for layer in adapted_layers(model)]
-    assert found == targets, f"peft adapted {sorted(set(found) ^ set(targets))} otherwise than it was asked to"
 
 
 # ---- Which modules: names in, modules out, or a refusal.

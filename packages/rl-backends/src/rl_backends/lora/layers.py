@@ -50,7 +50,6 @@ class AdaptedLayer:
     transposed: bool
     """Whether experts have W as [experts, in, out] (GPT-OSS)."""
     scaling: float
-    """What B A is multiplied by."""
     magnitude: Tensor | None
     """Of DoRA: the length that each row of the merged weight has, [out]; None of LoRA."""
 
@@ -240,10 +239,7 @@ def adapted_head(lm_head: Any, hidden: Tensor) -> tuple[nn.Module, Tensor]:
 
     so the update is never added to W, where a half precision would round it away. Differentiable into A, B and h. To be
     called in the model's forward, where FSDP has gathered the three; a head without adapter is returned as it is.
-
-    Args:
-        lm_head: a linear layer, or peft's layer around one; W [V, H], B [V, rank], A [rank, H].
-        hidden: [n, H].
+    W [V, H], B [V, rank], A [rank, H], hidden [n, H].
     """
     if not _has_adapter(lm_head):
         return lm_head, hidden
@@ -269,7 +265,6 @@ class AdapterSize:
     trainable: int
     """Parameters that train: adapters, and modules trained whole."""
     total: int
-    """All parameters."""
     trainable_bytes: int
     """Of the parameters that train."""
     frozen_bytes: int
@@ -277,17 +272,12 @@ class AdapterSize:
     merged_bytes: int
     """What `MergedWeights` has of its own: the weights that have an adapter."""
 
-    @property
-    def training_bytes(self) -> int:
-        """Of gradients and AdamW's two moments: three times `trainable_bytes`."""
-        return 3 * self.trainable_bytes
-
     def explain(self) -> str:
         """The numbers in one line."""
         return (
             f"LoRA on {self.layers} layers: {self.trainable:,} of {self.total:,} parameters train "
             f"({self.trainable / self.total:.2%}), {self.trainable_bytes / 2**20:.1f} MiB and "
-            f"{self.training_bytes / 2**20:.1f} MiB of gradients and AdamW state; frozen weights "
+            f"{3 * self.trainable_bytes / 2**20:.1f} MiB of gradients and AdamW state; frozen weights "
             f"{self.frozen_bytes / 2**20:.1f} MiB; merged for a refit {self.merged_bytes / 2**20:.1f} MiB more"
         )
 

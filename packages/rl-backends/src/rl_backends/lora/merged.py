@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_backends.checkpoints.shards import this_rank
-from rl_backends.lora.layers import (
-    TAILS,
-    AdaptedLayer,
-    adapted_layers,
-    base_name,
-)
+from rl_backends.lora.layers import TAILS, AdaptedLayer, adapted_layers, base_name
 from rl_parallel_plans import NamedShard, named_shards, to_local_if_dtensor
 from rl_parallel_plans.dtensor import is_dtensor
 
@@ -44,13 +39,8 @@ class MergedWeights:
     """What this rank holds of a model with its adapters merged, by Hugging Face name: what an engine is fed from.
 
     Weights with an adapter have memory of their own here, as large as this rank's part of them and placed alike; all
-    other tensors are the model's own. Both are the same objects at every refresh.
-
-    Args:
-        model: with adapters; sharded or not.
-
-    Raises:
-        ModelError: the model has no adapters.
+    other tensors are the model's own. Both are the same objects at every refresh. ModelError of a model without
+    adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,7 +59,10 @@ class MergedWeights:
         """
         for layer in adapted_layers(self._model):
             out = self._merged[layer.weight]
-            _give_memory(to_local_if_dtensor(out))
+            local = to_local_if_dtensor(out)
+            num_bytes = int(local.storage_offset() + local.numel()) * local.element_size()
+            if local.untyped_storage().nbytes() < num_bytes:  # given up by `release`
+                local.untyped_storage().resize_(num_bytes)
             _merge(layer, out=out)
         self._released = False
 
@@ -116,12 +109,6 @@ def export_merged(model: nn.Module, *, every_rank: bool = False) -> Iterator[tup
         if every_rank or this_rank() == 0:
             whole = tensor if shard.row_order is None else shard.row_order.undealt(tensor)
             yield name, whole.to("cpu")
-
-
-def _give_memory(tensor: Tensor) -> None:
-    num_bytes = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.untyped_storage().nbytes() < num_bytes:
-        tensor.untyped_storage().resize_(num_bytes)
 
 
 def _merge(layer: AdaptedLayer, *, out: Tensor) -> None:

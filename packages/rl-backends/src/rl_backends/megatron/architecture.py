@@ -68,7 +68,6 @@ class Architecture:
     """For each layer how many tokens a token sees, itself among them; None sees all before it."""
     max_positions: int
     rope: Rope
-    """How positions turn queries and keys."""
 
     @property
     def softmax_scale(self) -> float:
@@ -81,13 +80,23 @@ class Architecture:
 
 def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
     """Read the configuration of a causal language model, or of one with a value or reward head."""
-    _require_family(hf_config)
+    family, module = str(getattr(hf_config, "model_type", None)), type(hf_config).__module__
+    if family not in MODEL_TYPES:
+        reason = f": {WHY_NOT[family]}" if family in WHY_NOT else ""
+        raise ModelError(
+            f"model_type={family!r} is not built on Megatron{reason}; what is: {', '.join(MODEL_TYPES)}. {ELSEWHERE}"
+        )
+    if not module.startswith("transformers.models."):
+        raise ModelError(
+            f"{type(hf_config).__qualname__} of {module} calls itself model_type={family!r} and is not the "
+            f"configuration that transformers has under this name; {ELSEWHERE}"
+        )
     if problems := [*_problems(hf_config), *rope_problems(hf_config)]:
         raise ModelError(
             f"model_type={hf_config.model_type!r} is built on Megatron, but not with these fields of its "
             f"configuration:\n" + "\n".join(f"  {problem}" for problem in problems) + f"\nOtherwise {ELSEWHERE}"
         )
-    family, experts = hf_config.model_type, _experts(hf_config)
+    experts = _experts(hf_config)
     # A Mixtral has no dense layers, and so only one width.
     expert_width = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
     window = _window(hf_config)
@@ -114,21 +123,6 @@ def read_architecture(hf_config: Any, *, scores: bool = False) -> Architecture:
         max_positions=hf_config.max_position_embeddings,
         rope=read_rope(hf_config, head_dim=_head_dim(hf_config)),
     )
-
-
-def _require_family(hf_config: Any) -> None:
-    family = str(getattr(hf_config, "model_type", None))
-    if family not in MODEL_TYPES:
-        reason = f": {WHY_NOT[family]}" if family in WHY_NOT else ""
-        raise ModelError(
-            f"model_type={family!r} is not built on Megatron{reason}; what is: {', '.join(MODEL_TYPES)}. {ELSEWHERE}"
-        )
-    module = type(hf_config).__module__
-    if not module.startswith("transformers.models."):
-        raise ModelError(
-            f"{type(hf_config).__qualname__} of {module} calls itself model_type={family!r} and is not the "
-            f"configuration that transformers has under this name; {ELSEWHERE}"
-        )
 
 
 def _problems(hf_config: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite
+from rl_backends.checkpoints.loading import CheckpointState
+from rl_backends.checkpoints.saving import CheckpointWrite
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading import ModelSource
 from rl_backends.loading.skeleton import without_weights
-from rl_backends.lora import add_lora, save_adapter
+from rl_backends.loading.source import ModelSource
+from rl_backends.lora.files import save_adapter
+from rl_backends.lora.inject import add_lora
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
 from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -40,21 +43,10 @@ from rl_backends.megatron.weights import (
     require_own_code,
 )
 from rl_backends.offload import Offloader, Part
-from rl_backends.optimizers import GradientStep, OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
+from rl_backends.optimizers.optimizers import GradientStep
 from rl_backends.rank_agreement import on_every_rank, require_same_model
 from rl_backends.readers import Reader, value_reader
-
-ACCELERATIONS = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "gradient_accumulation_fusion",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-)
-"""Fields of `MegatronConfig` that `explain` names where they are set."""
 
 
 class MegatronBackend(Backend):
@@ -289,7 +281,8 @@ def _implementation(model: MegatronModel) -> str:
         "SequentialMLP": "experts one after the other",
         "TEGroupedMLP": "Transformer Engine's grouped GEMM for experts",
     }
-    fused = [name for name in ACCELERATIONS if getattr(config, name)]
+    names = [each.name for each in fields(config) if each.name.endswith("_fusion") or each.name.startswith("overlap_")]
+    fused = [name for name in names if getattr(config, name)]
     return f"attention {kernels.get(attention, attention)}, MLP {kernels.get(kind, kind)}" + (
         f", with {', '.join(fused)}" if fused else ", no fusions and no overlap"
     )

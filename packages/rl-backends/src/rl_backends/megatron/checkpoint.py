@@ -11,7 +11,7 @@ Megatron's own checkpoints are not used: they are pickles, their loading needs a
 Transformer Engine those of the distributed optimizer do not come back as they were (seen in 0.16.1).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,30 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from rl_backends.checkpoints import CheckpointState, CheckpointWrite
-from rl_backends.checkpoints.loading import check_holds, open_checkpoint, read_shards
-from rl_backends.checkpoints.manifest import Manifest, check_model
-from rl_backends.checkpoints.optimizer_state import (
-    NOT_RESTORED,
-    NewState,
-    check_hyperparameters,
-    describe_state,
-    new_state,
-    state_shards,
-)
-from rl_backends.checkpoints.saving import Collected, as_json, other_ranks_failures, write_checkpoint
-from rl_backends.checkpoints.shards import (
-    TensorShard,
-    check_frozen_weights,
-    described_by_all_ranks,
-    dtype_name,
-    has_rng,
-    num_ranks,
-    numbered,
-    rng_shards,
-    set_rng,
-)
-from rl_backends.errors import CheckpointError
+from rl_backends.checkpoints.loading import CheckpointState, open_checkpoint, restore
+from rl_backends.checkpoints.optimizer_state import NOT_RESTORED, NewState, describe_state, new_state, state_shards
+from rl_backends.checkpoints.saving import CheckpointWrite, Collected, other_ranks_failures, write_checkpoint
+from rl_backends.checkpoints.shards import TensorShard, described_by_all_ranks, dtype_name, num_ranks, numbered
 from rl_backends.megatron.mapping import HeldTensor
 from rl_backends.megatron.optimizer import Master, MegatronOptimizers, masters_of
 from rl_backends.rank_agreement import on_every_rank
@@ -123,13 +103,11 @@ def save_checkpoint(
     optimizers: MegatronOptimizers | None,
     folder: str | Path,
     *,
-    version: int,
     layout: Mapping[str, int],
-    asynchronous: bool = False,
-    extra: Mapping[str, Any] | None = None,
     frozen: Mapping[str, int] | None = None,
+    **asked: Any,
 ) -> CheckpointWrite:
-    """As `rl_backends.checkpoints.save_checkpoint`, of everything that this rank holds.
+    """As `rl_backends.save_checkpoint`, of everything that this rank holds.
 
     layout: sizes of the axes that the model is laid over, for people.
     """
@@ -139,7 +117,6 @@ def save_checkpoint(
         return torch.float32 if stepped else each.parameter.dtype
 
     def collect(group: dist.ProcessGroup | None) -> Collected:
-        own = [each for each in held if not each.duplicate]
         masters = stepped_by(own, optimizers)
         names, described = describe(held, optimizers, masters, dtype_of=dtype_of, group=group)
         shards = state_shards(masters)
@@ -154,19 +131,11 @@ def save_checkpoint(
             for each in own
             if each.parameter.dtype == dtype_of(each) and each.name not in (frozen or {})
         ]
+        return shards, names, described
 
-        def state() -> dict[str, Any]:
-            state: dict[str, Any] = {"extra": as_json("extra", dict(extra or {}), exact=True)}
-            state |= {"optimizers": described, "schedule": None, "frozen": dict(frozen or {})}
-            if optimizers is not None:
-                state["schedule"] = as_json("the schedule's state", optimizers.schedule_state())
-            return state
-
-        mesh = {"ranks": num_ranks(), "axes": dict(layout)}
-        manifest = Manifest(version=version, mesh=mesh, model=names)
-        return rng_shards(_device_of(own)) | numbered(shards), manifest, on_every_rank(state, group=group)
-
-    return write_checkpoint(collect, folder, asynchronous=asynchronous)
+    own = [each for each in held if not each.duplicate]
+    mesh = {"ranks": num_ranks(), "axes": dict(layout)}
+    return write_checkpoint(collect, optimizers, folder, mesh=mesh, device=_device_of(own), frozen=frozen, **asked)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -181,7 +150,7 @@ def load_checkpoint(
     optimizer: bool = True,
     verify: bool = True,
 ) -> CheckpointState:
-    """As `rl_backends.checkpoints.load_checkpoint`, also of a checkpoint of DTensors where AdamW was its optimizer.
+    """As `rl_backends.load_checkpoint`, also of a checkpoint of DTensors where AdamW was its optimizer.
 
     What is saved in float32 is rounded for a model in 16 bits, and its optimizer goes on from the float32; a model in
     float32 takes float32 alone.
@@ -191,67 +160,43 @@ def load_checkpoint(
     names, described = describe(
         held, optimizers, masters, dtype_of=lambda each: each.parameter.dtype, group=opened.group
     )
-    restored = optimizers if optimizer else None
+    # In the dtypes of the checkpoint, where they may be read.
+    theirs = {name: dtype for name, (dtype, _) in opened.manifest.model.items()}
+    for name, (dtype, shape) in names.items():
+        if dtype != "float32" and theirs.get(name) in {"float32", dtype}:
+            names[name] = [theirs[name], shape]
 
-    def check() -> None:
-        # In the dtypes of the checkpoint, where they may be read.
-        theirs = {name: dtype for name, (dtype, _) in opened.manifest.model.items()}
-        for name, (dtype, shape) in names.items():
-            if dtype != "float32" and theirs.get(name) in {"float32", dtype}:
-                names[name] = [theirs[name], shape]
-        check_model(opened.source, opened.manifest.model, names)
-        check_holds(opened, optimizer=optimizer, has_optimizers=optimizers is not None)
-        if restored is not None and described is not None:
-            same_mesh = opened.manifest.mesh["ranks"] == num_ranks()
-            check_hyperparameters(opened.source, described, opened.state["optimizers"], same_mesh=same_mesh)
-
-    on_every_rank(check, group=opened.group)
-    frozen: dict[str, int] = opened.state.get("frozen", {})
-    if frozen:
-        check_frozen_weights(opened.source, frozen, held, group=opened.group)
-    device = _device_of(held)
-    rng = rng_shards(device) if has_rng(opened.index, device) else {}
-    states: list[NewState] = []
-    if restored is not None:
+    def states() -> list[NewState]:
+        if not optimizer or optimizers is None:
+            return []
         saved: dict[str, Any] = opened.state["optimizers"][0]["state"]
-        states = on_every_rank(lambda: [new_state(each, saved) for each in masters], group=opened.group)
-        # How many steps were taken of each tensor is read before anything else: they may not fit.
-        counts = [shard for state in states for shard in state.scalars]
-        read_shards(opened, numbered(counts), schedule=None)
-        on_every_rank(lambda: _check_steps(states), group=opened.group)
-    filled = [shard for state in states for shard in state.shards]
-    filled += _weights(held, masters, frozen=frozen)
-    read_shards(opened, rng | numbered(filled), schedule=restored)
-    for state in states:
-        state.stepped.put_state(state.values)
-    set_rng(rng)
+        return [new_state(each, saved) for each in masters]
+
+    state = restore(
+        opened,
+        optimizers,
+        optimizer=optimizer,
+        names=names,
+        described=described if optimizer else None,
+        same_mesh=opened.manifest.mesh["ranks"] == num_ranks(),
+        device=_device_of(held),
+        weights=numbered(_weights(held, masters)),
+        frozen=lambda: held,
+        states=states,
+    )
     for each in held:
         each.parameter.grad = None
         if (summed := getattr(each.parameter, "main_grad", None)) is not None:
             summed.zero_()
-    return opened.result(rng_restored=bool(rng))
+    return state
 
 
-def _check_steps(states: Sequence[NewState]) -> None:
-    for state in states:
-        steps = {str(each.saved_as).split("/")[1]: int(each.local) for each in state.scalars}
-        if len(set(steps.values())) > 1:
-            counted = ", ".join(f"{step} of {name}" for name, step in steps.items())
-            raise CheckpointError(
-                f"the optimizer has taken other numbers of steps of what is one parameter of Megatron ({counted}): "
-                f"load the weights alone by optimizer=False"
-            )
-
-
-def _weights(
-    held: Sequence[HeldTensor], masters: Sequence[Master], *, frozen: Collection[str]
-) -> Iterator[TensorShard]:
+def _weights(held: Sequence[HeldTensor], masters: Sequence[Master]) -> Iterator[TensorShard]:
     """The parameters, and what the optimizer keeps of them in more digits: both are filled from one source."""
     for each in held:
-        if each.name not in frozen:
-            takes = MIXED if each.parameter.dtype in MIXED - {torch.float32} else frozenset()
-            name = f"weights/{each.name}"
-            yield TensorShard(local=each.local, shape=each.shape, boxes=each.parts, saved_as=name, takes=takes)
+        takes = MIXED if each.parameter.dtype in MIXED - {torch.float32} else frozenset()
+        name = f"weights/{each.name}"
+        yield TensorShard(local=each.local, shape=each.shape, boxes=each.parts, saved_as=name, takes=takes)
     for master in masters:
         for name, part in master.parts.items() if master.is_copy else ():
             yield replace(part(master.tensor), saved_as=f"weights/{name}", takes=MIXED)

@@ -16,31 +16,26 @@ digests find damage, not malice: keep conversions where only people write whom y
 """
 
 import re
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl_backends.checkpoints.dcp import describe_failure
 from rl_backends.checkpoints.folders import (
+    atomic_folder,
     digest_of,
     in_threads,
     read_marker,
     records_of,
-    sync,
-    sync_tree,
     text_digest,
     write_marker,
 )
 from rl_backends.errors import CheckpointError
-from rl_backends.loading import ModelSource
-from rl_backends.loading.source import local_folder
+from rl_backends.loading.source import ModelSource, local_folder
 from rl_backends.megatron.config import (
     VARIABLE,
     MegatronConfig,
@@ -66,54 +61,29 @@ ELSEWHERE = f"make room, or name another folder in {VARIABLE}"
 Say = Callable[[str], None]
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """A complete conversion; `convert` and `read_conversion` give it once every byte has been checked."""
 
     folder: Path
-    model_name: str
-    """An id of the Hub, or the absolute path of a folder."""
-    revision: str | None
-    """The Hub's commit; None for a folder."""
-    key: str
-    """SHA-256 of the model's files, 64 hexadecimal digits."""
-    architecture: str
-    """Class of transformers."""
-    dtype: str
-    """Of the tensors: "bfloat16" if all of the model's files are, else "float32", which holds float16 exactly."""
-    seconds: float
-    """Wall-clock time that converting took."""
-    written_at: str
-    """UTC."""
-    libraries: Mapping[str, str]
-    """Releases of what wrote it."""
-    files: Mapping[str, tuple[int, str]] = field(repr=False)
-    """Bytes and SHA-256 of every file but the manifest, by its path in the folder."""
-    found: bool = False
+    about: Mapping[str, Any]
+    """What the manifest says: the model's name, commit and class, key (SHA-256 of its files), dtype, the releases that
+    wrote it and how long it took, and `files`: bytes and SHA-256 of every other file, by its path in the folder."""
+    found: bool
     """True if it was there already, False if this run wrote it."""
 
     @property
     def num_bytes(self) -> int:
         """Of all files but the manifest."""
-        return sum(size for size, _ in self.files.values())
-
-    def figures(self) -> dict[str, Any]:
-        """The same as `explain`, for programs."""
-        return {
-            **asdict(self),
-            "folder": str(self.folder),
-            "files": len(self.files),
-            "num_bytes": self.num_bytes,
-            "holds": True,
-        }
+        return sum(size for size, _ in self.about["files"].values())
 
     def explain(self) -> str:
         """Where it is, of what, how large, and whether this run made it."""
-        model = self.model_name + (f" at {self.revision[:8]}" if self.revision else "")
+        about = self.about
+        model = about["model_name"] + (f" at {about['revision'][:8]}" if about["revision"] else "")
         return (
-            f"{self.folder}: {model} ({self.architecture}) as a Megatron checkpoint in {self.dtype}, "
-            f"{self.num_bytes / 2**20:,.2f} MiB, made {self.written_at} in {self.seconds:.1f} s; "
+            f"{self.folder}: {model} ({about['architecture']}) as a Megatron checkpoint in {about['dtype']}, "
+            f"{self.num_bytes / 2**20:,.2f} MiB, made {about['written_at']} in {about['seconds']:.1f} s; "
             f"{'found, every byte checked' if self.found else 'written now'}"
         )
 
@@ -126,66 +96,65 @@ def convert(source: ModelSource, *, directory: str | Path | None = None, progres
         directory: of all conversions; None for `megatron_checkpoint_dir()`.
         progress: called with a line of text now and then.
     """
-    say: Say = (lambda _line: None) if progress is None else progress
-    about = _describe(source, directory)
-    target = Path(about.pop("target"))
-    if target.is_dir():
-        return read_conversion(target)
-
-    started = time.monotonic()
-    unfinished = target.with_name(f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}")
-    say(f"converting {source.model_name} to {target}")
-    if left := [each.name for each in target.parent.glob(f".{target.name}.unfinished-*")]:
-        say(f"left by a conversion that was killed or is still running: {', '.join(left)} in {target.parent}")
-    try:
-        (unfinished / WEIGHTS).mkdir(parents=True)
-        skeleton, config = source.skeleton(), MegatronConfig(precision=about["dtype"])
-        model = MegatronModel(skeleton, config, fill=from_files(source, skeleton), trainable=False)
-        try:
-            with cpu_compat():
-                _save(model.chunks[0], unfinished / WEIGHTS)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(f"{target} cannot be written: {describe_failure(error)}; {ELSEWHERE}") from error
-        finally:
-            model.close(collect=False)
-        _publish(unfinished, target, source, about, started=started)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return read_conversion(target, found=False)
-
-
-def read_conversion(folder: str | Path, *, found: bool = True) -> Conversion:
-    """Read the manifest of a conversion, and compare every byte of every file with it."""
-    body = read_marker(Path(folder) / MANIFEST, format=FORMAT, remedy=DAMAGED)
-    del body["format"], body["format_version"]
-    return Conversion(folder=Path(folder), found=found, **body)
-
-
-def _describe(source: ModelSource, directory: str | Path | None) -> dict[str, Any]:
-    """What the manifest says of the model, and the folder to be; reads every byte of the model's files."""
     parent = (megatron_checkpoint_dir() if directory is None else Path(directory)).expanduser().absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         where = explain_megatron_checkpoint_dir() if directory is None else str(directory)
         raise CheckpointError(f"conversions cannot lie in {where}: {error}; {ELSEWHERE}") from error
-    is_folder = local_folder(source.model_name) is not None
-    model_name = str(local_folder(source.model_name).resolve()) if is_folder else source.model_name  # type: ignore[union-attr]
+    own = local_folder(source.model_name)
     key, dtype = _content_of(source)
-    plain = Path(model_name).name if is_folder else model_name.replace("/", "--")
+    plain = source.model_name.replace("/", "--") if own is None else own.resolve().name
     safe = re.sub(r"[^A-Za-z0-9._]+", "-", plain).strip("-._")[:80] or "model"
-    return {
-        "target": str(parent / f"{safe}-{key[:16]}"),
-        "model_name": model_name,
-        "revision": None if is_folder else source.folder.name,
-        "key": key,
-        "architecture": next(iter(source.config.architectures or [source.config.model_type])),
-        "dtype": dtype,
-    }
+    target = parent / f"{safe}-{key[:16]}"
+    if target.is_dir():
+        return read_conversion(target)
+
+    started = time.monotonic()
+    if progress is not None:
+        progress(f"converting {source.model_name} to {target}")
+    try:
+        with atomic_folder(target) as unfinished:
+            (unfinished / WEIGHTS).mkdir()
+            skeleton, config = source.skeleton(), MegatronConfig(precision=dtype)
+            model = MegatronModel(skeleton, config, fill=from_files(source, skeleton), trainable=False)
+            try:
+                with cpu_compat():
+                    _save(model.chunks[0], unfinished / WEIGHTS)
+            finally:
+                model.close(collect=False)
+            (unfinished / TRACKER).write_text(WEIGHTS, encoding="utf-8")
+            if _content_of(source)[0] != key:
+                raise CheckpointError(  # noqa: TRY301
+                    f"the files of {source.model_name} changed while they were converted; start again"
+                )
+            about = {
+                "model_name": source.model_name if own is None else str(own.resolve()),
+                "revision": source.folder.name if own is None else None,
+                "key": key,
+                "architecture": next(iter(source.config.architectures or [source.config.model_type])),
+                "dtype": dtype,
+                "seconds": round(time.monotonic() - started, 3),
+                "written_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+                "libraries": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
+            }
+            files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+            write_marker(unfinished / MANIFEST, about, format=FORMAT, files=records_of(unfinished, files))
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, CheckpointException) as error:
+        told = error.failures[0][0] if isinstance(error, CheckpointException) else error  # without its traceback
+        raise CheckpointError(f"{target} cannot be written: {type(told).__name__}: {told}; {ELSEWHERE}") from error
+    return read_conversion(target, found=False)
 
 
-def _content_of(source: ModelSource) -> tuple[str, str]:
+def read_conversion(folder: str | Path, *, found: bool = True) -> Conversion:
+    """Read the manifest of a conversion, and compare every byte of every file with it."""
+    about = read_marker(Path(folder) / MANIFEST, format=FORMAT, remedy=DAMAGED)
+    return Conversion(folder=Path(folder), about=about, found=found)
+
+
+def _content_of(source: ModelSource) -> tuple[str, Literal["bfloat16", "float32"]]:
     """A key of the model's files, and the dtype of a conversion of them."""
     from safetensors import SafetensorError, safe_open
 
@@ -202,7 +171,7 @@ def _content_of(source: ModelSource) -> tuple[str, str]:
                 dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"{file} is no safetensors file: {error}; fetch it again") from error
-    dtype = "bfloat16" if dtypes == {"BF16"} else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if dtypes == {"BF16"} else "float32"  # which holds float16
     config = digest_of(source.folder / "config.json")
     return text_digest({"head": source.head, "config": config, "files": digests}), dtype
 
@@ -237,30 +206,3 @@ def _save(gpt: Any, folder: Path) -> None:
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
     )
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-
-
-def _publish(  # noqa: PLR0917 - from, to, of what
-    unfinished: Path, target: Path, source: ModelSource, about: dict[str, Any], *, started: float
-) -> None:
-    """Write the manifest, and give the folder its name."""
-    try:
-        (unfinished / TRACKER).write_text(WEIGHTS, encoding="utf-8")
-        files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-        if _content_of(source)[0] != about["key"]:
-            raise CheckpointError(f"the files of {source.model_name} changed while they were converted; start again")
-        about |= {
-            "seconds": round(time.monotonic() - started, 3),
-            "written_at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            "libraries": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
-        }
-        write_marker(unfinished / MANIFEST, about, format=FORMAT, files=records_of(unfinished, files))
-        sync_tree(unfinished)
-        try:
-            unfinished.rename(target)
-        except OSError:
-            if not (target / MANIFEST).is_file():
-                raise
-            shutil.rmtree(unfinished)  # somebody else was first with the same model; theirs is checked next
-        sync([target.parent])
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}; {ELSEWHERE}") from error

@@ -22,8 +22,7 @@ from rl_backends.megatron.cpu_compat import cpu_compat, user_code
 from rl_backends.megatron.model import MegatronModel, bucket_groups
 from rl_backends.megatron.optimizer import MegatronOptimizers, masters_of
 from rl_backends.megatron.passes import run_passes
-from rl_backends.optimizers import GradientStep
-from rl_backends.optimizers.optimizers import nonfinite_step
+from rl_backends.optimizers.optimizers import GradientStep, nonfinite_step
 from rl_backends.rank_agreement import add_up, gather_text, on_every_rank, raise_together, sums_of_last_rank
 from rl_backends.readers import Reader
 

@@ -26,7 +26,6 @@ class _Arrangement:
     world: dist.ProcessGroup
     sizes: dict[str, int]
     groups: tuple[dist.ProcessGroup, ...]
-    """All that were made."""
     members: "WeakSet[ParallelGroups]" = field(default_factory=WeakSet)
 
 
@@ -47,9 +46,14 @@ class ParallelGroups:
         """Share the layers; the last one reads log-probabilities."""
         self.rows: dist.ProcessGroup = parallel_state.get_data_parallel_group()
         """Have rows of their own: data-parallel ranks, experts shared out among them or not."""
-        sharded = config.tensor_model_parallel_size > 1
-        self.tp_mesh: DeviceMesh | None = _mesh_of(self.tp, config.device) if sharded else None
-        """Of `tp`, with the one axis "tp"; None where it is one rank."""
+        self.tp_mesh: DeviceMesh | None = None
+        """Of `tp`, with the one axis "tp"; None where it is one rank. Its group outlives an arrangement: DTensor
+        remembers it."""
+        if config.tensor_model_parallel_size > 1:
+            meshes, key = _meshes(), (config.device, tuple(dist.get_process_group_ranks(self.tp)))
+            if key not in meshes:
+                meshes[key] = DeviceMesh.from_group(self.tp, config.device, mesh_dim_names=("tp",))
+            self.tp_mesh = meshes[key]
         self.sizes = dict(arrangement.sizes)
         """Of every axis, for people and for checkpoints."""
         self._arrangement, self._membership = arrangement, membership
@@ -62,7 +66,11 @@ class ParallelGroups:
         Joins the process group of `torchrun`, or makes one of this process alone, where there is none.
         """
         require_megatron()
-        _require_device(config)
+        if config.device == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                "device='cpu' was asked for, and Megatron takes a GPU wherever torch sees one: choose device='cuda' "
+                "(policy.megatron_cfg.device in a recipe), or hide the GPUs by CUDA_VISIBLE_DEVICES=''"
+            )
         membership = join_process_group(config.device, timeout_s=config.timeout_s)
         try:
             with cpu_compat():
@@ -134,19 +142,6 @@ def sizes_of(config: MegatronConfig, num_ranks: int) -> dict[str, int]:
     }
     chunks = config.virtual_pipeline_model_parallel_size
     return axes if chunks is None else {**axes, "vp": chunks}
-
-
-def _require_device(config: MegatronConfig) -> None:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device='cuda' was asked for, and torch sees no GPU here; choose device='cpu' "
-            "(policy.megatron_cfg.device in a recipe)"
-        )
-    if config.device == "cpu" and torch.cuda.is_available():
-        raise ValueError(
-            "device='cpu' was asked for, and Megatron takes a GPU wherever torch sees one: choose device='cuda' "
-            "(policy.megatron_cfg.device in a recipe), or hide the GPUs by CUDA_VISIBLE_DEVICES=''"
-        )
 
 
 def _arrange(sizes: dict[str, int], config: MegatronConfig) -> _Arrangement:
@@ -221,14 +216,6 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
 def _groups_of_process() -> list[dist.ProcessGroup]:
     """All that there are, in the order in which they were made."""
     return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public one
-
-
-def _mesh_of(tp: dist.ProcessGroup, device: str) -> DeviceMesh:
-    """The mesh over these ranks, whose group outlives an arrangement: DTensor remembers it."""
-    meshes, key = _meshes(), (device, tuple(dist.get_process_group_ranks(tp)))
-    if key not in meshes:
-        meshes[key] = DeviceMesh.from_group(tp, device, mesh_dim_names=("tp",))
-    return meshes[key]
 
 
 def _meshes() -> dict[tuple[str, tuple[int, ...]], DeviceMesh]:

@@ -28,18 +28,6 @@ IMPORTED = (
 )
 """What warns while it is imported, or imports what does."""
 
-KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    (r"Transformer Engine and Apex are not installed\. Falling back to ", UserWarning),
-    (r"Apex is not installed\. Falling back to Torch Norm", UserWarning),
-    (r"`torch\.jit\.script.*` is (deprecated|not supported)", DeprecationWarning),
-    (r"The following imports from `dynamic_context\.py` will be removed", DeprecationWarning),
-    (
-        r"The 'megatron\.core\.transformer\.custom_layers\.transformer_engine' \s*module is deprecated",
-        DeprecationWarning,
-    ),
-)
-"""Fallbacks to plain torch, which is what we ask for, and deprecations among megatron-core's own modules (0.16.1)."""
-
 
 @functools.cache
 def require_megatron() -> None:
@@ -50,8 +38,8 @@ def require_megatron() -> None:
     """
     check_installed()
     with warnings.catch_warnings():
-        for message, category in KNOWN_WARNINGS:
-            warnings.filterwarnings("ignore", message=message, category=category)
+        # Of its fallbacks to plain torch, which is what we ask for, and of deprecations among its own modules (0.16.1).
+        warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.jit")
         for name in IMPORTED:
             importlib.import_module(name)
 

@@ -179,30 +179,25 @@ def add_adapters(
         for each in parts:
             name = each.name.removesuffix(".weight") + ".base_layer.weight" if each.name in layers else each.name
             all_held.append(replace(each, name=name, megatron_name=f"{path}.original"))
-        for key, each in adapted.items():
-            all_held += _held_adapter(update, key, each, path=path, rank=rank)
+        for key, each in adapted.items():  # A and B in the coordinates of the Hugging Face model, cut as W is
+            bare, (num_out, num_in) = each.name.removesuffix(".weight"), each.shape
+            start, columns = each.parts[0].offsets[1], each.parts[0].sizes[1]
+            of_a = (Box(offsets=(0, start), sizes=(rank, columns), local_offsets=(0, 0)),)
+            of_b, at = [], 0
+            for box in each.parts:
+                of_b.append(Box(offsets=(box.offsets[0], 0), sizes=(box.sizes[0], rank), local_offsets=(at, 0)))
+                at += box.sizes[0]
+            for tail, which, shape, boxes in (
+                (A_TAIL, "lora_A", (rank, num_in), of_a),
+                (B_TAIL, "lora_B", (num_out, rank), tuple(of_b)),
+            ):
+                all_held.append(
+                    HeldTensor(
+                        name=f"{bare}{tail}",
+                        shape=shape,
+                        parameter=getattr(update, which)[key],
+                        megatron_name=f"{path}.0.{which}.{key}",
+                        parts=boxes,
+                    )
+                )
     return Adapters(skeleton, all_held, adapted=changed), all_held
-
-
-def _held_adapter(update: LowRankUpdate, key: str, base: HeldTensor, *, path: str, rank: int) -> Iterator[HeldTensor]:
-    """A and B in the coordinates of the Hugging Face model, cut as W is."""
-    name, (out_features, in_features) = base.name.removesuffix(".weight"), base.shape
-    first, columns = base.parts[0].offsets[1], base.parts[0].sizes[1]
-    yield HeldTensor(
-        name=f"{name}{A_TAIL}",
-        shape=(rank, in_features),
-        parameter=update.lora_A[key],
-        megatron_name=f"{path}.0.lora_A.{key}",
-        parts=(Box(offsets=(0, first), sizes=(rank, columns), local_offsets=(0, 0)),),
-    )
-    boxes, at = [], 0
-    for box in base.parts:
-        boxes.append(Box(offsets=(box.offsets[0], 0), sizes=(box.sizes[0], rank), local_offsets=(at, 0)))
-        at += box.sizes[0]
-    yield HeldTensor(
-        name=f"{name}{B_TAIL}",
-        shape=(out_features, rank),
-        parameter=update.lora_B[key],
-        megatron_name=f"{path}.0.lora_B.{key}",
-        parts=tuple(boxes),
-    )

@@ -1,6 +1,6 @@
 """Which part of which Hugging Face tensor each parameter of Megatron holds: one table for whatever moves weights.
 
-Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE name their tensors alike in transformers 5; what a family lacks is
+Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE name their tensors alike in transformers; what a family lacks is
 in neither model. Names of Megatron's local layers and of those of Transformer Engine, which hold a norm inside the
 linear layer after it, lead to the same tensors. Megatron shards and fuses them so:
 
@@ -57,7 +57,6 @@ class HeldTensor:
     shape: tuple[int, ...]
     """Of the whole tensor there."""
     parameter: nn.Parameter
-    """Megatron's."""
     megatron_name: str
     """Its name there, on this pipeline stage."""
     parts: tuple[Box, ...]
@@ -179,7 +178,9 @@ class _Table:
                 yield full, self._rows(full, start=self.rank * size, size=size, at=number * size)
         elif match := EXPERT.fullmatch(name):
             index = self.first_expert + int(match["local"] or match["grouped"])
-            yield from self._expert(f"{prefix}mlp.experts.", index, match["which1"] or match["which2"])
+            which = "gate_up_proj" if "linear_fc1" in (match["which1"], match["which2"]) else "down_proj"
+            full = f"{prefix}mlp.experts.{which}"
+            yield full, (Box(offsets=(index, 0, 0), sizes=(1, *self._shape(full)[1:]), local_offsets=(0, 0, 0)),)
 
     def _qkv(self, full: str, which: str) -> Iterator[Box]:
         """This rank's rows of a projection, group by group of key heads."""
@@ -192,18 +193,6 @@ class _Table:
         for place in range(share):
             group = self.rank * share + place
             yield from self._rows(full, start=group * size, size=size, at=place * block + first)
-
-    def _expert(self, prefix: str, index: int, which: str) -> Iterator[Part]:
-        """A stack of all experts in transformers 5, a module for each in 4; no expert is sharded."""
-        stacked = f"{prefix}{'gate_up_proj' if which == 'linear_fc1' else 'down_proj'}"
-        if stacked in self.shapes:
-            sizes = (1, *self.shapes[stacked][1:])
-            yield stacked, (Box(offsets=(index, 0, 0), sizes=sizes, local_offsets=(0, 0, 0)),)
-            return
-        for number, name in enumerate(("gate_proj", "up_proj") if which == "linear_fc1" else ("down_proj",)):
-            full = f"{prefix}{index}.{name}.weight"
-            size = self._shape(full)[0]
-            yield full, self._rows(full, start=0, size=size, at=number * size)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.shapes.get(name, (0, 0))  # one that is absent is refused by its name

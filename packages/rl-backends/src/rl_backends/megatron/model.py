@@ -36,13 +36,10 @@ Fill = Callable[["MegatronModel"], object]
 class MegatronModel(DistributedModel):
     """The model of this rank's stage, each rank being handed whole batches and reading its own rows.
 
-    Args:
-        skeleton: the Hugging Face model, with adapters if `config` asks for them, whose configuration, names and shapes
-            count; its weights are not looked at.
-        config: sizes, device, precision, microbatches.
-        fill: puts the weights in.
-        trainable: with buffers for gradients of what the skeleton does not freeze; False for a reference.
-        groups: of a model that is laid out alike and will be there as long as this one; None joins them.
+    skeleton: the Hugging Face model, with adapters if `config` asks for them, whose configuration, names and shapes
+        count; its weights are not looked at.
+    trainable: with buffers for gradients of what the skeleton does not freeze; False for a reference.
+    groups: of a model that is laid out alike and will be there as long as this one; None joins them.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.cpu_compat import cpu_compat
 from rl_backends.megatron.mapping import HeldTensor, parameters_of
-from rl_backends.optimizers import OptimizerConfig
+from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import StageOptimizers, explain_schedule, table
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from rl_backends.checkpoints.shards import num_ranks, this_rank
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
-from rl_backends.loading import ModelSource
 from rl_backends.loading.skeleton import initial_value
+from rl_backends.loading.source import ModelSource
 from rl_backends.loading.weights import first_names, write_whole
 from rl_backends.lora.layers import base_name
 from rl_backends.megatron.lora import is_adapter
@@ -87,17 +86,10 @@ def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
 
 
 class Gatherer:
-    """Gathers one tensor after the other; every rank must take part. Made once, by all ranks together.
+    """Gathers one tensor after the other, in the order of `shapes`; every rank must take part, also in making it.
 
     Each box comes from the lowest rank that holds it, and every other rank has zeros there. What is summed over the
-    ranks are bytes, so that nothing is rounded and -0.0 stays what it is.
-
-    Args:
-        held: of this rank, in one dtype.
-        shapes: of all tensors, in the order in which they are wanted.
-
-    Raises:
-        ModelError: on every rank; the ranks together do not hold all of some tensor.
+    ranks are bytes, so that nothing is rounded and -0.0 stays what it is. All tensors have one dtype.
     """
 
     def __init__(self, held: Sequence[HeldTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -142,18 +134,19 @@ class Gatherer:
                 pass
 
     def _rounds(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._shapes:
-            tensor = on_every_rank(partial(self._own_part, name))
+        for name, shape in self._shapes.items():
+
+            def own_part(name: str = name, shape: tuple[int, ...] = shape) -> Tensor:
+                whole = torch.zeros(shape, dtype=self._dtype, device=self._device)
+                for each, box in self._given.get(name, ()):
+                    box.of_whole(whole).copy_(box.of_local(each.local))
+                return whole
+
+            tensor = on_every_rank(own_part)
             if num_ranks() > 1:
                 dist.all_reduce(tensor.view(-1).view(torch.uint8))
             yield name, tensor
             del tensor
-
-    def _own_part(self, name: str) -> Tensor:
-        whole = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
-        for each, box in self._given.get(name, ()):
-            box.of_whole(whole).copy_(box.of_local(each.local))
-        return whole
 
 
 # ---- Proof that Megatron computes what the Hugging Face model computes, not only that it holds the same weights.

@@ -73,7 +73,9 @@ class ModelFlops:
         Raises:
             ModelError: a model whose modules do not tell what a token costs.
         """
-        decoder, head = decoder_of(model), head_of(model)
+        get = getattr(model, "get_output_embeddings", None)
+        decoder, head = decoder_of(model), None if get is None else get()
+        head = getattr(model, "score", None) if head is None else head  # None of a model without either
         hidden_size = int(next(model.get_input_embeddings().parameters()).shape[-1])  # type: ignore[operator]
         trains = any(parameter.requires_grad for parameter in decoder.parameters())
         widths = attention_widths(decoder, hidden_size)
@@ -143,14 +145,6 @@ def decoder_of(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no input embedding, so that nothing tells which layers read tokens"
         )
     return owner
-
-
-def head_of(model: nn.Module) -> nn.Module | None:
-    """What reads hidden states: the language-model head, or a `score`; None for a model without."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = None if get is None else get()
-    found = getattr(model, "score", None) if head is None else head
-    return found if isinstance(found, nn.Module) else None
 
 
 def matmul_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
@@ -247,35 +241,25 @@ def _window(attention: nn.Module) -> int | None:
 
 MatmulDtype = Literal["float32", "tfloat32", "float16", "bfloat16"]
 
-_HOPPER_SXM = {"bfloat16": 989.4, "float16": 989.4, "tfloat32": 494.7, "float32": 66.9}
-_HOPPER_NVL = {"bfloat16": 835.5, "float16": 835.5, "tfloat32": 417.5, "float32": 60.0}
-_MI300X = {"bfloat16": 1307.4, "float16": 1307.4, "tfloat32": 653.7, "float32": 163.4}
+_HOPPER_SXM, _HOPPER_NVL = (989.4, 989.4, 494.7, 66.9), (835.5, 835.5, 417.5, 60.0)
+_MI300X = (1307.4, 1307.4, 653.7, 163.4)
 
 # The whole name must fit: a part of a device (MIG) and a namesake of a later year are other devices.
-_TFLOPS: dict[str, dict[str, float]] = {
-    r"Tesla V100-SXM2-\d+GB(-LS)?": {"float16": 125.0, "float32": 15.7},
-    r"(NVIDIA )?A100-(SXM4|PCIE|PCI)-\d+GB|NVIDIA A100 80GB PCIe": {
-        "bfloat16": 312.0,
-        "float16": 312.0,
-        "tfloat32": 156.0,
-        "float32": 19.5,
-    },
-    r"NVIDIA A30": {"bfloat16": 165.0, "float16": 165.0, "tfloat32": 82.0, "float32": 10.3},
-    r"NVIDIA A10": {"bfloat16": 125.0, "float16": 125.0, "tfloat32": 62.5, "float32": 31.2},
-    r"NVIDIA A40": {"bfloat16": 149.7, "float16": 149.7, "tfloat32": 74.8, "float32": 37.4},
-    r"NVIDIA H100 80GB HBM3": _HOPPER_SXM,
-    r"NVIDIA H100 PCIe": {"bfloat16": 756.0, "float16": 756.0, "tfloat32": 378.0, "float32": 51.0},
-    r"NVIDIA H100 NVL": _HOPPER_NVL,
-    r"NVIDIA H200": _HOPPER_SXM,
-    r"NVIDIA H200 NVL": _HOPPER_NVL,
-    r"NVIDIA GH200 (480GB|144G HBM3e)": _HOPPER_SXM,
-    r"NVIDIA L4": {"bfloat16": 121.0, "float16": 121.0, "tfloat32": 60.0, "float32": 30.3},
-    r"NVIDIA L40": {"bfloat16": 181.05, "float16": 181.05, "tfloat32": 90.5, "float32": 90.5},
-    r"NVIDIA L40S": {"bfloat16": 362.05, "float16": 362.05, "tfloat32": 183.0, "float32": 91.6},
-    r"NVIDIA B200": {"bfloat16": 2250.0, "float16": 2250.0, "tfloat32": 1125.0, "float32": 75.0},
-    r"NVIDIA GB200": {"bfloat16": 2500.0, "float16": 2500.0, "tfloat32": 1250.0, "float32": 80.0},
-    r"AMD Instinct MI300X( OAM)?": _MI300X,
-    r"AMD Instinct MI325X( OAM)?": _MI300X,
+_TFLOPS: dict[str, tuple[float | None, ...]] = {  # bfloat16, float16, tfloat32, float32
+    r"Tesla V100-SXM2-\d+GB(-LS)?": (None, 125.0, None, 15.7),
+    r"(NVIDIA )?A100-(SXM4|PCIE|PCI)-\d+GB|NVIDIA A100 80GB PCIe": (312.0, 312.0, 156.0, 19.5),
+    r"NVIDIA A30": (165.0, 165.0, 82.0, 10.3),
+    r"NVIDIA A10": (125.0, 125.0, 62.5, 31.2),
+    r"NVIDIA A40": (149.7, 149.7, 74.8, 37.4),
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200|NVIDIA GH200 (480GB|144G HBM3e)": _HOPPER_SXM,
+    r"NVIDIA H100 PCIe": (756.0, 756.0, 378.0, 51.0),
+    r"NVIDIA H100 NVL|NVIDIA H200 NVL": _HOPPER_NVL,
+    r"NVIDIA L4": (121.0, 121.0, 60.0, 30.3),
+    r"NVIDIA L40": (181.05, 181.05, 90.5, 90.5),
+    r"NVIDIA L40S": (362.05, 362.05, 183.0, 91.6),
+    r"NVIDIA B200": (2250.0, 2250.0, 1125.0, 75.0),
+    r"NVIDIA GB200": (2500.0, 2500.0, 1250.0, 80.0),
+    r"AMD Instinct MI3(00|25)X( OAM)?": _MI300X,
 }
 
 
@@ -289,7 +273,8 @@ def peak_flops_per_s(device_name: str, dtype: MatmulDtype) -> float | None:
     """
     for pattern, tflops in _TFLOPS.items():
         if re.fullmatch(pattern, device_name.strip()):
-            return tflops[dtype] * 1e12 if dtype in tflops else None
+            found = tflops[("bfloat16", "float16", "tfloat32", "float32").index(dtype)]
+            return None if found is None else found * 1e12
     return None
 
 

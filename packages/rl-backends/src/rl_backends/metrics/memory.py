@@ -104,9 +104,7 @@ class NamedStorage:
     name: str
     """Of the tensor, for messages."""
     storage: torch.UntypedStorage
-    """Its memory."""
     device: torch.device
-    """Where it lies."""
     num_bytes: int
     """Its size when it was found."""
 

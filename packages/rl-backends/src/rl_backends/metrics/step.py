@@ -83,14 +83,7 @@ class Work:
 
 
 def work_of(passes: Sequence[Pass], *, flops: ModelFlops | None, layout: Layout, token_multiple: int = 1) -> Work:
-    """Add up what `passes` make all ranks do.
-
-    Args:
-        passes: one or more, over the same ranks.
-        flops: what a token of the model costs; None where that is not known.
-        layout: whether rows are padded to the longest of their microbatch.
-        token_multiple: what a row is rounded up to: 2 · ranks under context parallelism.
-    """
+    """Add up what `passes`, one or more over the same ranks, make all ranks do; `flops` None where they are unknown."""
     # Every row that is read, those of repeated microbatches again: its number among the rows of all passes, its rank.
     microbatches, of_rank, numbers, num_rows = list[Microbatch](), list[int](), list[Tensor](), 0
     for each in passes:
@@ -133,13 +126,10 @@ class StepMetrics(Work):
     """One optimizer step and the passes before it, of all ranks together unless said otherwise."""
 
     forward_backward_s: float
-    """Seconds in `forward_backward`."""
     optim_s: float
-    """Seconds in `optim_step`."""
     tokens_per_s: float
     """Real tokens over the seconds of both."""
     flops_per_s_per_rank: float | None
-    """Model FLOPs a second, of one rank."""
     mfu: float | None
     """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
     mfu_unknown: str | None
@@ -257,11 +247,7 @@ class StepMeter:
             raise failure
 
     def metrics(self, *, memory: bool = True) -> StepMetrics | None:
-        """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step.
-
-        Args:
-            memory: take the account of memory, as it is now; that looks at every parameter.
-        """
+        """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step."""
         if self._pending is not None:
             self._metrics, self._pending = self._pending(), None
         if self._metrics is None or self.memory is None or not memory:

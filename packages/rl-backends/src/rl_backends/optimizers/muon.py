@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
 
     def _gathered(self, parameter: Any) -> list[Any]:
         """The placements of a DTensor, with Replicate for those that cut matrices and not a stack of them."""
-        dims = 2 if self._row_dim(parameter) is None else 3  # that are a matrix's
+        dims = 2 if self._row_dims.get(id(parameter)) is None else 3  # that are a matrix's
 
         def cuts(placement: Any) -> bool:
             if isinstance(placement, Replicate):
@@ -151,7 +151,7 @@ class Muon(torch.optim.Optimizer):
                 stride=parameter.stride(),
             )
             update = whole.redistribute(placements=parameter.placements).to_local()
-        row_dim = self._row_dim(parameter)
+        row_dim = self._row_dims.get(id(parameter))
         weight = to_local_if_dtensor(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         rows, columns = parameter.shape[-2:]
@@ -165,12 +165,9 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalized(self, local: Tensor, parameter: nn.Parameter) -> Tensor:
         """The update for matrices; the order of their rows makes no difference to it."""
-        row_dim = self._row_dim(parameter)
+        row_dim = self._row_dims.get(id(parameter))
         matrices = local if row_dim is None else local.flatten(row_dim, row_dim + 1)
         return orthogonalized(matrices, dtype=self._dtype).view(local.shape)
-
-    def _row_dim(self, parameter: Tensor) -> int | None:
-        return self._row_dims.get(id(parameter))
 
 
 def orthogonalized(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:

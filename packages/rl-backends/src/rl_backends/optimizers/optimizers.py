@@ -43,21 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def check_schedule(config: OptimizerConfig, *, num_steps: int) -> None:
-    """ValueError where `num_steps` leave no room for what the schedule does."""
-    if config.warmup_steps >= num_steps:
-        raise ValueError(
-            f"warmup_steps={config.warmup_steps} must be less than the {num_steps} steps of the stage, or the learning "
-            f"rate never reaches lr={config.lr}"
-        )
-    decay_steps = config.decay_steps or 0
-    if config.warmup_steps + decay_steps > num_steps:
-        raise ValueError(
-            f"warmup_steps={config.warmup_steps} and decay_steps={decay_steps} together must be at most the "
-            f"{num_steps} steps of the stage, or the learning rate goes down before it is up"
-        )
-
-
 def learning_rate_factor(index: int, config: OptimizerConfig, *, num_steps: int) -> float:
     """The share of `lr` that step `index` (from 0) of `num_steps` uses.
 
@@ -111,6 +96,10 @@ class ParameterGroup:
     """Of a fused weight that is sharded row by row: the first of the two dims that its rows are registered as
     (`rl_parallel_plans.NamedShard.row_order`). None of any other parameter."""
 
+    def for_torch(self, config: OptimizerConfig) -> dict[str, Any]:
+        """The group as torch's optimizers take it."""
+        return {"params": list(self.parameters), "weight_decay": config.weight_decay if self.decays else 0.0}
+
 
 def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
     """The groups of every trainable parameter of `model`, sharded or not, in the model's order.
@@ -143,7 +132,9 @@ def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[Paramet
     members: dict[tuple[bool, bool, object], list[NamedShard]] = {}
     for each in trainable:
         owner = owners[id(each.tensor)]
-        vector = _is_vector(each, owner)
+        # Norms and biases of several heads or experts are stacks of vectors: two dims, and still no matrix.
+        is_norm = "norm" in type(owner).__name__.lower()
+        vector = is_norm or len(each.shape) < 2 or each.name.rpartition(".")[2].endswith("bias")
         left_out = any(fnmatchcase(each.name, pattern) for pattern in config.no_decay)
         decays = not left_out and (config.decay_vectors or not vector)
         # A linear map, or a stack of them, one for each expert; not a table of vectors and not a convolution.
@@ -161,12 +152,6 @@ def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[Paramet
         )
         for (by_muon, decays, _), group in members.items()
     )
-
-
-def _is_vector(shard: NamedShard, owner: nn.Module) -> bool:
-    """Norms and biases of several heads or experts are stacks of vectors: two dims, and still no matrix."""
-    own_name = shard.name.rpartition(".")[2]
-    return len(shard.shape) < 2 or own_name.endswith("bias") or "norm" in type(owner).__name__.lower()
 
 
 # ---- The optimizers.
@@ -197,7 +182,7 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
 
         pairs = [pair for group in by_muon for pair in zip(group.parameters, group.row_dims, strict=True)]
         muon = Muon(
-            _as_torch_has_them(by_muon, config),
+            [group.for_torch(config) for group in by_muon],
             row_dims={id(parameter): dim for parameter, dim in pairs if dim is not None},
             lr=config.lr,
             momentum=config.muon.momentum,
@@ -216,7 +201,16 @@ class StageOptimizers(ABC):
     """The optimizers of a stage, and how many of its steps were taken: all the state that a schedule has."""
 
     def __init__(self, config: OptimizerConfig, *, num_steps: int) -> None:
-        check_schedule(config, num_steps=num_steps)
+        if config.warmup_steps >= num_steps:
+            raise ValueError(
+                f"warmup_steps={config.warmup_steps} must be less than the {num_steps} steps of the stage, or the "
+                f"learning rate never reaches lr={config.lr}"
+            )
+        if config.warmup_steps + (config.decay_steps or 0) > num_steps:
+            raise ValueError(
+                f"warmup_steps={config.warmup_steps} and decay_steps={config.decay_steps} together must be at most the "
+                f"{num_steps} steps of the stage, or the learning rate goes down before it is up"
+            )
         self.config = config
         """Of the optimizers, of the schedule, and of the gradient step."""
         self.num_steps_taken = 0
@@ -355,7 +349,7 @@ def table(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
 
 
 def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr: float) -> torch.optim.Optimizer:
-    parts = _as_torch_has_them(groups, config)
+    parts = [group.for_torch(config) for group in groups]
     if config.name == "adamw_8bit":
         try:
             from torchao.optim import AdamW8bit
@@ -385,25 +379,6 @@ def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr
                 "take 'foreach' or 'for-loop'"
             ) from error
     return AdamW(parts, lr=lr, betas=config.betas, eps=config.eps, **implementation)
-
-
-def _as_torch_has_them(groups: Sequence[ParameterGroup], config: OptimizerConfig) -> list[dict[str, Any]]:
-    return [
-        {"params": list(group.parameters), "weight_decay": config.weight_decay if group.decays else 0.0}
-        for group in groups
-    ]
-
-
-@torch.no_grad()
-def nonfinite_gradients(parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-    """Names of the parameters whose gradient has a NaN or an infinity on any rank; the same on every rank."""
-    finite = torch.ones((), dtype=torch.bool)
-    flags = [
-        (finite if each.grad is None else torch.isfinite(to_local_if_dtensor(each.grad)).all().cpu()).logical_not()
-        for each in parameters.values()
-    ]
-    failures = _sum_over_ranks(torch.stack(flags).to(torch.float64), parameters.values()).tolist()
-    return tuple(name for name, count in zip(parameters, failures, strict=True) if count)
 
 
 def _sum_over_ranks(counts: Tensor, parameters: Iterable[Tensor]) -> Tensor:
@@ -442,18 +417,12 @@ class GradientStep:
 
 
 def clip_and_step(
-    model: nn.Module,
-    optimizers: Optimizers,
-    *,
-    version: int,
-    pipeline: Pipeline | None = None,
+    model: nn.Module, optimizers: Optimizers, *, version: int, pipeline: Pipeline | None = None
 ) -> GradientStep:
-    """Clip the gradient by its global norm, update the weights, clear the gradient.
+    """Clip the gradient by its global norm, update the weights, clear the gradient; every rank must call it.
 
+    version: steps that the weights have seen, for the message.
     pipeline: whose stage the model is; the norm is then that of all stages.
-
-    version: steps that the weights have seen, for the message. Every rank must call, and all do the same. Waits for
-        the device once.
 
     Raises:
         NonFiniteGradientError: the norm is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights and
@@ -473,7 +442,14 @@ def clip_and_step(
         dist.all_reduce(failed, group=pipeline.group)
     norm, failures = torch.stack([total.to(torch.float64), failed]).tolist()
     if failures:
-        return nonfinite_step(optimizers, nonfinite_gradients(optimizers.named_parameters), norm=norm, version=version)
+        named = optimizers.named_parameters
+        flags = [
+            torch.tensor(each.grad is not None and not bool(torch.isfinite(to_local_if_dtensor(each.grad)).all()))
+            for each in parameters
+        ]
+        wrong = _sum_over_ranks(torch.stack(flags).to(torch.float64), parameters).tolist()
+        names = tuple(name for name, count in zip(named, wrong, strict=True) if count)
+        return nonfinite_step(optimizers, names, norm=norm, version=version)
 
     max_norm = optimizers.config.max_grad_norm
     clipped = max_norm is not None and norm > max_norm

@@ -13,8 +13,8 @@ from typing import Any
 
 from rl_backends import BackendSelection
 from rl_backends.backend import Backend
-from rl_backends.loading import pad_token_id
 from rl_backends.loading.skeleton import without_weights
+from rl_backends.loading.source import pad_token_id
 from rl_generation.seeding import CallSeeds, ServingEngine
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source

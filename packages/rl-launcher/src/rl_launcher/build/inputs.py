@@ -31,7 +31,7 @@ from rl_algorithms.environments.counted_environment import Judge
 from rl_algorithms.tokenized_data import PreferenceExamples, TokenizedData
 from rl_algorithms.tokenized_data import tokenize as tokenize_dataset
 from rl_backends import BackendSelection, MissingDependencyError, ModelError, select_backend
-from rl_backends.loading import stop_token_ids
+from rl_backends.loading.source import stop_token_ids
 from rl_launcher.build.environments import NoEnvironment, load_environment
 from rl_launcher.build.models import lora_key
 from rl_launcher.errors import Refusal

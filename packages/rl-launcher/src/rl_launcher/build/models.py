@@ -20,7 +20,8 @@ from rl_backends import (
 )
 from rl_backends.backend import Backend
 from rl_backends.checkpoints.folders import atomic_folder
-from rl_backends.lora import AdapterSize, adapter_size, add_lora, is_base
+from rl_backends.lora.inject import add_lora
+from rl_backends.lora.layers import AdapterSize, adapter_size, is_base
 from rl_launcher.errors import Refusal
 from rl_launcher.schema import PolicyConfig, Recipe, TeacherConfig
 from rl_launcher.user_code import NO_OBJECTS, Objects, call, is_import_string

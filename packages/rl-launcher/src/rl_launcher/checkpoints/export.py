@@ -12,7 +12,7 @@ import torch
 
 from rl_backends import DTensorConfig, select_backend
 from rl_backends.checkpoints.folders import atomic_folder
-from rl_backends.checkpoints.manifest import read_manifest
+from rl_backends.checkpoints.storage import read_manifest
 from rl_launcher.build.companions import write_model
 from rl_launcher.build.models import load_policy
 from rl_launcher.checkpoints.folders import (

@@ -14,8 +14,8 @@ from torch import nn
 
 from rl_backends import DTensorConfig, MegatronConfig, ModelError, select_backend
 from rl_backends.least_memory import least_memory
-from rl_backends.loading import open_model
-from rl_backends.lora import AdapterSize
+from rl_backends.loading.source import open_model
+from rl_backends.lora.layers import AdapterSize
 from rl_backends.metrics.flops import ModelFlops, peak_flops_per_s
 from rl_generation import EngineMemory, EngineOptionError, default_gpu_memory_utilization, estimate_memory
 from rl_generation import ModelError as EngineModelError

@@ -13,7 +13,7 @@ from rl_backends import MegatronConfig, ModelError, explain, open_model, select_
 from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import local_folder
-from rl_backends.lora import AdapterSize
+from rl_backends.lora.layers import AdapterSize
 from rl_generation import EngineMemory, EngineOptionError, default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.build.parts import NO_ENGINE

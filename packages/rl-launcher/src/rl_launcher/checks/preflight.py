@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from rl_backends import DTensorConfig, ModelError, load_tokenizer, select_backend
 from rl_backends.least_memory import device_bytes, host_bytes, least_memory
-from rl_backends.loading import open_model
-from rl_backends.loading.source import local_folder
-from rl_backends.lora import AdapterSize
+from rl_backends.loading.source import local_folder, open_model
+from rl_backends.lora.layers import AdapterSize
 from rl_generation import default_cpu_cache_bytes, estimate_memory
 from rl_launcher.build.environments import load_environment
 from rl_launcher.build.inputs import load_dataset

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import nn
 
 from rl_backends.backend import TrainingBackend
-from rl_backends.loading import pad_token_id
 from rl_backends.loading.skeleton import without_weights
+from rl_backends.loading.source import pad_token_id
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import engine_spec

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rl_backends import process_group, select_backend
 from rl_backends.backend import Backend, TrainingBackend
 from rl_backends.checkpoints.folders import sees
-from rl_backends.metrics import device_used_bytes
+from rl_backends.metrics.memory import device_used_bytes
 from rl_launcher.build.engines import dtypes_of, weight_source
 from rl_launcher.ray.remote_methods import POLICY_METHODS, PackedFields, RemoteCall, Reply, packed, unpacked
 from rl_launcher.schema import PolicyConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_algorithms.contracts import Reference
 from rl_backends import OptimizerConfig
 from rl_backends.backend import TrainingBackend
-from rl_backends.lora import is_base
+from rl_backends.lora.layers import is_base
 from rl_launcher.build.parts import Parts
 from rl_launcher.run.record import Recorder
 
