@@ -258,6 +258,9 @@ class Request:
     prompt_index: int = 0
     """Place of the prompt in the call."""
 
+    sample_index: int = 0
+    """Which of the prompt's answers the first of these is, where somebody asks for each by itself."""
+
 
 def make_requests(
     prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], limits: Limits

@@ -40,6 +40,7 @@ from rl_generation.errors import (
     PromptError,
     SampleTimeoutError,
 )
+from rl_generation.model_flags import installed_version
 from rl_generation.requests import Sampling, check_token_ids
 from rl_generation.rollout import VersionSpan
 from rl_generation.server.answers import spans_as_json, to_json
@@ -48,7 +49,7 @@ from rl_generation.server.guard import HttpError, ServerLimits, from_engine, int
 from rl_generation.server.tools import detect_tool_format
 from rl_generation.vllm.engine import VllmEngine
 from rl_generation.vllm.options import nearest
-from rl_generation.vllm.preparing import TESTED, installed_version
+from rl_generation.vllm.preparing import TESTED
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
