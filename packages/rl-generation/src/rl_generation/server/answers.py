@@ -30,7 +30,7 @@ from rl_generation.requests import Request
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.guard import ClientGoneError, HttpError, from_engine, internal
-from rl_generation.server.tools import Reply, ReplyStream, overlap
+from rl_generation.server.tools import ReplyStream, ToolCall, ToolUse, overlap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,8 +120,8 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 @final
-class TextStream:
-    """Decodes one answer, token by token.
+class AnswerText:
+    """Decodes one answer while it grows, and divides it into what is said and the calls that it turns out to hold.
 
     Text is given out once no further token can change it: not before it is certain, and not while its end may be the
     beginning of a stop string. So the pieces joined are the text of the whole answer, cut where its stop string began.
@@ -132,9 +132,7 @@ class TextStream:
         include_stop_string: Whether its text holds the one that did.
         prompt: What it answers.
         kept: Special tokens that are written out, with their text; the others are left out.
-
-    Attributes:
-        length: Characters decoded so far, given out or not; the text offset of the next token.
+        tools: How calls are found.
     """
 
     def __init__(
@@ -145,70 +143,38 @@ class TextStream:
         include_stop_string: bool,
         prompt: Sequence[int] = (),
         kept: Mapping[int, str] | None = None,
+        tools: ToolUse | None = None,
     ) -> None:
-        self.length = 0
         self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, prompt)
         self._stop, self._include_stop_string, self._kept = stop, include_stop_string, kept or {}
+        self._reply = ReplyStream(tools)
         self._held = ""
+        self._length = 0
 
-    def push(self, token: int, *, is_last: bool = False) -> str:
-        """Take the next token in; return what text is certain now. `is_last` of a stop token, which is left out."""
-        if token in self._kept and not is_last:
-            fresh = self._text.pending + self._kept[token]
-            self._text = Detokenizer(self._tokenizer, [token])
-        else:
-            fresh = self._text.push(token)
-        self.length += len(fresh)
-        text = self._held + fresh
-        held = max((overlap(text, stop) for stop in self._stop), default=0)
-        certain, self._held = text[: len(text) - held], text[len(text) - held :]
-        return certain
-
-    def finish(self, rollout: Rollout) -> str:
-        """Return the rest of the text, up to the stop string that ended the answer where one did."""
+    def take(self, delta: RolloutDelta) -> tuple[str, list[int], tuple[ToolCall, ...]]:
+        """Return what is certainly said now, the text offset of each new token, and, with the last delta, the calls."""
+        offsets, said, ended = [], "", delta.rollout
+        for token in delta.tokens:
+            offsets.append(self._length)
+            stops = ended is not None and len(offsets) == len(delta.tokens) and isinstance(ended.stop_reason, int)
+            if token in self._kept and not stops:
+                fresh = self._text.pending + self._kept[token]
+                self._text = Detokenizer(self._tokenizer, [token])
+            else:
+                fresh = self._text.push(token)
+            self._length += len(fresh)
+            text = self._held + fresh
+            certain = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
+            said += self._reply.push(text[:certain])
+            self._held = text[certain:]
+        if ended is None:
+            return said, offsets, ()
         text = self._held + self._text.pending
-        start = text.find(rollout.stop_reason) if isinstance(rollout.stop_reason, str) else -1
-        if start < 0:
-            return text
-        return text[: start + len(str(rollout.stop_reason)) if self._include_stop_string else start]
-
-
-@final
-class ChoiceText:
-    """The text of one choice while it grows, and the calls that it turns out to hold."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", asked: GenerationRequest, request: Request) -> None:
-        self._tokenizer, self._asked, self._request = tokenizer, asked, request
-        self._text = TextStream(
-            tokenizer,
-            stop=request.sampling.stop,
-            include_stop_string=asked.include_stop_string,
-            prompt=request.prompt,
-            kept=asked.kept,
-        )
-        self._reply = ReplyStream(asked.tools)
-
-    def take(self, delta: RolloutDelta) -> tuple[str, list[int], Reply]:
-        """Return what is certainly said now, the offset of each new token, and, with the last delta, the calls."""
-        offsets, said = [], ""
-        last = len(delta.tokens) - 1 if delta.rollout and isinstance(delta.rollout.stop_reason, int) else None
-        for place, token in enumerate(delta.tokens):
-            offsets.append(self._text.length)
-            said += self._reply.push(self._text.push(token, is_last=place == last))
-        if delta.rollout is None:
-            return said, offsets, Reply(content="", calls=())
-        said += self._reply.push(self._text.finish(delta.rollout))
+        if isinstance(ended.stop_reason, str) and (start := text.find(ended.stop_reason)) >= 0:
+            text = text[: start + len(ended.stop_reason) if self._include_stop_string else start]
+        said += self._reply.push(text)
         reply = self._reply.finish()
-        return said + reply.content, offsets, reply
-
-    def take_whole(self, rollout: Rollout) -> tuple[str, list[int], Reply]:
-        """`take` of all of an answer, at once where nobody needs to know which token made which character."""
-        asked = self._asked
-        if asked.logp or asked.tools or asked.kept:
-            return self.take(RolloutDelta(sample_index=0, tokens=rollout.tokens, logp=rollout.logp, rollout=rollout))
-        prompt, include = self._request.prompt, asked.include_stop_string
-        text = decode_rollout(self._tokenizer, rollout, prompt=prompt, include_stop_string=include)
-        return text, [], Reply(content="", calls=())
+        return said + reply.content, offsets, reply.calls
 
 
 # -- Shapes -----------------------------------------------------------------------------------------------------------
@@ -234,26 +200,29 @@ class Shapes:
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """The response that is not streamed; rollouts in order of prompt, then of sample."""
-        choices = []
+        asked, choices = self.asked, []
         for index, rollout in enumerate(rollouts):
-            request = self.asked.requests[index // self.asked.n]
-            text, offsets, reply = ChoiceText(self.tokenizer, self.asked, request).take_whole(rollout)
-            message: dict[str, Any] = {"role": "assistant", "content": text or None if reply.calls else text}
-            if reply.calls:
-                message["tool_calls"] = [call.body for call in reply.calls]
+            request = asked.requests[index // asked.n]
+            offsets: list[int] = []
+            calls: tuple[ToolCall, ...] = ()
+            if asked.logp or asked.tools or asked.kept:
+                delta = RolloutDelta(sample_index=0, tokens=rollout.tokens, logp=rollout.logp, rollout=rollout)
+                text, offsets, calls = self._text_of(request).take(delta)
+            else:  # at once, where nobody needs to know which token made which character
+                include = asked.body.include_stop_str_in_output
+                text = decode_rollout(self.tokenizer, rollout, prompt=request.prompt, include_stop_string=include)
+            message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
+            if calls:
+                message["tool_calls"] = [call.body for call in calls]
             said = {"message": message} if self.kind == "chat" else {"text": text}
-            choices.append(
-                {
-                    **self._choice(index, said, made=rollout, offsets=offsets, ended=rollout, calls=len(reply.calls)),
-                    **self._prompt("completion", request),
-                }
-            )
+            choice = self._choice(index, said, made=rollout, offsets=offsets, ended=rollout, calls=len(calls))
+            choices.append(choice | self._prompt("completion", request))
         return {
             **self._head("chat.completion" if self.kind == "chat" else "text_completion"),
             "choices": choices,
             "usage": self._usage(sum(len(rollout.tokens) for rollout in rollouts)),
             "weight_version": min(rollout.version for rollout in rollouts),
-            **self._prompt("chat", self.asked.requests[0]),
+            **self._prompt("chat", asked.requests[0]),
         }
 
     async def chunks(
@@ -263,7 +232,7 @@ class Shapes:
 
         The last chunk counts tokens where the client asked for that, or the caller does by `count`.
         """
-        texts: dict[int, ChoiceText] = {}
+        texts: dict[int, AnswerText] = {}
         versions: list[int] = []
         generated = 0
         async with aclosing(deltas):
@@ -271,26 +240,41 @@ class Shapes:
                 request, index = self.asked.requests[number], number * self.asked.n + delta.sample_index
                 opening: dict[str, Any] = {}
                 if index not in texts:
-                    texts[index] = ChoiceText(self.tokenizer, self.asked, request)
+                    texts[index] = self._text_of(request)
                     opening = self._prompt("completion", request)
                     if self.kind == "chat":  # whose message it is
                         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
                         yield self._chunk([{"index": index, **first}], **self._prompt("chat", request))
-                text, offsets, reply = texts[index].take(delta)
+                text, offsets, calls = texts[index].take(delta)
                 message: dict[str, Any] = {"content": text}
-                if reply.calls:
-                    message["tool_calls"] = [{"index": place, **call.body} for place, call in enumerate(reply.calls)]
+                if calls:
+                    message["tool_calls"] = [{"index": place, **call.body} for place, call in enumerate(calls)]
                 said = {"delta": message} if self.kind == "chat" else {"text": text}
-                ended, calls = delta.rollout, len(reply.calls)
-                choice = self._choice(index, said, made=delta, offsets=offsets, ended=ended, calls=calls) | opening
+                ended = delta.rollout
+                choice = self._choice(index, said, made=delta, offsets=offsets, ended=ended, calls=len(calls)) | opening
                 generated += len(delta.tokens)
                 versions += [] if ended is None else [ended.version]
                 yield self._chunk([choice], **({} if ended is None else {"weight_version": ended.version}))
-        if count or self.asked.include_usage:
+        if count or self._counts_usage:
             yield self._chunk([], usage=self._usage(generated), weight_version=min(versions))
 
+    @property
+    def _counts_usage(self) -> bool:
+        options = self.asked.body.stream_options
+        return options is not None and options.include_usage
+
+    def _text_of(self, request: Request) -> AnswerText:
+        return AnswerText(
+            self.tokenizer,
+            stop=request.sampling.stop,
+            include_stop_string=self.asked.body.include_stop_str_in_output,
+            prompt=request.prompt,
+            kept=self.asked.kept,
+            tools=self.asked.tools,
+        )
+
     def _chunk(self, choices: Sequence[Mapping[str, Any]], **others: Any) -> dict[str, Any]:
-        unknown = {"usage": None} if self.asked.include_usage else {}
+        unknown = {"usage": None} if self._counts_usage else {}
         kind = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
         return {**self._head(kind), "choices": list(choices), **unknown, **others}
 
@@ -316,12 +300,12 @@ class Shapes:
                 "stop_reason": ended.stop_reason,
                 "weight_versions": spans_as_json(ended.versions),
             }
-        ids = {"token_ids": list(made.tokens)} if self.asked.token_ids else {}
+        ids = {"token_ids": list(made.tokens)} if self.asked.body.return_token_ids else {}
         return {"index": index, **said, "logprobs": self._logp(made, offsets), **ending, **ids}
 
     def _prompt(self, kind: Kind, request: Request) -> dict[str, Any]:
         """The field that repeats the prompt, where it was asked for; of a chat's response, of a completion's choice."""
-        wanted = self.kind == kind and self.asked.token_ids
+        wanted = self.kind == kind and self.asked.body.return_token_ids
         return {"prompt_token_ids": list(request.prompt)} if wanted else {}
 
     def _logp(self, made: RolloutDelta | Rollout, offsets: Sequence[int]) -> dict[str, Any] | None:
@@ -356,7 +340,7 @@ class Shapes:
         }
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.asked.tokens_as_token_ids else self._text(token)
+        return f"token_id:{token}" if self.asked.body.return_tokens_as_token_ids else self._text(token)
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))

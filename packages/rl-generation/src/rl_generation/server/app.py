@@ -21,11 +21,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from rl_generation.chat import encode_text
+from rl_generation.detokenizer import decode
 from rl_generation.engine import StreamingEngine, to_prometheus
 from rl_generation.errors import EngineOptionError, PromptError
 from rl_generation.requests import check_token_ids
 from rl_generation.server.answers import EventStream, Shapes, generate, stream, unless_disconnected
-from rl_generation.server.fields import Fields
+from rl_generation.server.bodies import Body, ChatBody, CompletionBody, TokensBody, read_json
 from rl_generation.server.generation_request import GenerationRequest, RequestReader
 from rl_generation.server.guard import (
     Guard,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["create_app"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 STREAMING = ("engine", "stream", "abort", "check_health")
 STEPPING = ("add_request", "step", "abort_request", "has_unfinished_requests")
@@ -179,57 +182,61 @@ class _Routes:
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, self.reader.chat, await self._fields(request))
+        body = ChatBody.of(await self._fields(request))
+        return await self._answer(request, body, self.reader.chat)
 
     async def completion(self, request: Request) -> Response:
-        return await self._answer(request, self.reader.completion, await self._fields(request))
+        body = CompletionBody.of(await self._fields(request))
+        return await self._answer(request, body, self.reader.completion)
 
     async def respond(self, request: Request) -> Response:
         asked = ResponsesRequest.of(await self._fields(request))
-        return await self._answer(request, self.reader.chat, asked.chat, responses=asked)
+        return await self._answer(request, asked.chat, self.reader.chat, responses=asked)
 
     async def tokenize(self, request: Request) -> Response:
-        fields, reader = await self._fields(request), self.reader
-        tokens = await self._encode(reader.chat_tokens if fields.has("messages") else reader.text_tokens, fields)
-        named = fields.flag("return_token_strs", default=False)
-        fields.refuse_others()
-        names = reader.tokenizer.convert_ids_to_tokens(tokens) if named else None
-        max_length = reader.limits.max_length
-        body = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens, "token_strs": names}
-        return JSONResponse(body)
+        body, reader = TokensBody.of(await self._fields(request)), self.reader
+        if body.messages is not None:
+            tokens = await self._encode(reader.chat_tokens, body)
+        elif body.prompt is not None:
+            special = body.add_special_tokens
+            tokens = await self._encode(
+                lambda prompt: encode_text(reader.tokenizer, prompt, add_special_tokens=special), body.prompt
+            )
+        else:
+            raise HttpError(400, "send prompt, a string, or messages", param="prompt", code="missing_field")
+        names = reader.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        said = {"count": len(tokens), "max_model_len": reader.limits.max_length, "tokens": tokens, "token_strs": names}
+        return JSONResponse(said)
 
     async def detokenize(self, request: Request) -> Response:
-        fields = await self._fields(request)
-        tokens = fields.token_ids("tokens")
+        tokens, tokenizer = TokensBody.of(await self._fields(request)).tokens, self.reader.tokenizer
         if tokens is None:
             raise HttpError(400, "send tokens, a list of token ids", param="tokens", code="missing_field")
-        fields.refuse_others()
         try:
             check_token_ids(tokens, vocab_size=self.reader.limits.vocab_size, name="tokens")
         except PromptError as error:
             raise from_engine(error) from None
-        whole = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return JSONResponse({"prompt": self.reader.tokenizer.decode(list(tokens), **whole)})
+        return JSONResponse({"prompt": decode(tokenizer, tokens, skip_special_tokens=False)})
 
     async def _answer(
         self,
         request: Request,
-        read: Callable[[Fields], GenerationRequest],
-        fields: Fields,
+        body: T,
+        read: Callable[[T], GenerationRequest],
         *,
         responses: ResponsesRequest | None = None,
     ) -> Response:
         streaming = self.about.streaming
-        asked = await self._encode(read, fields)
+        asked = await self._encode(read, body)
         shapes = Shapes(
-            kind="completion" if read == self.reader.completion else "chat",
+            kind="completion" if isinstance(body, CompletionBody) else "chat",
             model_name=self.about.model_name,
             tokenizer=self.reader.tokenizer,
             logp_of=streaming.engine.logp_of,
             asked=asked,
         )
         headers = {"X-Request-Id": shapes.id}
-        if asked.stream:
+        if asked.body.stream:
             # Of the weights that it begins with; the last event says which tokens are whose.
             headers["X-Weight-Version"] = str(await self.about.version())
             events = shapes.chunks(stream(streaming, asked.requests), count=responses is not None)
@@ -241,15 +248,15 @@ class _Routes:
         rollouts = await unless_disconnected(request.receive, generate(streaming, asked.requests))
         versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
         headers["X-Weight-Version"] = ",".join(map(str, versions))
-        body = shapes.whole(rollouts)
-        return JSONResponse(body if responses is None else responses.body(body), headers=headers)
+        said = shapes.whole(rollouts)
+        return JSONResponse(said if responses is None else responses.body(said), headers=headers)
 
-    async def _encode(self, read: Callable[[Fields], T], fields: Fields) -> T:
+    async def _encode(self, read: Callable[[T], R], body: T) -> R:
         """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""
         async with self.encoding:
-            return await asyncio.to_thread(read, fields)
+            return await asyncio.to_thread(read, body)
 
-    async def _fields(self, request: Request) -> Fields:
-        fields = Fields(await read_body(request, self.reader.bounds))
-        self.about.check_model(fields.text("model"))
+    async def _fields(self, request: Request) -> dict[str, Any]:
+        fields = read_json(await read_body(request, self.reader.bounds))
+        self.about.check_model(Body.of(fields, others=fields.keys()).model)
         return fields

@@ -44,7 +44,7 @@ from rl_generation.model_flags import installed_version
 from rl_generation.requests import Sampling, check_token_ids
 from rl_generation.rollout import VersionSpan
 from rl_generation.server.answers import spans_as_json, to_json
-from rl_generation.server.fields import Fields, is_token_ids
+from rl_generation.server.bodies import Body, Flag, Integer, TokenIds, read_json
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
 from rl_generation.server.tools import detect_tool_format
 from rl_generation.vllm.engine import VllmEngine
@@ -112,6 +112,24 @@ class _Exchange:
     """Why the engine, or what is ours before it, did not answer."""
 
 
+class OurFields(Body):
+    """What is read here of the fields that vLLM's app reads too."""
+
+    n: Integer
+
+
+class OurChatFields(OurFields):
+    """What a conversation has besides."""
+
+    required_prefix_token_ids: TokenIds
+
+
+class OurResponsesFields(OurChatFields):
+    """What a request of the Responses API has besides."""
+
+    return_token_ids: Flag = False
+
+
 _exchange: ContextVar[_Exchange] = ContextVar("rl_generation_exchange")
 
 
@@ -158,7 +176,7 @@ class VllmApp:
         path = scope["path"]
         exchange, body = _Exchange(path=path), b""
         if scope["method"] == "POST":
-            fields = Fields(await read_body(Request(scope, receive), self._bounds))
+            fields = read_json(await read_body(Request(scope, receive), self._bounds))
             body = json.dumps(self._read(exchange, fields)).encode()
             headers = MutableHeaders(raw=list(scope["headers"]))
             headers["content-length"] = str(len(body))
@@ -182,24 +200,21 @@ class VllmApp:
             if not await answer.fail(error):
                 raise
 
-    def _read(self, exchange: _Exchange, fields: Fields) -> dict[str, Any]:
+    def _read(self, exchange: _Exchange, fields: dict[str, Any]) -> dict[str, Any]:
         """Take what is ours out of a body, refuse what nobody knows, and return the rest for vLLM's app."""
         path, bounds = exchange.path, self._bounds
-        known = self._known[path if path != "/tokenize" or not fields.has("messages") else "/tokenize messages"]
-        body = {name: value for name in known if (value := fields.anything(name)) is not None}
-        if "messages" in known or path == "/v1/responses":
-            exchange.required_prefix = fields.token_ids("required_prefix_token_ids") or ()
+        known = self._known[path if path != "/tokenize" or "messages" not in fields else "/tokenize messages"]
+        ours = OurResponsesFields if path == "/v1/responses" else OurChatFields if "messages" in known else OurFields
+        read = ours.of(fields, others=known)
+        body = {name: value for name, value in fields.items() if name in known and value is not None}
+        if isinstance(read, OurChatFields):
+            exchange.required_prefix = tuple(read.required_prefix_token_ids or ())
+            name = "required_prefix_token_ids"
             try:
-                check_token_ids(
-                    exchange.required_prefix,
-                    vocab_size=self._engine.limits.vocab_size,
-                    name="required_prefix_token_ids",
-                )
+                check_token_ids(exchange.required_prefix, vocab_size=self._engine.limits.vocab_size, name=name)
             except PromptError as error:
                 raise from_engine(error) from None
-        if path == "/v1/responses":
-            exchange.token_ids = fields.flag("return_token_ids", default=False)
-        fields.refuse_others()
+        exchange.token_ids = isinstance(read, OurResponsesFields) and read.return_token_ids
         if path not in GENERATING:
             return body
         if body.get("use_beam_search"):
@@ -213,9 +228,9 @@ class VllmApp:
                 if body.get(name) not in (None, {"type": "text"}, {"format": {"type": "text"}}):
                     message = f"vLLM 0.30 drops {name} where there are tools: send tool_choice='none', or use vLLM 0.31"
                     raise HttpError(400, message, param=name, code="unsupported_field")
-        exchange.n = fields.integer("n") or 1 if "n" in known else 1
+        exchange.n = read.n or 1 if "n" in known else 1
         prompts = body.get("prompt")
-        count = len(prompts) if isinstance(prompts, list) and not is_token_ids(prompts) else 1
+        count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
         bounds.check_counts(prompts=count, n=exchange.n)
         bounds.check_words(body)
         return body
