@@ -1,7 +1,6 @@
 """The flags of an engine and of how it samples: one for each field of EngineSpec and Sampling, its docstring as help.
 
-A row of a file overrides the same fields of Sampling by a JSON object, so what a field may hold is said once, by its
-type. Does not know what a command does with the engine.
+A row of a file overrides the same fields of Sampling by a JSON object.
 """
 
 import argparse
@@ -11,11 +10,13 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from rl_generation.commands.console import CommandError, say
 from rl_generation.engine import Engine
@@ -26,7 +27,6 @@ from rl_generation.vllm.options import BasicVllmOptions
 __all__ = [
     "add_engine_arguments",
     "add_sampling_arguments",
-    "is_integer",
     "json_pairs",
     "override",
     "sampling_of",
@@ -39,34 +39,7 @@ VLLM_FLAGS = {each.name for each in dataclasses.fields(BasicVllmOptions)} - {"ma
 """Fields of VllmOptions that have a flag; `--max-batch-size` is that of every engine."""
 
 
-# ---- what a field may hold: as a flag, and in JSON
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
-    """The type of a field."""
-
-    wanted: str
-    """As a refusal says it."""
-
-    check: Callable[[Any], bool]
-    """Whether a value of JSON is of this type."""
-
-    flag: Mapping[str, Any]
-    """What argparse is told."""
-
-
-def is_integer(value: object) -> bool:
-    """Whether `value` is a JSON integer; `true` is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return is_integer(value) or isinstance(value, float)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+# ---- one flag a field
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -81,43 +54,16 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 INTEGER, TEXT = {"type": int, "metavar": "N"}, {"metavar": "TEXT"}
-KINDS: dict[Any, Kind] = {
-    bool: Kind("true or false", lambda value: isinstance(value, bool), {"action": argparse.BooleanOptionalAction}),
-    int: Kind("an integer", is_integer, INTEGER),
-    float: Kind("a number", _is_number, {"type": float, "metavar": "X"}),
-    str: Kind("text", _is_text, TEXT),
-    tuple[int, ...]: Kind(
-        "a list of integers",
-        lambda value: isinstance(value, list) and all(map(is_integer, value)),
-        {**INTEGER, "action": "append"},
-    ),
-    tuple[str, ...]: Kind(
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(map(_is_text, value)),
-        {**TEXT, "action": "append"},
-    ),
-    tuple[tuple[int, float], ...]: Kind(
-        "an object of numbers by token id",
-        lambda value: (
-            isinstance(value, dict) and all(token.isdecimal() and _is_number(bias) for token, bias in value.items())
-        ),
-        {"type": _bias, "action": "append", "metavar": "ID=X"},
-    ),
+FLAGS: dict[Any, dict[str, Any]] = {
+    bool: {"action": argparse.BooleanOptionalAction},
+    int: INTEGER,
+    float: {"type": float, "metavar": "X"},
+    str: TEXT,
+    tuple[int, ...]: {**INTEGER, "action": "append"},
+    tuple[str, ...]: {**TEXT, "action": "append"},
+    tuple[tuple[int, float], ...]: {"type": _bias, "action": "append", "metavar": "ID=X"},
 }
-
-
-@cache
-def _kinds(config: Any) -> dict[str, Kind]:
-    """Field → what it may hold; None, where it is admitted, is said by leaving the field out."""
-    kinds: dict[str, Kind] = {}
-    for name, hint in get_type_hints(config).items():
-        if get_origin(hint) in {Union, UnionType}:
-            (hint,) = (each for each in get_args(hint) if each is not NoneType)  # noqa: PLW2901
-        if get_origin(hint) is Literal:
-            kinds[name] = Kind("one of them", _is_text, {"choices": get_args(hint)})
-        elif hint in KINDS:
-            kinds[name] = KINDS[hint]
-    return kinds
+"""Type of a field → what argparse is told; None, where it is admitted, is said by leaving the flag out."""
 
 
 def _docs(config: Any) -> dict[str, str]:
@@ -138,11 +84,15 @@ def _add_flags(
     group: Any, config: Any, *, leave_out: Sequence[str] = (), defaults: Mapping[str, object] | None = None
 ) -> None:
     """Declare a flag for each field; `defaults` stand in place of the fields' own."""
-    kinds, docs, given = _kinds(config), _docs(config), defaults or {}
+    hints, docs, given = get_type_hints(config), _docs(config), defaults or {}
     for field in dataclasses.fields(config):
         if field.name in leave_out:
             continue
-        options, default = kinds[field.name].flag, given.get(field.name, field.default)
+        hint = hints[field.name]
+        if get_origin(hint) in {Union, UnionType}:
+            (hint,) = (each for each in get_args(hint) if each is not NoneType)
+        options = {"choices": get_args(hint)} if get_origin(hint) is Literal else FLAGS[hint]
+        default = given.get(field.name, field.default)
         many = options.get("action") == "append"
         name = field.name.removesuffix("s") if many and options.get("type") is not _bias else field.name
         told = docs[field.name].replace("%", "%%")
@@ -257,18 +207,32 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         raise CommandError(str(error)) from None
 
 
-def override(base: Sampling, fields: Mapping[str, Any]) -> Sampling:
+def override(base: Sampling, fields: Any) -> Sampling:
     """Return `base` with the `fields` of a JSON object in place of its own; token ids there are text.
 
     Raises:
         ValueError: A field that Sampling does not have, of another JSON type, or with a value that it refuses.
     """
-    kinds, given = _kinds(Sampling), dict(fields)
-    for name, value in fields.items():
-        if name not in kinds:
-            raise ValueError(f"sampling has no field {name!r}; it has {', '.join(kinds)}")
-        if not kinds[name].check(value):
-            raise ValueError(f"sampling.{name} must be {kinds[name].wanted}; got {value!r}")
-        if isinstance(value, dict):
-            given[name] = tuple((int(token), bias) for token, bias in value.items())
-    return dataclasses.replace(base, **given)
+    if not isinstance(fields, dict):
+        raise ValueError(f"sampling must be an object with fields of Sampling; got {fields!r:.200}")  # noqa: TRY004
+    given = dict(fields)
+    if isinstance(bias := given.get("logit_bias"), dict):
+        if not all(map(str.isdecimal, bias)):
+            raise ValueError(f"sampling.logit_bias must be an object of numbers by token id; got {bias!r}")
+        given["logit_bias"] = [(int(token), value) for token, value in bias.items()]
+    try:
+        return _sampling_adapter().validate_json(json.dumps(dataclasses.asdict(base) | given), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if not first["loc"]:  # Sampling says it all
+            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
+        if first["type"] == "unexpected_keyword_argument":
+            known = ", ".join(field.name for field in dataclasses.fields(base))
+            raise ValueError(f"sampling has no field {first['loc'][0]!r}; it has {known}") from None
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"sampling.{where}: {first['msg']}; got {first['input']!r:.200}") from None
+
+
+@cache
+def _sampling_adapter() -> TypeAdapter[Sampling]:
+    return TypeAdapter(Sampling)

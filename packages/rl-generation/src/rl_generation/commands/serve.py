@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until an interrupt, and return the exit code."""
     try:
         from rl_generation.server import ControlServer, Server, read_token
-        from rl_generation.server.running import check_address
+        from rl_generation.server.app import check_address
     except ImportError as error:
         raise CommandError(str(error)) from None
     spec = spec_of(arguments)

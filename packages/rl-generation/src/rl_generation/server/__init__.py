@@ -10,8 +10,13 @@ _missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None
 if _missing:
     raise ImportError(f"rl_generation.server needs {' and '.join(_missing)}: pip install 'rl-generation[server]'")
 
-from rl_generation.server.app import create_app  # noqa: E402
+from rl_generation.server.app import (  # noqa: E402
+    API_KEY_VARIABLE,
+    ControlServer,
+    Server,
+    create_app,
+    read_token,
+)
 from rl_generation.server.guard import ServerLimits  # noqa: E402
-from rl_generation.server.running import API_KEY_VARIABLE, ControlServer, Server, read_token  # noqa: E402
 
 __all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "ServerLimits", "create_app", "read_token"]
