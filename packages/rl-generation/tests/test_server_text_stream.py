@@ -17,8 +17,11 @@ import speaking
 
 from rl_generation.chat import decode_rollout
 from rl_generation.engine import RolloutDelta
+from rl_generation.requests import Request, Sampling
 from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.server.answers import AnswerText
+from rl_generation.server.bodies import CompletionBody
+from rl_generation.server.generation_request import GenerationRequest
 
 TOKENIZER = speaking.tokenizer()
 WORDS = TOKENIZER.encode("hello there, 你好 🙂 hello", add_special_tokens=False)
@@ -47,7 +50,9 @@ def stopped(tokens, stop):
 
 def pieces(answer, stop=(), *, include=False, tokenizer=TOKENIZER, prompt=()):
     """What each token gives out, and then the end of the answer."""
-    text = AnswerText(tokenizer, stop=stop, include_stop_string=include, prompt=prompt)
+    body = CompletionBody.of({"include_stop_str_in_output": include})
+    request = Request(prompt=tuple(prompt), sampling=Sampling(max_new_tokens=99, stop=tuple(stop)))
+    text = AnswerText(tokenizer, GenerationRequest(body=body, requests=[request], n=1, logp=False, top_logp=0), request)
     deltas = [RolloutDelta(sample_index=0, tokens=(token,), logp=(-1.0,)) for token in answer.tokens]
     return [text.take(each)[0] for each in (*deltas, RolloutDelta(sample_index=0, tokens=(), logp=(), rollout=answer))]
 

@@ -27,10 +27,10 @@ from rl_generation.detokenizer import Detokenizer
 from rl_generation.engine import RolloutDelta, StreamingEngine
 from rl_generation.errors import EngineDeadError, SampleTimeoutError
 from rl_generation.requests import Request
-from rl_generation.rollout import LogpOf, Rollout, VersionSpan
+from rl_generation.rollout import LogpOf, VersionSpan
 from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.guard import ClientGoneError, HttpError, from_engine, internal
-from rl_generation.server.tools import ReplyStream, ToolCall, ToolUse, overlap
+from rl_generation.server.tools import ReplyStream, ToolCall, overlap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,11 +50,23 @@ Kind = Literal["chat", "completion"]
 # -- From the engine --------------------------------------------------------------------------------------------------
 
 
-async def generate(engine: StreamingEngine, requests: Sequence[Request]) -> list[Rollout]:
-    """Answer all requests, as `stream` does; rollouts come in order of request, then of sample."""
+async def generate(engine: StreamingEngine, requests: Sequence[Request]) -> list[Item]:
+    """Answer all requests, as `stream` does; of each answer one delta, the whole, in order of request and sample."""
     async with aclosing(stream(engine, requests)) as items:
-        whole = [(index, delta.rollout) async for index, delta in items if delta.rollout is not None]
-    return [rollout for _, rollout in sorted(whole, key=lambda item: (item[0], item[1].sample_index))]
+        ended = [(index, delta.rollout) async for index, delta in items if delta.rollout is not None]
+    return [
+        (
+            index,
+            RolloutDelta(
+                sample_index=rollout.sample_index,
+                tokens=rollout.tokens,
+                logp=rollout.logp,
+                top_logp=rollout.top_logp,
+                rollout=rollout,
+            ),
+        )
+        for index, rollout in sorted(ended, key=lambda item: (item[0], item[1].sample_index))
+    ]
 
 
 async def stream(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncGenerator[Item, None]:
@@ -128,26 +140,14 @@ class AnswerText:
 
     Args:
         tokenizer: Of the model.
-        stop: Strings that may end the answer.
-        include_stop_string: Whether its text holds the one that did.
-        prompt: What it answers.
-        kept: Special tokens that are written out, with their text; the others are left out.
-        tools: How calls are found.
+        asked: What it answers, and how.
+        request: Of its prompt.
     """
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        stop: Sequence[str],
-        include_stop_string: bool,
-        prompt: Sequence[int] = (),
-        kept: Mapping[int, str] | None = None,
-        tools: ToolUse | None = None,
-    ) -> None:
-        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, prompt)
-        self._stop, self._include_stop_string, self._kept = stop, include_stop_string, kept or {}
-        self._reply = ReplyStream(tools)
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", asked: GenerationRequest, request: Request) -> None:
+        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, request.prompt)
+        self._stop, self._include_stop_string = request.sampling.stop, asked.body.include_stop_str_in_output
+        self._kept, self._reply = asked.kept, ReplyStream(asked.tools)
         self._held = ""
         self._length = 0
 
@@ -192,107 +192,77 @@ class Shapes:
     asked: GenerationRequest
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    texts: dict[int, AnswerText] = field(default_factory=dict)
+    """Of the choices that have begun."""
 
     @property
     def id(self) -> str:
         """Of the response."""
         return f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.number}"
 
-    def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """The response that is not streamed; rollouts in order of prompt, then of sample."""
-        asked, choices = self.asked, []
-        for index, rollout in enumerate(rollouts):
-            request = asked.requests[index // asked.n]
-            offsets: list[int] = []
-            calls: tuple[ToolCall, ...] = ()
-            if asked.logp or asked.tools or asked.kept:
-                delta = RolloutDelta(sample_index=0, tokens=rollout.tokens, logp=rollout.logp, rollout=rollout)
-                text, offsets, calls = self._text_of(request).take(delta)
-            else:  # at once, where nobody needs to know which token made which character
-                include = asked.body.include_stop_str_in_output
-                text = decode_rollout(self.tokenizer, rollout, prompt=request.prompt, include_stop_string=include)
-            message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
-            if calls:
-                message["tool_calls"] = [call.body for call in calls]
-            said = {"message": message} if self.kind == "chat" else {"text": text}
-            choice = self._choice(index, said, made=rollout, offsets=offsets, ended=rollout, calls=len(calls))
-            choices.append(choice | self._prompt("completion", request))
+    def whole(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The response that is not streamed."""
         return {
             **self._head("chat.completion" if self.kind == "chat" else "text_completion"),
-            "choices": choices,
-            "usage": self._usage(sum(len(rollout.tokens) for rollout in rollouts)),
-            "weight_version": min(rollout.version for rollout in rollouts),
-            **self._prompt("chat", asked.requests[0]),
+            "choices": [self._choice(number, delta, part="message") for number, delta in items],
+            "usage": self._usage(sum(len(delta.tokens) for _, delta in items)),
+            "weight_version": min(delta.rollout.version for _, delta in items if delta.rollout),
+            **self._prompt("chat", self.asked.requests[0]),
         }
 
     async def chunks(
-        self, deltas: AsyncGenerator[Item, None], *, count: bool = False
+        self, items: AsyncGenerator[Item, None], *, count: bool = False
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of all answers as their tokens come; closing it closes `deltas`.
+        """Yield the chunks of all answers as their tokens come; closing it closes `items`.
 
         The last chunk counts tokens where the client asked for that, or the caller does by `count`.
         """
-        texts: dict[int, AnswerText] = {}
+        options = self.asked.body.stream_options
         versions: list[int] = []
         generated = 0
-        async with aclosing(deltas):
-            async for number, delta in deltas:
-                request, index = self.asked.requests[number], number * self.asked.n + delta.sample_index
-                opening: dict[str, Any] = {}
-                if index not in texts:
-                    texts[index] = self._text_of(request)
-                    opening = self._prompt("completion", request)
-                    if self.kind == "chat":  # whose message it is
-                        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                        yield self._chunk([{"index": index, **first}], **self._prompt("chat", request))
-                text, offsets, calls = texts[index].take(delta)
-                message: dict[str, Any] = {"content": text}
-                if calls:
-                    message["tool_calls"] = [{"index": place, **call.body} for place, call in enumerate(calls)]
-                said = {"delta": message} if self.kind == "chat" else {"text": text}
-                ended = delta.rollout
-                choice = self._choice(index, said, made=delta, offsets=offsets, ended=ended, calls=len(calls)) | opening
+        asked_for = options is not None and options.include_usage
+        head = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
+        head |= {"usage": None} if asked_for else {}
+        async with aclosing(items):
+            async for number, delta in items:
+                index = number * self.asked.n + delta.sample_index
+                if self.kind == "chat" and index not in self.texts:  # whose message it is
+                    first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                    prompt = self._prompt("chat", self.asked.requests[number])
+                    yield {**head, "choices": [{"index": index, **first}], **prompt}
+                chunk = {**head, "choices": [self._choice(number, delta, part="delta")]}
                 generated += len(delta.tokens)
-                versions += [] if ended is None else [ended.version]
-                yield self._chunk([choice], **({} if ended is None else {"weight_version": ended.version}))
-        if count or self._counts_usage:
-            yield self._chunk([], usage=self._usage(generated), weight_version=min(versions))
-
-    @property
-    def _counts_usage(self) -> bool:
-        options = self.asked.body.stream_options
-        return options is not None and options.include_usage
-
-    def _text_of(self, request: Request) -> AnswerText:
-        return AnswerText(
-            self.tokenizer,
-            stop=request.sampling.stop,
-            include_stop_string=self.asked.body.include_stop_str_in_output,
-            prompt=request.prompt,
-            kept=self.asked.kept,
-            tools=self.asked.tools,
-        )
-
-    def _chunk(self, choices: Sequence[Mapping[str, Any]], **others: Any) -> dict[str, Any]:
-        unknown = {"usage": None} if self._counts_usage else {}
-        kind = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        return {**self._head(kind), "choices": list(choices), **unknown, **others}
+                if delta.rollout is not None:
+                    versions.append(delta.rollout.version)
+                    chunk["weight_version"] = delta.rollout.version
+                yield chunk
+        if count or asked_for:
+            yield {**head, "choices": [], "usage": self._usage(generated), "weight_version": min(versions)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
         return {**head, "logp_of": self.logp_of}
 
-    def _choice(
-        self,
-        index: int,
-        said: Mapping[str, Any],
-        *,
-        made: RolloutDelta | Rollout,
-        offsets: Sequence[int],
-        ended: Rollout | None,
-        calls: int,
-    ) -> dict[str, Any]:
-        """What `made` adds to a choice that says `said`, and how it `ended`, with so many calls."""
+    def _choice(self, number: int, delta: RolloutDelta, *, part: Literal["message", "delta"]) -> dict[str, Any]:
+        """What a delta adds to its choice; of a response that is not streamed, the choice itself."""
+        asked, request, ended = self.asked, self.asked.requests[number], delta.rollout
+        index, opening = number * asked.n + delta.sample_index, {}
+        if index not in self.texts:
+            self.texts[index], opening = AnswerText(self.tokenizer, asked, request), self._prompt("completion", request)
+        if ended is None or part == "delta" or asked.logp or asked.tools or asked.kept:
+            text, offsets, calls = self.texts[index].take(delta)
+        else:  # at once, where nobody needs to know which token made which character
+            include = asked.body.include_stop_str_in_output
+            text = decode_rollout(self.tokenizer, ended, prompt=request.prompt, include_stop_string=include)
+            offsets, calls = [], ()
+        said: dict[str, Any] = {"text": text}
+        if self.kind == "chat":
+            said = {part: {"content": text}}
+            if part == "message":
+                said = {part: {"role": "assistant", "content": text or None if calls else text}}
+            if calls:
+                places = [{"index": place} if part == "delta" else {} for place in range(len(calls))]
+                said[part]["tool_calls"] = [place | call.body for place, call in zip(places, calls, strict=True)]
         ending: dict[str, Any] = {"finish_reason": None}
         if ended is not None:
             ending = {
@@ -300,15 +270,15 @@ class Shapes:
                 "stop_reason": ended.stop_reason,
                 "weight_versions": spans_as_json(ended.versions),
             }
-        ids = {"token_ids": list(made.tokens)} if self.asked.body.return_token_ids else {}
-        return {"index": index, **said, "logprobs": self._logp(made, offsets), **ending, **ids}
+        ids = {"token_ids": list(delta.tokens)} if asked.body.return_token_ids else {}
+        return {"index": index, **said, "logprobs": self._logp(delta, offsets), **ending, **ids, **opening}
 
     def _prompt(self, kind: Kind, request: Request) -> dict[str, Any]:
         """The field that repeats the prompt, where it was asked for; of a chat's response, of a completion's choice."""
         wanted = self.kind == kind and self.asked.body.return_token_ids
         return {"prompt_token_ids": list(request.prompt)} if wanted else {}
 
-    def _logp(self, made: RolloutDelta | Rollout, offsets: Sequence[int]) -> dict[str, Any] | None:
+    def _logp(self, made: RolloutDelta, offsets: Sequence[int]) -> dict[str, Any] | None:
         """Of some tokens, in the shape of the route; None where nobody asked."""
         if not self.asked.logp:
             return None

@@ -248,10 +248,10 @@ class _Routes:
             # Errors that the first token brings to light still have a status of their own.
             first = await unless_disconnected(request.receive, anext(events))
             return EventStream(first, events, headers=headers)
-        rollouts = await unless_disconnected(request.receive, generate(streaming, asked.requests))
-        versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
+        items = await unless_disconnected(request.receive, generate(streaming, asked.requests))
+        versions = sorted({span.version for _, delta in items if delta.rollout for span in delta.rollout.versions})
         headers["X-Weight-Version"] = ",".join(map(str, versions))
-        said = shapes.whole(rollouts)
+        said = shapes.whole(items)
         return JSONResponse(said if responses is None else responses.body(said), headers=headers)
 
     async def _encode(self, read: Callable[[T], R], body: T) -> R:
