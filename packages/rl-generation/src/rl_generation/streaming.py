@@ -24,6 +24,9 @@ __all__ = ["Streamer"]
 
 T = TypeVar("T")
 
+Put = Callable[[RolloutDelta | BaseException], bool]
+"""Takes what becomes of a request, and returns whether that was the end of it."""
+
 STEPS = ("add_request", "step", "abort_request", "has_unfinished_requests")
 
 
@@ -51,7 +54,7 @@ class Streamer:
         self._engine = engine
         self._health_timeout_s = health_timeout_s
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
-        self._streams: dict[str, _Stream | _Answer] = {}
+        self._streams: dict[str, Put] = {}
         self._numbers = itertools.count()
         self._stepping = False
         self._paused = False
@@ -75,7 +78,7 @@ class Streamer:
         stream = _Stream(sampling.n)
         try:
             await asyncio.wrap_future(
-                self._submit(lambda: self._add(request_id, stream, prompt=prompt, sampling=sampling))
+                self._submit(lambda: self._add(request_id, stream.put, prompt=prompt, sampling=sampling))
             )
             while stream.unfinished:
                 delta = await stream.next()
@@ -90,21 +93,34 @@ class Streamer:
 
         Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` of the engine returns.
         """
-        request_id, answer = f"submitted-{next(self._numbers)}", _Answer()
-        try:
-            check_single(sampling)
-            asked = sampling.for_request(seed)
-            adding = self._submit(lambda: self._add(request_id, answer, prompt=prompt, sampling=asked))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
-            return failed_request(error)
-        adding.add_done_callback(answer.note_refused)
+        request_id, answer = f"submitted-{next(self._numbers)}", Future[Rollout]()
+
+        def put(item: RolloutDelta | BaseException) -> bool:
+            result = item.rollout if isinstance(item, RolloutDelta) else item
+            if result is not None and answer.set_running_or_notify_cancel():
+                if isinstance(result, Rollout):
+                    answer.set_result(result)
+                else:
+                    answer.set_exception(result)
+            return result is not None
+
+        def note_refused(adding: "Future[None]") -> None:
+            if (error := adding.exception()) is not None:
+                put(error)
 
         def drop(future: "Future[Rollout]") -> None:
             if future.cancelled() and not self._closed:
                 self._submit(lambda: self._drop(request_id))
 
-        answer.future.add_done_callback(drop)
-        return answer.future
+        try:
+            check_single(sampling)
+            asked = sampling.for_request(seed)
+            adding = self._submit(lambda: self._add(request_id, put, prompt=prompt, sampling=asked))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+            return failed_request(error)
+        adding.add_done_callback(note_refused)
+        answer.add_done_callback(drop)
+        return answer
 
     async def abort(self) -> int:
         """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
@@ -179,10 +195,10 @@ class Streamer:
 
     # -- In the worker thread -------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, stream: "_Stream | _Answer", *, prompt: Sequence[int], sampling: Sampling) -> None:
+    def _add(self, request_id: str, put: Put, *, prompt: Sequence[int], sampling: Sampling) -> None:
         self._engine.add_request(request_id, prompt, sampling)
         self._dead = None  # it took a request: somebody has restarted it
-        self._streams[request_id] = stream
+        self._streams[request_id] = put
         self._go_on()
 
     def _drop(self, request_id: str) -> None:
@@ -213,11 +229,10 @@ class Streamer:
         if self._paused:  # since this step was queued
             return
         for request_id, delta in self._engine.step():
-            stream = self._streams.get(request_id)
-            if stream is None:
-                continue  # dropped by its consumer; the engine has not heard of it yet
-            stream.put(delta)
-            if stream.delivered:
+            put = self._streams.get(
+                request_id
+            )  # None where its consumer dropped it, and the engine has not heard of it
+            if put is not None and put(delta):
                 del self._streams[request_id]
 
     def _after_step(self, step: "Future[None]") -> None:
@@ -233,8 +248,8 @@ class Streamer:
     def _fail(self, error: BaseException) -> None:
         """End every stream with `error`: no answer of a broken step can be told from another."""
         streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put(error)
+        for put in streams.values():
+            put(error)
         if isinstance(error, EngineDeadError):
             self._dead = error
             return
@@ -245,31 +260,6 @@ class Streamer:
         self._paused = False
         while self._engine.has_unfinished_requests():
             self._step()
-
-
-class _Answer:
-    """What goes from the worker thread to a future."""
-
-    def __init__(self) -> None:
-        self.future: Future[Rollout] = Future()
-        self.delivered = False
-
-    def put(self, item: RolloutDelta | BaseException) -> None:
-        result = item.rollout if isinstance(item, RolloutDelta) else item
-        if result is None:
-            return
-        self.delivered = True
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if isinstance(result, Rollout):
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(result)
-
-    def note_refused(self, adding: "Future[None]") -> None:
-        error = adding.exception()
-        if error is not None:
-            self.put(error)
 
 
 class _Stream:
@@ -290,12 +280,8 @@ class _Stream:
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
-    @property
-    def delivered(self) -> bool:
-        """Whether the end of every sample has been put."""
-        return not self._undelivered
-
-    def put(self, item: RolloutDelta | BaseException) -> None:
+    def put(self, item: RolloutDelta | BaseException) -> bool:
+        """Hand an item over; return whether the end of every sample has been put."""
         with self._lock:
             known = bool(self._news) or self._error is not None
             if isinstance(item, RolloutDelta):
@@ -307,6 +293,7 @@ class _Stream:
             # A loop that is closed has no consumer any more.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ready.set)
+        return not self._undelivered
 
     async def next(self) -> RolloutDelta:
         await self._ready.wait()
