@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -68,17 +69,9 @@ def test_explain_says_what_it_is_without_loading_weights(model, capsys, tmp_path
     for path in Path(model).iterdir():
         if path.suffix != ".safetensors":
             (bare / path.name).write_bytes(path.read_bytes())
-    code, said = explain(capsys, str(bare), "--logp-of", "raw")
-    assert code == 0
-    for part in (
-        "engine: transformers",
-        "continuous batching: proven on two prompts when the engine starts",
-        "stop tokens: [2]",
-        "logp: raw",
-        # 2 of keys and values, 2 layers, 2 heads of 32, 4 bytes
-        "1.0 KiB a token in 2 layers, 128.0 KiB for 128 tokens",
-    ):
-        assert part in said.out
+    code, said = explain(capsys, str(bare))
+    # 2 of keys and values, 2 layers, 2 heads of 32, 4 bytes.
+    assert (code, "1.0 KiB a token in 2 layers, 128.0 KiB for 128 tokens" in said.out) == (0, True)
 
 
 def test_explain_counts_what_fits_and_ends_with_1_where_nothing_does(model, capsys):
@@ -99,8 +92,7 @@ def test_explain_knows_the_quirks_of_a_family(capsys, tmp_path, monkeypatch):
     code, said = explain(capsys, str(tmp_path), "--no-tokenizer")
     assert (code, "vllm" in said.out) == (0, False)
     code, said = explain(capsys, str(tmp_path), "--no-tokenizer", "--engine", "vllm")
-    assert "quirk: vllm_load_format_auto (every vllm; reported)" in said.out
-    assert ("vLLM is not installed here" in said.out) == (installed_version() is None)
+    assert re.search(r"quirk of vLLM [\d.]+: vllm_load_format_auto \(every vllm; reported\)", said.out)
 
 
 def test_explain_refuses_a_model_that_is_missing(capsys, tmp_path):
