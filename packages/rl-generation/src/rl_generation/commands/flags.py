@@ -1,7 +1,4 @@
-"""The flags of an engine and of how it samples: one for each field of EngineSpec and Sampling, its docstring as help.
-
-A row of a file overrides the same fields of Sampling by a JSON object.
-"""
+"""The flags of an engine and of how it samples: one for each field of EngineSpec and Sampling, with its docstring."""
 
 import argparse
 import ast
@@ -11,12 +8,9 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
 
 from rl_generation.commands.console import CommandError, say
 from rl_generation.engine import Engine
@@ -28,7 +22,6 @@ __all__ = [
     "add_engine_arguments",
     "add_sampling_arguments",
     "json_pairs",
-    "override",
     "sampling_of",
     "spec_of",
     "start_engine",
@@ -205,34 +198,3 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         return Sampling(**_given(arguments, Sampling))
     except ValueError as error:
         raise CommandError(str(error)) from None
-
-
-def override(base: Sampling, fields: Any) -> Sampling:
-    """Return `base` with the `fields` of a JSON object in place of its own; token ids there are text.
-
-    Raises:
-        ValueError: A field that Sampling does not have, of another JSON type, or with a value that it refuses.
-    """
-    if not isinstance(fields, dict):
-        raise ValueError(f"sampling must be an object with fields of Sampling; got {fields!r:.200}")  # noqa: TRY004
-    given = dict(fields)
-    if isinstance(bias := given.get("logit_bias"), dict):
-        if not all(map(str.isdecimal, bias)):
-            raise ValueError(f"sampling.logit_bias must be an object of numbers by token id; got {bias!r}")
-        given["logit_bias"] = [(int(token), value) for token, value in bias.items()]
-    try:
-        return _sampling_adapter().validate_json(json.dumps(dataclasses.asdict(base) | given), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"]:  # Sampling says it all
-            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
-        if first["type"] == "unexpected_keyword_argument":
-            known = ", ".join(field.name for field in dataclasses.fields(base))
-            raise ValueError(f"sampling has no field {first['loc'][0]!r}; it has {known}") from None
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"sampling.{where}: {first['msg']}; got {first['input']!r:.200}") from None
-
-
-@cache
-def _sampling_adapter() -> TypeAdapter[Sampling]:
-    return TypeAdapter(Sampling)

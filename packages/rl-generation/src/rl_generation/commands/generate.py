@@ -2,15 +2,13 @@
 
 A row of the input is an object with one of
     "prompt": text          "messages": [{"role": …, "content": …}, …]          "prompt_token_ids": [1, 2, …]
-and, if wanted, "id" (anything) and "sampling" (fields of Sampling for this row); its other fields stand in the
-`row` of its answers. Row i draws with seed i of `Sampling.spread`, in whichever run it is answered. Answers are a line
-each, appended in batches that are synced; `--resume` keeps the rows that have all of theirs. What answers follow from
-is noted beside the output, so that no file mixes two models' answers. Exit codes: 0 every prompt is answered, 1 the
-engine failed or answers timed out, 2 refused.
+whose other fields stand in the `row` of its answers. Row i draws with seed i of `Sampling.spread`, in whichever run it
+is answered. Answers are a line each, appended in batches that are synced; `--resume` keeps the rows that have all of
+theirs. What answers follow from is noted beside the output, so that no file mixes two models' answers. Exit codes: 0
+every prompt is answered, 1 the engine failed or answers timed out, 2 refused.
 """
 
 import argparse
-import difflib
 import hashlib
 import json
 import os
@@ -28,7 +26,6 @@ from rl_generation.commands.flags import (
     add_engine_arguments,
     add_sampling_arguments,
     json_pairs,
-    override,
     sampling_of,
     spec_of,
     start_engine,
@@ -68,12 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
     group = parser.add_argument_group("text")
     group.add_argument(
-        "--add-special-tokens",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="put around a text what the tokenizer puts around texts, such as bos (default: do)",
-    )
-    group.add_argument(
         "--chat-template-kwarg",
         action="append",
         default=[],
@@ -102,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{kind} is text, and --no-tokenizer leaves nothing to encode it with")
         if kind == "messages":
             return encode_chat(tokenizer, content, template_kwargs=variables)
-        return encode_text(tokenizer, content, add_special_tokens=arguments.add_special_tokens)
+        return encode_text(tokenizer, content)
 
     rows = read_rows(arguments.input, sampling, encode)
     digest = hashlib.sha256()
@@ -111,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     made_of = {name: getattr(spec, name) for name in DECISIVE} | asdict(sampling)
     made_of |= {"model": model_identity(spec.model, config), "rows": digest.hexdigest()}
     answers, length = read_answers(path, rows, made_of) if begun else ([], 0)
+    if begun:
+        os.truncate(path, length)  # what the end of that run tore
     reasons = Counter(line["finish_reason"] for line in answers)
     done = answers[-1]["index"] + 1 if answers else 0
     say(f"{done} of {len(rows)} prompts are answered")
@@ -167,13 +160,12 @@ class Row:
 
     prompt: Prompt
     sampling: Sampling
-    id: Any
     others: dict[str, Any]
     """Fields that mean nothing here, given back with its answers."""
 
 
 def read_rows(path: Path, sampling: Sampling, encode: Callable[[str, Any], Sequence[int]]) -> list[Row]:
-    """Read the rows of a file in UTF-8; one that has no seed of its own gets that of its place in `Sampling.spread`.
+    """Read the rows of a file in UTF-8; each draws with the seed of its place in `Sampling.spread`.
 
     Raises:
         CommandError: The file cannot be read, is empty, or has a bad row; it names the line and the reason.
@@ -189,11 +181,10 @@ def read_rows(path: Path, sampling: Sampling, encode: Callable[[str, Any], Seque
         try:
             row = json.loads(line)
             kind = kind_of(row)
-            own, prompt = override(how, row.get("sampling", {})), tuple(encode(kind, row[kind]))
-        except ValueError as error:  # of the JSON, the encoding, the chat template, the sampling, or the row
+            prompt = tuple(encode(kind, row.pop(kind)))
+        except ValueError as error:  # of the JSON, the encoding, the chat template, or the row
             raise CommandError(f"{path}, line {number}: {error}; nothing was generated") from None
-        others = {name: value for name, value in row.items() if name not in {*KINDS, "id", "sampling"}}
-        rows.append(Row(line=number, index=index, prompt=prompt, sampling=own, id=row.get("id"), others=others))
+        rows.append(Row(line=number, index=index, prompt=prompt, sampling=how, others=row))
     return rows
 
 
@@ -211,8 +202,6 @@ def kind_of(row: Any) -> str:
     }
     if not fits[kind] or content == []:
         raise ValueError(f"{kind} must be {KINDS[kind]}; got {content!r:.200}")
-    for meant in difflib.get_close_matches("sampling", row.keys() - {"sampling"}, n=1, cutoff=0.8):
-        raise ValueError(f"has the field {meant!r}; did you mean 'sampling'?")
     return kind
 
 
@@ -262,8 +251,7 @@ def answer(engine: Engine, rows: Sequence[Row], tokenizer: Any) -> list[dict[str
 
 def answer_line(answer: Rollout | TimedOutSample, row: Row, tokenizer: Any) -> dict[str, Any]:
     """What is written of an answer; its text is null without a tokenizer."""
-    line: dict[str, Any] = {"index": row.index, "sample_index": answer.sample_index, "id": row.id}
-    line |= {"row": row.others} if row.others else {}
+    line: dict[str, Any] = {"index": row.index, "sample_index": answer.sample_index, "row": row.others}
     if isinstance(answer, TimedOutSample):
         text = None if tokenizer is None else answer_text(tokenizer, answer.tokens, prompt=row.prompt)
         return line | {"text": text, "token_ids": answer.tokens, "logp": None, "finish_reason": TIMEOUT}
