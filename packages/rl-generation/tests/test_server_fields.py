@@ -15,8 +15,7 @@ import speaking
 from rl_generation.errors import EngineDeadError, LogpError, PromptError, SampleTimeoutError, TimedOutSample
 from rl_generation.requests import Limits, Sampling
 from rl_generation.server import ServerLimits
-from rl_generation.server.bodies import ChatBody, CompletionBody, read_json
-from rl_generation.server.generation_request import RequestReader
+from rl_generation.server.generation_request import ChatBody, CompletionBody, RequestReader, read_json
 from rl_generation.server.guard import HttpError, from_engine
 from rl_generation.server.responses_api import ResponsesRequest
 

@@ -20,8 +20,7 @@ from rl_generation.engine import RolloutDelta
 from rl_generation.requests import Request, Sampling
 from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.server.answers import AnswerText
-from rl_generation.server.bodies import CompletionBody
-from rl_generation.server.generation_request import GenerationRequest
+from rl_generation.server.generation_request import CompletionBody, GenerationRequest
 
 TOKENIZER = speaking.tokenizer()
 WORDS = TOKENIZER.encode("hello there, 你好 🙂 hello", add_special_tokens=False)

@@ -336,13 +336,10 @@ class EventStream(StreamingResponse):
     Args:
         first: What is sent as the JSON of the first event.
         rest: What follows; closed in any case.
-        headers: Of the response.
     """
 
-    def __init__(
-        self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None], *, headers: dict[str, str]
-    ) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
+    def __init__(self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(_events(first, rest), media_type="text/event-stream", headers=headers)
         self._rest = rest
 

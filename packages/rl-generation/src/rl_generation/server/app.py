@@ -1,8 +1,7 @@
 """The HTTP server of an engine and its control port, each an application and the thread that serves it.
 
-    POST /v1/chat/completions   POST /v1/completions   POST /v1/responses
-    GET /v1/models              GET /v1/models/{model} GET /health         GET /metrics
-    POST /tokenize              POST /detokenize
+    POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   POST /tokenize
+    GET /v1/models              GET /v1/models/{model} GET /health          GET /metrics
 
 For a `VllmEngine`, vLLM's own app answers all but health and metrics (`rl_generation.vllm.openai_app`). For the
 embedded engine, and any other that streams, the answers are made here: a subset of that. Every body is JSON; every
@@ -30,20 +29,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from rl_generation.chat import encode_text
-from rl_generation.detokenizer import decode
 from rl_generation.engine import StreamingEngine, to_prometheus
-from rl_generation.errors import EngineOptionError, ModelError, PromptError
-from rl_generation.requests import check_token_ids
+from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.server.answers import EventStream, Shapes, generate, stream, unless_disconnected
-from rl_generation.server.bodies import Body, ChatBody, CompletionBody, TokensBody, read_json
-from rl_generation.server.generation_request import GenerationRequest, RequestReader
+from rl_generation.server.generation_request import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerationRequest,
+    RequestReader,
+    TokensBody,
+    read_json,
+)
 from rl_generation.server.guard import (
     Guard,
     HttpError,
     ServerLimits,
     check_api_key,
     error_handlers,
-    from_engine,
     is_loopback,
     read_body,
 )
@@ -130,7 +133,6 @@ def create_app(
             Route("/v1/responses", ours.respond, methods=["POST"]),
             Route("/v1/models", ours.models, methods=["GET"]),
             Route("/tokenize", ours.tokenize, methods=["POST"]),
-            Route("/detokenize", ours.detokenize, methods=["POST"]),
         ]
     return Starlette(
         routes=routes,
@@ -207,19 +209,7 @@ class _Routes:
             )
         else:
             raise HttpError(400, "send prompt, a string, or messages", param="prompt", code="missing_field")
-        names = reader.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        said = {"count": len(tokens), "max_model_len": reader.limits.max_length, "tokens": tokens, "token_strs": names}
-        return JSONResponse(said)
-
-    async def detokenize(self, request: Request) -> Response:
-        tokens, tokenizer = TokensBody.of(await self._fields(request)).tokens, self._reader.tokenizer
-        if tokens is None:
-            raise HttpError(400, "send tokens, a list of token ids", param="tokens", code="missing_field")
-        try:
-            check_token_ids(tokens, vocab_size=self._reader.limits.vocab_size, name="tokens")
-        except PromptError as error:
-            raise from_engine(error) from None
-        return JSONResponse({"prompt": decode(tokenizer, tokens, skip_special_tokens=False)})
+        return JSONResponse({"count": len(tokens), "max_model_len": reader.limits.max_length, "tokens": tokens})
 
     async def _answer(
         self,
@@ -238,21 +228,16 @@ class _Routes:
             logp_of=streaming.engine.logp_of,
             asked=asked,
         )
-        headers = {"X-Request-Id": shapes.id}
         if asked.body.stream:
-            # Of the weights that it begins with; the last event says which tokens are whose.
-            headers["X-Weight-Version"] = str(await self.version())
             events = shapes.chunks(stream(streaming, asked.requests), count=responses is not None)
             if responses is not None:
                 events = responses.events(events)
             # Errors that the first token brings to light still have a status of their own.
             first = await unless_disconnected(request.receive, anext(events))
-            return EventStream(first, events, headers=headers)
+            return EventStream(first, events)
         items = await unless_disconnected(request.receive, generate(streaming, asked.requests))
-        versions = sorted({span.version for _, delta in items if delta.rollout for span in delta.rollout.versions})
-        headers["X-Weight-Version"] = ",".join(map(str, versions))
         said = shapes.whole(items)
-        return JSONResponse(said if responses is None else responses.body(said), headers=headers)
+        return JSONResponse(said if responses is None else responses.body(said))
 
     async def _encode(self, read: Callable[[T], R], body: T) -> R:
         """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""

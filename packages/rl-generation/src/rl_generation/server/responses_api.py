@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rl_generation.server.bodies import ChatBody, GenerationBody, ResponsesBody, shortened
+from rl_generation.server.generation_request import ChatBody, GenerationBody, ResponsesBody, shortened
 from rl_generation.server.guard import HttpError
 
 __all__ = ["ResponsesRequest"]

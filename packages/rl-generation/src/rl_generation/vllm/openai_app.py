@@ -44,7 +44,7 @@ from rl_generation.model_flags import installed_version
 from rl_generation.requests import Sampling, check_token_ids
 from rl_generation.rollout import VersionSpan
 from rl_generation.server.answers import spans_as_json, to_json
-from rl_generation.server.bodies import Body, Flag, Integer, TokenIds, read_json
+from rl_generation.server.generation_request import Body, Flag, Integer, TokenIds, read_json
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
 from rl_generation.server.tools import detect_tool_format
 from rl_generation.vllm.engine import VllmEngine
@@ -113,20 +113,10 @@ class _Exchange:
 
 
 class OurFields(Body):
-    """What is read here of the fields that vLLM's app reads too."""
+    """What is read here of a body; the rest is vLLM's."""
 
     n: Integer
-
-
-class OurChatFields(OurFields):
-    """What a conversation has besides."""
-
     required_prefix_token_ids: TokenIds
-
-
-class OurResponsesFields(OurChatFields):
-    """What a request of the Responses API has besides."""
-
     return_token_ids: Flag = False
 
 
@@ -204,17 +194,19 @@ class VllmApp:
         """Take what is ours out of a body, refuse what nobody knows, and return the rest for vLLM's app."""
         path, bounds = exchange.path, self._bounds
         known = self._known[path if path != "/tokenize" or "messages" not in fields else "/tokenize messages"]
-        ours = OurResponsesFields if path == "/v1/responses" else OurChatFields if "messages" in known else OurFields
-        read = ours.of(fields, others=known)
+        read = OurFields.of(fields, others=known)
         body = {name: value for name, value in fields.items() if name in known and value is not None}
-        if isinstance(read, OurChatFields):
-            exchange.required_prefix = tuple(read.required_prefix_token_ids or ())
-            name = "required_prefix_token_ids"
+        if (prefix := read.required_prefix_token_ids) is not None:
+            if "messages" not in known and path != "/v1/responses":
+                message = "required_prefix_token_ids are of a conversation; here send the prompt as token ids"
+                raise HttpError(400, message, param="required_prefix_token_ids", code="unknown_field")
+            exchange.required_prefix = tuple(prefix)
+            vocab_size = self._engine.limits.vocab_size
             try:
-                check_token_ids(exchange.required_prefix, vocab_size=self._engine.limits.vocab_size, name=name)
+                check_token_ids(prefix, vocab_size=vocab_size, name="required_prefix_token_ids")
             except PromptError as error:
                 raise from_engine(error) from None
-        exchange.token_ids = isinstance(read, OurResponsesFields) and read.return_token_ids
+        exchange.token_ids = path == "/v1/responses" and read.return_token_ids
         if path not in GENERATING:
             return body
         if body.get("use_beam_search"):
@@ -380,8 +372,6 @@ class _Answer:
             self._streams = kind.startswith("text/event-stream")
             self._adds = message["status"] == 200 and kind.startswith("application/json")
             if self._streams:
-                # Of the weights that it begins with; the last chunk of a choice says which tokens are whose.
-                headers["X-Weight-Version"] = str(self._version)
                 headers["Cache-Control"], headers["X-Accel-Buffering"] = "no-store", "no"
                 await self._send(message)
             return
@@ -422,8 +412,6 @@ class _Answer:
             said["data"] = [{**card, **own} for card in said["data"]]
         elif exchange.path in GENERATING:
             self._add(said)
-            versions = sorted({span.version for choice in exchange.said.values() for span in choice.spans})
-            MutableHeaders(raw=self._start["headers"])["X-Weight-Version"] = ",".join(map(str, versions))
         else:
             return body
         return to_json(said)
