@@ -16,7 +16,8 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
@@ -228,16 +229,19 @@ class _Routes:
             logp_of=streaming.engine.logp_of,
             asked=asked,
         )
-        if asked.body.stream:
-            events = shapes.chunks(stream(streaming, asked.requests), count=responses is not None)
-            if responses is not None:
-                events = responses.events(events)
-            # Errors that the first token brings to light still have a status of their own.
-            first = await unless_disconnected(request.receive, anext(events))
-            return EventStream(first, events)
-        items = await unless_disconnected(request.receive, generate(streaming, asked.requests))
-        said = shapes.whole(items)
-        return JSONResponse(said if responses is None else responses.body(said))
+        if responses is not None:
+            events = responses.events(shapes.chunks(stream(streaming, asked.requests), count=True))
+            if not asked.body.stream:
+                last = await unless_disconnected(request.receive, _last(events))
+                return JSONResponse(last["response"])
+        elif asked.body.stream:
+            events = shapes.chunks(stream(streaming, asked.requests))
+        else:
+            items = await unless_disconnected(request.receive, generate(streaming, asked.requests))
+            return JSONResponse(shapes.whole(items))
+        # Errors that the first token brings to light still have a status of their own.
+        first = await unless_disconnected(request.receive, anext(events))
+        return EventStream(first, events)
 
     async def _encode(self, read: Callable[[T], R], body: T) -> R:
         """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""
@@ -248,6 +252,11 @@ class _Routes:
         fields = read_json(await read_body(request, self._reader.bounds))
         self.check_model(Body.of(fields, others=fields.keys()).model)
         return fields
+
+
+async def _last(events: AsyncGenerator[T, None]) -> T:
+    async with aclosing(events):
+        return [event async for event in events][-1]
 
 
 # -- The threads that serve -------------------------------------------------------------------------------------------

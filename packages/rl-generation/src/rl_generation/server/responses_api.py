@@ -19,8 +19,6 @@ __all__ = ["ResponsesRequest"]
 INCLUDED_LOGP = "message.output_text.logprobs"
 """What `include` may ask for."""
 
-TOKEN_IDS = ("prompt_token_ids", "token_ids")
-
 ELSEWHERE: Mapping[str, str] = {
     "conversation": "the conversation whole, as input",
     "function_call": "tool_choice",
@@ -106,76 +104,76 @@ class ResponsesRequest:
         }
         return cls(chat=ChatBody.of(chat), echoed=echoed)
 
-    def body(self, answered: Mapping[str, Any]) -> dict[str, Any]:
-        """The response that is not streamed, from that of the chat."""
-        (choice,) = answered["choices"]
-        content = (choice["logprobs"] or {}).get("content") or []
-        output = _output(choice["message"]["content"], choice["message"].get("tool_calls", ()), content)
-        finish, usage = choice["finish_reason"], answered["usage"]
-        ids = {name: said[name] for said in (answered, choice) for name in TOKEN_IDS if name in said}
-        return self._response(answered, output=output, finish=finish, usage=usage) | _ours(answered, choice) | ids
-
     async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a stream, from the chunks of the chat's; closing it closes `chunks`."""
-        numbers, message_id = itertools.count(), f"msg_{uuid.uuid4().hex}"
-        text, opened = "", False
+        """Yield the events of a stream, from the chunks of the chat's; the last has the whole response.
+
+        Closing it closes `chunks`.
+        """
+        numbers, opened, text, finish = itertools.count(), False, "", None
         calls: list[dict[str, Any]] = []
         logp: list[dict[str, Any]] = []
-        last: dict[str, Any] = {}
-        ended: dict[str, Any] = {}
-        place = {"item_id": message_id, "output_index": 0, "content_index": 0}
+        tokens: list[int] = []
+        head: dict[str, Any] = {}
+        ours: dict[str, Any] = {}
+        message: dict[str, Any] = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+        place = {"item_id": message["id"], "output_index": 0, "content_index": 0}
 
         def event(kind: str, **fields: Any) -> dict[str, Any]:
             return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
 
+        def part() -> dict[str, Any]:
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": logp}
+
         async with aclosing(chunks):
             async for chunk in chunks:
-                if not last:
-                    begun = self._response(chunk, output=[], finish=None, usage=None)
+                if not head:
+                    begun = self._response(chunk, output=[], finish=None)
                     yield event("created", response=begun)
                     yield event("in_progress", response=begun)
-                last |= {name: value for name, value in chunk.items() if value is not None}
+                head |= {name: value for name, value in chunk.items() if value is not None}
                 for choice in chunk["choices"]:
                     said, news = choice["delta"]["content"], (choice["logprobs"] or {}).get("content") or []
                     calls += choice["delta"].get("tool_calls", ())
-                    logp += news
-                    if choice["finish_reason"] is not None:
-                        ended = choice
+                    tokens += choice.get("token_ids", ())
+                    if (finish := choice["finish_reason"]) is not None:
+                        ours = {name: choice[name] for name in ("weight_versions", "stop_reason")}
+                    if not opened and (said or news or (finish is not None and not calls)):
+                        yield event("output_item.added", output_index=0, item=_in_progress(message, content=[]))
+                        yield event("content_part.added", **place, part=part())
+                        opened = True
+                    text, logp = text + said, logp + news
                     if said or news:
-                        if not opened:
-                            opened = True
-                            item = _message_item(message_id, [], status="in_progress")
-                            yield event("output_item.added", output_index=0, item=item)
-                            yield event("content_part.added", **place, part=_part("", []))
-                        text += said
                         yield event("output_text.delta", **place, delta=said, logprobs=news)
-        output = _output(text, calls, logp, message_id=message_id)
-        for index, item in enumerate(output):
-            if item["type"] == "message" and opened:
-                yield event("output_text.done", **place, text=text, logprobs=logp)
-                yield event("content_part.done", **place, part=item["content"][0])
-            else:
-                begun = {**item, "status": "in_progress"} | ({"arguments": ""} if "arguments" in item else {})
-                yield event("output_item.added", output_index=index, item=begun)
-            if item["type"] == "function_call":
-                named = {"item_id": item["id"], "output_index": index}
-                done = {"name": item["name"], "arguments": item["arguments"]}
-                yield event("function_call_arguments.delta", **named, delta=item["arguments"])
-                yield event("function_call_arguments.done", **named, **done)
+        output = []
+        if opened:
+            output.append({**message, "status": "completed", "content": [part()]})
+            yield event("output_text.done", **place, text=text, logprobs=logp)
+            yield event("content_part.done", **place, part=part())
+            yield event("output_item.done", output_index=0, item=output[0])
+        for call in calls:
+            ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
+            item = {"type": "function_call", **ids, **call["function"], "status": "completed"}
+            index, named = len(output), {"item_id": item["id"], "output_index": len(output)}
+            yield event("output_item.added", output_index=index, item=_in_progress(item, arguments=""))
+            yield event("function_call_arguments.delta", **named, delta=item["arguments"])
+            yield event("function_call_arguments.done", **named, **call["function"])
             yield event("output_item.done", output_index=index, item=item)
-        finish = ended["finish_reason"]
-        whole = self._response(last, output=output, finish=finish, usage=last["usage"]) | _ours(last, ended)
+            output.append(item)
+        ours |= {name: head[name] for name in ("weight_version", "logp_of")}
+        if "prompt_token_ids" in head:
+            ours |= {"prompt_token_ids": head["prompt_token_ids"], "token_ids": tokens}
+        whole = self._response(head, output=output, finish=finish) | ours
         yield event("incomplete" if finish == "length" else "completed", response=whole)
 
-    def _response(
-        self, answered: Mapping[str, Any], *, output: list[dict[str, Any]], finish: str | None, usage: Any
-    ) -> dict[str, Any]:
+    def _response(self, head: Mapping[str, Any], *, output: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
+        """The response, from what chunks say of it; `finish` is None while it goes on."""
+        usage = head.get("usage")
         status = {None: "in_progress", "length": "incomplete", "abort": "cancelled"}.get(finish, "completed")
         return {
             "id": self.id,
             "object": "response",
-            "created_at": answered["created"],
-            "model": answered["model"],
+            "created_at": head["created"],
+            "model": head["model"],
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -232,26 +230,5 @@ def _messages(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     return messages
 
 
-def _ours(answered: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """What this package adds to OpenAI's fields."""
-    ours = {name: choice[name] for name in ("weight_versions", "stop_reason")}
-    return ours | {name: answered[name] for name in ("weight_version", "logp_of")}
-
-
-def _output(text: str | None, calls: Any, logp: list[Any], *, message_id: str | None = None) -> list[dict[str, Any]]:
-    """The items of a response: what is said, where anything is or nothing is called, then the calls."""
-    items = []
-    if text or not calls:
-        items.append(_message_item(message_id or f"msg_{uuid.uuid4().hex}", [_part(text or "", logp)]))
-    for call in calls:
-        ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
-        items.append({"type": "function_call", **ids, **call["function"], "status": "completed"})
-    return items
-
-
-def _message_item(item_id: str, content: list[dict[str, Any]], *, status: str = "completed") -> dict[str, Any]:
-    return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
-
-
-def _part(text: str, logp: list[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logp}
+def _in_progress(item: Mapping[str, Any], **so_far: Any) -> dict[str, Any]:
+    return {**item, "status": "in_progress", **so_far}
