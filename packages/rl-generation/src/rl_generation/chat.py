@@ -13,7 +13,7 @@ end-of-sequence token whatever stands before it; here the text on both sides of 
 import bisect
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_generation.detokenizer import answer_text, decode
@@ -78,21 +78,23 @@ def encode_chat(
     template_ids = encode(messages)
     if not required_prefix_token_ids:
         return template_ids
-    last, marked = mark_last_answer(messages)
-    result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
-    other = encode(marked)
-    if other == template_ids:
-        # The template leaves the content out, as some do beside tool calls: known is only where the answer begins.
-        other = encode(messages[:last]) if last else []
-    check_reaches_answer(required_prefix_token_ids, template_ids, other, last=last, tokenizer=tokenizer)
-    return result
+    return put_required_prefix(
+        template_ids, required_prefix_token_ids, messages=messages, encode=encode, tokenizer=tokenizer
+    )
 
 
-def mark_last_answer(messages: Sequence[Message]) -> tuple[int, list[Message]]:
-    """Return the place of the last assistant's message, and the messages with a mark at the end of that one's text.
+def put_required_prefix(
+    template_ids: Sequence[int],
+    required_prefix_token_ids: Sequence[int],
+    *,
+    messages: Sequence[Message],
+    encode: Callable[[Sequence[Message]], Sequence[int]],
+    tokenizer: "PreTrainedTokenizerBase",
+) -> list[int]:
+    """`with_required_prefix`, for what `encode` makes of messages: refuses a prefix that ends before their last answer.
 
     Raises:
-        PromptError: There is none, or it does not end with text.
+        PromptError: As `with_required_prefix`; or it ends there, or there is no answer, or none that ends with text.
     """
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
@@ -101,36 +103,19 @@ def mark_last_answer(messages: Sequence[Message]) -> tuple[int, list[Message]]:
             f"{len(messages)} messages has the role 'assistant': leave them out in the first turn"
         )
     last = answers[-1]
-    return last, [*messages[:last], _marked(messages[last], index=last), *messages[last + 1 :]]
-
-
-def check_reaches_answer(
-    required_prefix_token_ids: Sequence[int],
-    template_ids: Sequence[int],
-    other_ids: Sequence[int],
-    *,
-    last: int,
-    tokenizer: "PreTrainedTokenizerBase",
-) -> None:
-    """Refuse a required prefix that ends before the last assistant's message, number `last`, does.
-
-    Args:
-        required_prefix_token_ids: The prefix.
-        template_ids: What the template makes of the messages.
-        other_ids: What it makes of them as `mark_last_answer` returns them, or, where that is the same, of those
-            before it.
-        last: Which message it is.
-        tokenizer: Of the model.
-
-    Raises:
-        PromptError: It does.
-    """
-    written, other = _text(tokenizer, template_ids), _text(tokenizer, other_ids)
-    if len(_text(tokenizer, required_prefix_token_ids)) < _common(written, other):
+    marked = [*messages[:last], _marked(messages[last], index=last), *messages[last + 1 :]]
+    result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
+    other = list(encode(marked))
+    if other == list(template_ids):
+        # The template leaves the content out, as some do beside tool calls: known is only where the answer begins.
+        other = list(encode(messages[:last])) if last else []
+    answer_end = _common(_text(tokenizer, template_ids), _text(tokenizer, other))
+    if len(_text(tokenizer, required_prefix_token_ids)) < answer_end:
         raise PromptError(
             f"required_prefix_token_ids end before message {last}, the last of the assistant's, does: its "
             f"tokens would be guessed. Give the prompt and the answer of the last turn, not of an earlier one"
         )
+    return result
 
 
 def with_required_prefix(

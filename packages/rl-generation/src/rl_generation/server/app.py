@@ -3,7 +3,7 @@
     POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   POST /tokenize
     GET /v1/models              GET /v1/models/{model} GET /health          GET /metrics
 
-For a `VllmEngine`, vLLM's own app answers all but health and metrics (`rl_generation.vllm.openai_app`). For the
+For a `VllmEngine`, vLLM's own app answers what is asked of the model (`rl_generation.vllm.openai_app`). For the
 embedded engine, and any other that streams, the answers are made here: a subset of that. Every body is JSON; every
 error has OpenAI's shape.
 
@@ -116,6 +116,7 @@ def create_app(
         )
     ours = _Routes(streaming_engine, model_name, reader)
     routes = [
+        Route("/v1/models", ours.models, methods=["GET"]),
         Route("/v1/models/{model:path}", ours.model, methods=["GET"]),
         Route("/health", ours.health, methods=["GET"]),
         Route("/metrics", ours.metrics, methods=["GET"]),
@@ -132,7 +133,6 @@ def create_app(
             Route("/v1/chat/completions", ours.chat, methods=["POST"]),
             Route("/v1/completions", ours.completion, methods=["POST"]),
             Route("/v1/responses", ours.respond, methods=["POST"]),
-            Route("/v1/models", ours.models, methods=["GET"]),
             Route("/tokenize", ours.tokenize, methods=["POST"]),
         ]
     return Starlette(

@@ -30,7 +30,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from rl_generation.chat import check_reaches_answer, mark_last_answer, with_required_prefix
+from rl_generation.chat import Message as ChatMessage
+from rl_generation.chat import put_required_prefix
 from rl_generation.detokenizer import INCOMPLETE, answer_text, decode
 from rl_generation.errors import (
     EngineDeadError,
@@ -59,17 +60,9 @@ __all__ = ["ROUTES", "VllmApp"]
 
 LOG = logging.getLogger(__name__)
 
-ROUTES: Mapping[str, str] = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/responses": "POST",
-    "/v1/models": "GET",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-}
-"""What reaches vLLM's app."""
-
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ROUTES = (*GENERATING, "/tokenize", "/detokenize")
+"""What reaches vLLM's app."""
 
 PARSERS = {"hermes": "hermes", "llama": "llama3_json", "mistral": "mistral"}
 """vLLM's parser of each of the formats of calls that `detect_tool_format` knows."""
@@ -159,18 +152,17 @@ class VllmApp:
 
     def routes(self) -> list[Route]:
         """Return the routes that lead here."""
-        return [Route(path, self, methods=[method]) for path, method in ROUTES.items()]
+        return [Route(path, self, methods=["POST"]) for path in ROUTES]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         path = scope["path"]
-        exchange, body = _Exchange(path=path), b""
-        if scope["method"] == "POST":
-            fields = read_json(await read_body(Request(scope, receive), self._bounds))
-            body = json.dumps(self._read(exchange, fields)).encode()
-            headers = MutableHeaders(raw=list(scope["headers"]))
-            headers["content-length"] = str(len(body))
-            scope = {**scope, "headers": headers.raw}
+        exchange = _Exchange(path=path)
+        fields = read_json(await read_body(Request(scope, receive), self._bounds))
+        body = json.dumps(self._read(exchange, fields)).encode()
+        headers = MutableHeaders(raw=list(scope["headers"]))
+        headers["content-length"] = str(len(body))
+        scope = {**scope, "headers": headers.raw}
         if path in GENERATING:
             try:
                 self._engine.check_ready()  # while the answer still has a status
@@ -358,7 +350,6 @@ class _Answer:
 
     def __init__(self, exchange: _Exchange, send: Send, *, engine: VllmEngine) -> None:
         self._exchange, self._send, self._engine = exchange, send, engine
-        self._version = engine.version
         self._start: Message = {}
         self._streams = self._adds = self._ended = False
         self._held = b""
@@ -370,7 +361,7 @@ class _Answer:
             headers = MutableHeaders(raw=message["headers"])
             kind = headers.get("content-type", "")
             self._streams = kind.startswith("text/event-stream")
-            self._adds = message["status"] == 200 and kind.startswith("application/json")
+            self._adds = message["status"] == 200 and self._exchange.path in GENERATING
             if self._streams:
                 headers["Cache-Control"], headers["X-Accel-Buffering"] = "no-store", "no"
                 await self._send(message)
@@ -384,7 +375,11 @@ class _Answer:
                 await self._send({**message, "body": sent + (b"" if more else self._held)})
         elif not more:
             headers = MutableHeaders(raw=self._start["headers"])
-            body = self._whole(self._held) if self._adds else self._held
+            body = self._held
+            if self._adds:
+                said = json.loads(body)
+                self._add(said)
+                body = to_json(said)
             failure = self._exchange.failure
             if failure is not None and self._start["status"] >= 400:  # ours says more than what vLLM makes of it
                 body, self._start["status"] = to_json(failure.body), failure.status
@@ -403,18 +398,6 @@ class _Answer:
         body = b"data: " + to_json(failure.body) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         return True
-
-    def _whole(self, body: bytes) -> bytes:
-        said, exchange = json.loads(body), self._exchange
-        if exchange.path == "/v1/models":
-            own = {"owned_by": "rl-generation", "weight_version": self._version}
-            own |= {"logp_of": self._engine.logp_of, "vocab_size": self._engine.limits.vocab_size}
-            said["data"] = [{**card, **own} for card in said["data"]]
-        elif exchange.path in GENERATING:
-            self._add(said)
-        else:
-            return body
-        return to_json(said)
 
     def _event(self, event: bytes) -> bytes:
         before, data, text = event.rpartition(b"data: ")
@@ -467,20 +450,22 @@ def _require_prefixes(online: Any) -> None:
             asked["default_template"], asked["default_template_content_format"]
         ).with_defaults({**(asked["default_template_kwargs"] or {}), "tools": asked.get("tool_dicts")})
 
-        async def encode(those: list[Any]) -> list[int]:
+        async def encode(those: Sequence[ChatMessage]) -> list[int]:
             _, (made,) = await online.renderer.render_chat_async(
-                [those], chat, request.build_tok_params(online.model_config)
+                [list(those)], chat, request.build_tok_params(online.model_config)
             )
             return list(made["prompt_token_ids"])
 
-        tokenizer, ids = online.renderer.tokenizer, list(inputs[0]["prompt_token_ids"])
+        tokenizer, loop = online.renderer.tokenizer, asyncio.get_running_loop()
         try:
-            last, marked = mark_last_answer(messages)
-            exact = with_required_prefix(ids, prefix, tokenizer=tokenizer)
-            other = await encode(marked)
-            if other == ids:
-                other = await encode(messages[:last]) if last else []
-            check_reaches_answer(prefix, ids, other, last=last, tokenizer=tokenizer)
+            exact = await asyncio.to_thread(
+                put_required_prefix,
+                inputs[0]["prompt_token_ids"],
+                prefix,
+                messages=messages,
+                encode=lambda those: asyncio.run_coroutine_threadsafe(encode(those), loop).result(),
+                tokenizer=tokenizer,
+            )
         except PromptError as error:
             param = "required_prefix_token_ids"
             exchange.failure = HttpError(400, str(error), param=param, code="invalid_value")
