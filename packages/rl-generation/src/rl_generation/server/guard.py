@@ -51,7 +51,6 @@ class HttpError(Exception):
         param: The field of the request that it is about.
         code: A word for programs.
         headers: Further headers of the response.
-        details: Further fields of `error`.
     """
 
     def __init__(
@@ -62,19 +61,17 @@ class HttpError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
-        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
-        self.headers, self._details = dict(headers or {}), dict(details or {})
+        self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """What is sent as JSON."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": {**error, **self._details}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
@@ -91,11 +88,7 @@ def from_engine(error: EngineDeadError | SampleTimeoutError | ValueError) -> Htt
     if isinstance(error, EngineDeadError):
         return HttpError(503, str(error), code="engine_dead", headers={"Retry-After": "10"})
     if isinstance(error, SampleTimeoutError):
-        lost = [
-            {"prompt_index": sample.prompt_index, "sample_index": sample.sample_index, "tokens": len(sample.tokens)}
-            for sample in error.timed_out
-        ]
-        return HttpError(504, str(error), code="sample_timeout", details={"timed_out": lost})
+        return HttpError(504, str(error), code="sample_timeout")
     if isinstance(error, EngineOptionError | LogpError | ModelError):  # no request can help
         return HttpError(500, str(error), code="engine_error")
     # An engine speaks of its Sampling, a client of OpenAI's fields.
