@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_generation.commands.console import CommandError
+from rl_generation.commands import CommandError
 from rl_generation.commands.flags import add_engine_arguments, add_sampling_arguments, sampling_of, spec_of
 from rl_generation.commands.generate import read_rows
 from rl_generation.loading import EngineSpec

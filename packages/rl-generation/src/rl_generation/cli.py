@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NoReturn, final
 
-from rl_generation.commands.console import CommandError, say
+from rl_generation.commands import CommandError, say
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,

@@ -8,7 +8,7 @@ import argparse
 from typing import Any
 
 from rl_generation.checkpoints import load_config
-from rl_generation.commands.console import show
+from rl_generation.commands import show
 from rl_generation.commands.flags import add_engine_arguments, spec_of
 from rl_generation.loading import vllm_options_of
 

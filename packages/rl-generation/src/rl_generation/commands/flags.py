@@ -12,7 +12,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl_generation.commands.console import CommandError, say
+from rl_generation.commands import CommandError, say
 from rl_generation.engine import Engine
 from rl_generation.loading import EngineSpec, load_engine
 from rl_generation.requests import Sampling

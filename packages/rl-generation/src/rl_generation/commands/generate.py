@@ -21,7 +21,7 @@ from typing import Any, final
 
 from rl_generation.chat import decode_rollout, encode_chat, encode_text
 from rl_generation.checkpoints import load_config, model_identity
-from rl_generation.commands.console import CommandError, say, show_json
+from rl_generation.commands import CommandError, say, show_json
 from rl_generation.commands.flags import (
     add_engine_arguments,
     add_sampling_arguments,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
-from rl_generation.commands.console import CommandError, say, show
+from rl_generation.commands import CommandError, say, show
 from rl_generation.commands.flags import add_engine_arguments, spec_of, start_engine
 from rl_generation.engine import SteppingEngine, StreamingEngine
 from rl_generation.loading import EngineSpec, check_available

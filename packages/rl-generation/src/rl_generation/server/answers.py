@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from rl_generation.chat import decode_rollout
 from rl_generation.detokenizer import Detokenizer
@@ -35,7 +35,7 @@ from rl_generation.server.tools import ReplyStream, ToolCall, overlap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EventStream", "Shapes", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
+__all__ = ["Shapes", "event_stream", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
 
 LOG = logging.getLogger(__name__)
 
@@ -329,24 +329,10 @@ def spans_as_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
 # -- Server-sent events -----------------------------------------------------------------------------------------------
 
 
-@final
-class EventStream(StreamingResponse):
-    """A response of server-sent events that ends, and closes its source, as soon as the client disconnects.
-
-    Args:
-        first: What is sent as the JSON of the first event.
-        rest: What follows; closed in any case.
-    """
-
-    def __init__(self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(_events(first, rest), media_type="text/event-stream", headers=headers)
-        self._rest = rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        async with aclosing(self._rest):
-            await unless_disconnected(receive, self.stream_response(send))
+def event_stream(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> StreamingResponse:
+    """A response of server-sent events; as soon as the client disconnects, it ends and closes `rest`."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(first, rest), media_type="text/event-stream", headers=headers)
 
 
 async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
@@ -355,9 +341,10 @@ async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], No
         return name.encode() + b"data: " + to_json(content) + b"\n\n"
 
     try:
-        yield event(first)
-        async for content in rest:
-            yield event(content)
+        async with aclosing(rest):
+            yield event(first)
+            async for content in rest:
+                yield event(content)
         yield b"data: [DONE]\n\n"
     except HttpError as error:
         yield event(error.body)

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp
 from rl_generation.chat import encode_text
 from rl_generation.engine import StreamingEngine, to_prometheus
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.server.answers import EventStream, Shapes, generate, stream, unless_disconnected
+from rl_generation.server.answers import Shapes, event_stream, generate, stream, unless_disconnected
 from rl_generation.server.generation_request import (
     Body,
     ChatBody,
@@ -241,7 +241,7 @@ class _Routes:
             return JSONResponse(shapes.whole(items))
         # Errors that the first token brings to light still have a status of their own.
         first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(first, events)
+        return event_stream(first, events)
 
     async def _encode(self, read: Callable[[T], R], body: T) -> R:
         """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""
