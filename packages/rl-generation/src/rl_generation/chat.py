@@ -14,14 +14,11 @@ import bisect
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rl_generation.detokenizer import answer_text, decode
+from rl_generation.detokenizer import Tokenizer, answer_text, decode
 from rl_generation.errors import PromptError
 from rl_generation.rollout import Rollout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Message", "decode_rollout", "encode_chat", "encode_text", "with_required_prefix"]
 
@@ -32,13 +29,13 @@ Message = Mapping[str, Any]
 MARK = "\ue000"
 
 
-def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of `text`, with those that the tokenizer puts around every text, such as bos."""
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
@@ -89,7 +86,7 @@ def put_required_prefix(
     *,
     messages: Sequence[Message],
     encode: Callable[[Sequence[Message]], Sequence[int]],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
 ) -> list[int]:
     """`with_required_prefix`, for what `encode` makes of messages: refuses a prefix that ends before their last answer.
 
@@ -119,7 +116,7 @@ def put_required_prefix(
 
 
 def with_required_prefix(
-    template_ids: Sequence[int], required_prefix_token_ids: Sequence[int], *, tokenizer: "PreTrainedTokenizerBase"
+    template_ids: Sequence[int], required_prefix_token_ids: Sequence[int], *, tokenizer: Tokenizer
 ) -> list[int]:
     """Put `required_prefix_token_ids` in the place of the tokens of `template_ids` that decode to the same text.
 
@@ -153,7 +150,7 @@ def with_required_prefix(
 
 
 def decode_rollout(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     rollout: Rollout,
     *,
     prompt: Sequence[int] = (),
@@ -207,11 +204,11 @@ def _common(first: str, second: str) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
+def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return decode(tokenizer, tokens, skip_special_tokens=False)
 
 
-def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], **options: Any) -> list[int]:
+def _apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
     if not tokenizer.chat_template:
         raise PromptError("the tokenizer has no chat template: set tokenizer.chat_template, or send a prompt instead")
     import jinja2
@@ -226,7 +223,7 @@ def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mes
     return list(ids)
 
 
-def _check_template_kwargs(tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]) -> None:
+def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> None:
     """Refuse what would not reach the template, would replace it, or is spelt as nothing in it."""
     template = tokenizer.chat_template or ""
     source = "\n".join(template.values()) if isinstance(template, dict) else template

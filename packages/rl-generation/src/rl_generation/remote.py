@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, get_args
 from urllib.parse import urlsplit
 
 from rl_generation.chat import encode_text
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import (
     EngineDeadError,
@@ -47,7 +48,6 @@ from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm, refuse_fie
 
 if TYPE_CHECKING:
     import httpx
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["RemoteEngine", "ServerKind"]
 
@@ -120,7 +120,7 @@ class RemoteEngine:
         *,
         kind: ServerKind | None = None,
         model: str | None = None,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        tokenizer: Tokenizer | None = None,
         vocab_size: int | None = None,
         logp_of: LogpOf = "sampled",
         api_key_env: str | None = None,

@@ -17,13 +17,13 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive
 
 from rl_generation.chat import decode_rollout
-from rl_generation.detokenizer import Detokenizer
+from rl_generation.detokenizer import Detokenizer, Tokenizer
 from rl_generation.engine import RolloutDelta, StreamingEngine
 from rl_generation.errors import EngineDeadError, SampleTimeoutError
 from rl_generation.requests import Request
@@ -31,9 +31,6 @@ from rl_generation.rollout import LogpOf, VersionSpan
 from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.guard import ClientGoneError, HttpError, from_engine, internal
 from rl_generation.server.tools import ReplyStream, ToolCall, overlap
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Shapes", "event_stream", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
 
@@ -144,7 +141,7 @@ class AnswerText:
         request: Of its prompt.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", asked: GenerationRequest, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: GenerationRequest, request: Request) -> None:
         self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, request.prompt)
         self._stop, self._include_stop_string = request.sampling.stop, asked.body.include_stop_str_in_output
         self._kept, self._reply = asked.kept, ReplyStream(asked.tools)
@@ -187,7 +184,7 @@ class Shapes:
 
     kind: Kind
     model_name: str
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     logp_of: LogpOf
     asked: GenerationRequest
     number: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+from typing import Any, Self, TypeVar, final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,6 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from rl_generation.chat import encode_text
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.engine import StreamingEngine, to_prometheus
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.server.answers import Shapes, event_stream, generate, stream, unless_disconnected
@@ -55,9 +56,6 @@ from rl_generation.server.responses_api import ResponsesRequest
 from rl_generation.server.tools import detect_tool_format, tool_format_of
 from rl_generation.vllm.engine import VllmEngine
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 __all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "create_app", "read_token"]
 
 API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
@@ -74,7 +72,7 @@ STEPPING = ("add_request", "step", "abort_request", "has_unfinished_requests")
 def create_app(
     streaming_engine: StreamingEngine,
     *,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     model_name: str,
     api_key: str | None = None,
     limits: ServerLimits | None = None,
@@ -338,7 +336,7 @@ class Server(HttpThread):
         self,
         streaming_engine: StreamingEngine,
         *,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         model_name: str,
         tool_format: str | None = None,
         host: str = "127.0.0.1",

@@ -16,18 +16,16 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self, final
+from typing import Annotated, Any, Self, final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rl_generation.chat import encode_chat, encode_text
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling, check_token_ids, make_requests
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine
 from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "Body",
@@ -275,7 +273,7 @@ class RequestReader:
     That is a field that is wrong, unknown or unsupported, a message that is no text, or what the template refuses.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     limits: Limits
     bounds: ServerLimits
     tool_format: ToolFormat | None = None

@@ -14,13 +14,11 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast, final
+from typing import Any, Literal, cast, final
 
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.errors import EngineOptionError
 from rl_generation.server.guard import HttpError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "TOOL_FORMATS",
@@ -47,7 +45,7 @@ HERMES_END = "</tool_call>"
 MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def detect_tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
+def detect_tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
     """Return the format that a model's chat template or vocabulary names; None where none is known."""
     template = tokenizer.chat_template
     written = " ".join(template.values()) if isinstance(template, dict) else str(template or "")

@@ -32,7 +32,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rl_generation.chat import Message as ChatMessage
 from rl_generation.chat import put_required_prefix
-from rl_generation.detokenizer import INCOMPLETE, answer_text, decode
+from rl_generation.detokenizer import INCOMPLETE, Tokenizer, answer_text, decode
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -54,7 +54,6 @@ from rl_generation.vllm.preparing import TESTED
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ROUTES", "VllmApp"]
 
@@ -136,7 +135,7 @@ class VllmApp:
         self,
         engine: VllmEngine,
         *,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         model_name: str,
         bounds: ServerLimits,
         tool_parser: str | None = None,
