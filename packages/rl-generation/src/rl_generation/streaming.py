@@ -17,15 +17,10 @@ from typing import Literal, Self, TypeVar, final
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError, EngineOptionError
 from rl_generation.requests import Sampling
-from rl_generation.rollout import Rollout
-from rl_generation.submitting import check_single, failed_request
 
 __all__ = ["Streamer"]
 
 T = TypeVar("T")
-
-Put = Callable[[RolloutDelta | BaseException], bool]
-"""Takes what becomes of a request, and returns whether that was the end of it."""
 
 STEPS = ("add_request", "step", "abort_request", "has_unfinished_requests")
 
@@ -54,7 +49,7 @@ class Streamer:
         self._engine = engine
         self._health_timeout_s = health_timeout_s
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
-        self._streams: dict[str, Put] = {}
+        self._streams: dict[str, _Stream] = {}
         self._numbers = itertools.count()
         self._stepping = False
         self._paused = False
@@ -78,7 +73,7 @@ class Streamer:
         stream = _Stream(sampling.n)
         try:
             await asyncio.wrap_future(
-                self._submit(lambda: self._add(request_id, stream.put, prompt=prompt, sampling=sampling))
+                self._submit(lambda: self._add(request_id, stream, prompt=prompt, sampling=sampling))
             )
             while stream.unfinished:
                 delta = await stream.next()
@@ -87,40 +82,6 @@ class Streamer:
         finally:
             if stream.unfinished and not self._closed:
                 self._submit(lambda: self._drop(request_id))
-
-    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
-        """Begin to answer one prompt beside the streams, from any thread; the future raises what `stream` raises.
-
-        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` of the engine returns.
-        """
-        request_id, answer = f"submitted-{next(self._numbers)}", Future[Rollout]()
-
-        def put(item: RolloutDelta | BaseException) -> bool:
-            result = item.rollout if isinstance(item, RolloutDelta) else item
-            if result is not None and answer.set_running_or_notify_cancel():
-                if isinstance(result, Rollout):
-                    answer.set_result(result)
-                else:
-                    answer.set_exception(result)
-            return result is not None
-
-        def note_refused(adding: "Future[None]") -> None:
-            if (error := adding.exception()) is not None:
-                put(error)
-
-        def drop(future: "Future[Rollout]") -> None:
-            if future.cancelled() and not self._closed:
-                self._submit(lambda: self._drop(request_id))
-
-        try:
-            check_single(sampling)
-            asked = sampling.for_request(seed)
-            adding = self._submit(lambda: self._add(request_id, put, prompt=prompt, sampling=asked))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
-            return failed_request(error)
-        adding.add_done_callback(note_refused)
-        answer.add_done_callback(drop)
-        return answer
 
     async def abort(self) -> int:
         """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
@@ -195,10 +156,10 @@ class Streamer:
 
     # -- In the worker thread -------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, put: Put, *, prompt: Sequence[int], sampling: Sampling) -> None:
+    def _add(self, request_id: str, stream: "_Stream", *, prompt: Sequence[int], sampling: Sampling) -> None:
         self._engine.add_request(request_id, prompt, sampling)
         self._dead = None  # it took a request: somebody has restarted it
-        self._streams[request_id] = put
+        self._streams[request_id] = stream
         self._go_on()
 
     def _drop(self, request_id: str) -> None:
@@ -229,10 +190,8 @@ class Streamer:
         if self._paused:  # since this step was queued
             return
         for request_id, delta in self._engine.step():
-            put = self._streams.get(
-                request_id
-            )  # None where its consumer dropped it, and the engine has not heard of it
-            if put is not None and put(delta):
+            stream = self._streams.get(request_id)  # None where its consumer dropped it
+            if stream is not None and stream.put(delta):
                 del self._streams[request_id]
 
     def _after_step(self, step: "Future[None]") -> None:
@@ -248,8 +207,8 @@ class Streamer:
     def _fail(self, error: BaseException) -> None:
         """End every stream with `error`: no answer of a broken step can be told from another."""
         streams, self._streams = self._streams, {}
-        for put in streams.values():
-            put(error)
+        for stream in streams.values():
+            stream.put(error)
         if isinstance(error, EngineDeadError):
             self._dead = error
             return

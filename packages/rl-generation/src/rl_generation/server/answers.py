@@ -19,6 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, final
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive
 
@@ -29,7 +30,7 @@ from rl_generation.errors import EngineDeadError, SampleTimeoutError
 from rl_generation.requests import Request
 from rl_generation.rollout import LogpOf, VersionSpan
 from rl_generation.server.generation_request import GenerationRequest
-from rl_generation.server.guard import ClientGoneError, HttpError, from_engine, internal
+from rl_generation.server.guard import HttpError, from_engine, internal
 from rl_generation.server.tools import ReplyStream, ToolCall, overlap
 
 __all__ = ["Shapes", "event_stream", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
@@ -103,7 +104,7 @@ async def stream(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncG
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Do `work`, or cancel it and raise ClientGoneError as soon as the client disconnects; its body has been read."""
+    """Do `work`, or cancel it and raise ClientDisconnect as soon as the client disconnects; its body has been read."""
 
     async def disconnection() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -114,7 +115,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGoneError
+        raise ClientDisconnect
     finally:
         await _end([working, watching])
 

@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError, SampleTimeoutError
 
 __all__ = [
-    "ClientGoneError",
     "Guard",
     "HttpError",
     "ServerLimits",
@@ -77,10 +76,6 @@ class HttpError(Exception):
     def response(self) -> JSONResponse:
         """All that is sent."""
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
-
-
-class ClientGoneError(Exception):
-    """Nobody is there any more to answer to."""
 
 
 def from_engine(error: EngineDeadError | SampleTimeoutError | ValueError) -> HttpError:
@@ -191,8 +186,6 @@ async def read_body(request: Request, bounds: ServerLimits) -> bytes:
     except TimeoutError:
         message = f"the body did not arrive within {bounds.body_timeout_s} s"
         raise HttpError(408, message, code="body_timeout") from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
     return bytes(body)
 
 
@@ -226,7 +219,7 @@ class Guard:
             await self._app(scope, receive, send)
         except HttpError as refusal:
             await refusal.response(scope, receive, send)
-        except ClientGoneError:
+        except ClientDisconnect:
             pass  # nobody is there to answer to
         finally:
             self._in_flight -= counted
