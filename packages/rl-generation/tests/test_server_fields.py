@@ -187,12 +187,12 @@ def test_a_wrong_type_is_refused_with_the_one_that_is_wanted(body, param, messag
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "with include_usage"),
         ({"n": 9}, "n", "1 prompts with n=9 ask for 9 answers; the limit here is 8"),
-        ({"prompt": ["a"] * 5}, "prompt", "5 prompts; the limit here is 4"),
+        ({"prompt": ["a"] * 9}, "prompt", "9 prompts with n=1 ask for 9 answers; the limit here is 8"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_rule(body, param, message):
     with pytest.raises(HttpError, match=message) as refusal:
-        completion(body, max_answers=8, max_prompts=4)
+        completion(body, max_answers=8)
     assert (refusal.value.status, refusal.value.param) == (400, param)
 
 
@@ -282,8 +282,8 @@ def test_each_error_of_an_engine_has_its_status():
 
 
 def test_limits_are_above_zero():
-    with pytest.raises(ValueError, match="max_prompts must be above 0; got max_prompts=0"):
-        ServerLimits(max_prompts=0)
+    with pytest.raises(ValueError, match="max_answers must be above 0; got max_answers=0"):
+        ServerLimits(max_answers=0)
 
 
 def test_more_words_to_look_for_than_the_limit_are_refused():

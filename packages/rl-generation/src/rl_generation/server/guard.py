@@ -128,9 +128,6 @@ class ServerLimits:
     body_timeout_s: float = 30.0
     """Seconds within which a body must have arrived; a slower client gets status 408."""
 
-    max_prompts: int = 1024
-    """Prompts in one request to `/v1/completions`; more get status 400."""
-
     max_answers: int = 1024
     """Answers to one request, its prompts times `n`; more get status 400."""
 
@@ -141,9 +138,6 @@ class ServerLimits:
     max_requests_in_flight: int = 1024
     """POST requests at one time, those that wait for the engine included; one more gets status 429."""
 
-    retry_after_s: int = 1
-    """Seconds after which a client that got status 429 is told to try again (`Retry-After`)."""
-
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -151,13 +145,10 @@ class ServerLimits:
                 raise ValueError(f"{field.name} must be above 0; got {field.name}={value!r}")
 
     def check_counts(self, *, prompts: int, n: int = 1) -> None:
-        """Raise HttpError 400 for more prompts, or more answers, `n` to each, than one request may ask for."""
-        if prompts > self.max_prompts:
-            message = f"prompt holds {prompts} prompts; the limit here is {self.max_prompts}"
-            raise HttpError(400, message, param="prompt", code="too_many_prompts")
+        """Raise HttpError 400 for more answers, `n` to each prompt, than one request may ask for."""
         if (answers := prompts * n) > self.max_answers:
             message = f"{prompts} prompts with n={n} ask for {answers} answers; the limit here is {self.max_answers}"
-            raise HttpError(400, message, param="n", code="too_many_answers")
+            raise HttpError(400, message, param="n" if n > 1 else "prompt", code="too_many_answers")
 
     def check_words(self, given: Mapping[str, Any]) -> None:
         """Raise HttpError 400 for more stop strings, stop token ids and bad words than one request may look for."""
@@ -244,8 +235,7 @@ class Guard:
                 raise HttpError(415, f"Content-Type must be application/json; got {kind[:100]!r}", code="invalid_type")
             if self._in_flight >= self._bounds.max_requests_in_flight:
                 message = f"{self._in_flight} requests are in flight, the limit here; try again"
-                wait = {"Retry-After": str(self._bounds.retry_after_s)}
-                raise HttpError(429, message, code="too_many_requests", headers=wait)
+                raise HttpError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
 
 
 def check_api_key(api_key: str | None) -> None:
