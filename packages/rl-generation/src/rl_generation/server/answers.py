@@ -215,10 +215,9 @@ class Shapes:
 
         The last chunk counts tokens where the client asked for that, or the caller does by `count`.
         """
-        options = self.asked.body.stream_options
         versions: list[int] = []
         generated = 0
-        asked_for = options is not None and options.include_usage
+        asked_for = bool((self.asked.body.stream_options or {}).get("include_usage"))
         head = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
         head |= {"usage": None} if asked_for else {}
         async with aclosing(items):

@@ -53,7 +53,7 @@ from rl_generation.server.guard import (
     read_body,
 )
 from rl_generation.server.responses_api import ResponsesRequest
-from rl_generation.server.tools import detect_tool_format, tool_format_of
+from rl_generation.server.tools import tool_format_of
 from rl_generation.vllm.engine import VllmEngine
 
 __all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "create_app", "read_token"]
@@ -110,7 +110,7 @@ def create_app(
             tokenizer=copy.deepcopy(tokenizer),
             limits=streaming_engine.engine.limits,
             bounds=bounds,
-            tool_format=detect_tool_format(tokenizer) if tool_format is None else tool_format_of(tool_format),
+            tool_format=tool_format_of(tokenizer, tool_format),
         )
     ours = _Routes(streaming_engine, model_name, reader)
     routes = [

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Self, final
+from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -135,15 +135,6 @@ class ConversationBody(Body):
     required_prefix_token_ids: TokenIds
 
 
-class StreamOptions(BaseModel):
-    """What a stream holds besides; obfuscation pads the chunks of OpenAI's own servers."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
 class GenerationBody(Body):
     """What every route that generates takes. Those of Sampling have its names."""
 
@@ -166,8 +157,10 @@ class GenerationBody(Body):
     min_tokens: Integer
     structured_outputs: Object
     stream: Flag = False
+    # Obfuscation pads the chunks of OpenAI's own servers.
     stream_options: Annotated[
-        StreamOptions | None, Field(description="an object with include_usage, true or false")
+        dict[Literal["include_usage", "include_obfuscation"], bool] | None,
+        Field(description="an object with include_usage, true or false"),
     ] = None
     return_token_ids: Flag = False
     return_tokens_as_token_ids: Flag = False
@@ -357,7 +350,7 @@ class RequestReader:
             given["top_k"] = 0  # vLLM's other way to say: all of them
         given |= {"n": 1 if body.n is None else body.n, "top_logp": top or 0}
         given |= _grammar(body, tools=tools, tool_schema=tool_schema)
-        if body.stream_options is not None and not body.stream:
+        if body.stream_options and not body.stream:
             raise HttpError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
         tokenizer, kept = self.tokenizer, {}
         if not body.skip_special_tokens:
@@ -464,12 +457,11 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 def _calls_for_template(calls: Any, where: str) -> list[dict[str, Any]]:
     """Calls whose arguments are objects, as templates of Hugging Face expect, not JSON text, as OpenAI sends."""
     try:
-        return [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"] or "{}")}}
-            if isinstance(call["function"]["arguments"], str)
-            else call
-            for call in calls
-        ]
+        functions = [dict(call["function"]) for call in calls]
+        for function in functions:
+            if isinstance(function["arguments"], str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+        return [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
     except (KeyError, TypeError, ValueError):
         message = f"{where}.tool_calls must hold functions with a name and arguments, a JSON text"
         raise HttpError(400, message, param=f"{where}.tool_calls", code="invalid_type") from None

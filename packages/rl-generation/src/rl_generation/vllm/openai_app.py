@@ -47,7 +47,7 @@ from rl_generation.rollout import VersionSpan
 from rl_generation.server.answers import spans_as_json, to_json
 from rl_generation.server.generation_request import Body, Flag, Integer, TokenIds, read_json
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
-from rl_generation.server.tools import detect_tool_format
+from rl_generation.server.tools import tool_format_of
 from rl_generation.vllm.engine import VllmEngine
 from rl_generation.vllm.options import nearest
 from rl_generation.vllm.preparing import TESTED
@@ -64,7 +64,7 @@ ROUTES = (*GENERATING, "/tokenize", "/detokenize")
 """What reaches vLLM's app."""
 
 PARSERS = {"hermes": "hermes", "llama": "llama3_json", "mistral": "mistral"}
-"""vLLM's parser of each of the formats of calls that `detect_tool_format` knows."""
+"""vLLM's parser of each of the formats of calls that `tool_format_of` knows."""
 
 OURS = (EngineDeadError, SampleTimeoutError, LogpError, ModelError, EngineOptionError, PromptError)
 """Errors of the engine; others are vLLM's, which knows how to answer them."""
@@ -144,7 +144,7 @@ class VllmApp:
             raise EngineOptionError("the engine has no tokenizer, which a server of texts needs: give tokenizer=…")
         self._engine, self._model_name, self._bounds = engine, model_name, bounds
         self._template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-        self._tool_parser = PARSERS.get(tool_parser or detect_tool_format(tokenizer) or "", tool_parser)
+        self._tool_parser = PARSERS.get(tool_parser or tool_format_of(tokenizer) or "", tool_parser)
         self._known = _check_interface(self._tool_parser)
         self._building, self._llm = asyncio.Lock(), engine.vllm
         self._app = asyncio.run_coroutine_threadsafe(self._build(), engine.loop).result()
