@@ -1,10 +1,9 @@
 """The commands of `rl-generation`, one module each, and what they share: results go to stdout, all else to stderr."""
 
-import json
 import sys
-from typing import Any, final
+from typing import final
 
-__all__ = ["CommandError", "say", "show", "show_json"]
+__all__ = ["CommandError", "say", "show"]
 
 
 @final
@@ -22,8 +21,3 @@ def show(text: str) -> None:
     """Write a result for people."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def show_json(figures: dict[str, Any]) -> None:
-    """Write a result for programs: one line, without NaN or infinity."""
-    show(json.dumps(figures, allow_nan=False))

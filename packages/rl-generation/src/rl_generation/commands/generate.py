@@ -21,7 +21,7 @@ from typing import Any, final
 
 from rl_generation.chat import decode_rollout, encode_chat, encode_text
 from rl_generation.checkpoints import load_config, model_identity
-from rl_generation.commands import CommandError, say, show_json
+from rl_generation.commands import CommandError, say, show
 from rl_generation.commands.flags import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         figures = {"output": str(path), "prompts": len(rows), "answers": reasons.total(), "finished": dict(reasons)}
         figures |= {"generated_tokens": tokens, "seconds": time.monotonic() - start_s, "holds": not reasons[TIMEOUT]}
-        show_json(figures)
+        show(json.dumps(figures, allow_nan=False))
     return 1 if reasons[TIMEOUT] else 0
 
 

@@ -136,8 +136,11 @@ class ConversationBody(Body):
 
 
 class GenerationBody(Body):
-    """What every route that generates takes. Those of Sampling have its names."""
+    """What every route that generates takes, though Responses have other fields for some; named as in Sampling."""
 
+    n: Integer
+    max_tokens: Integer
+    response_format: Object
     temperature: Number
     top_p: Number
     top_k: Integer
@@ -168,15 +171,7 @@ class GenerationBody(Body):
     skip_special_tokens: Flag = True
 
 
-class ManyBody(GenerationBody):
-    """What chats and completions take."""
-
-    n: Integer
-    max_tokens: Integer
-    response_format: Object
-
-
-class CompletionBody(ManyBody):
+class CompletionBody(GenerationBody):
     """Of `/v1/completions`."""
 
     prompt: Annotated[
@@ -187,7 +182,7 @@ class CompletionBody(ManyBody):
     add_special_tokens: Flag = True
 
 
-class ChatBody(ManyBody, ConversationBody):
+class ChatBody(GenerationBody, ConversationBody):
     """Of `/v1/chat/completions`."""
 
     logprobs: Flag = False
@@ -240,7 +235,7 @@ SAMPLING = {each.name for each in fields(Sampling)}
 class GenerationRequest:
     """Prompts as token ids, each with its Sampling, and what the response shall hold."""
 
-    body: ManyBody
+    body: GenerationBody
     requests: Sequence[Request]
     n: int
     """Answers to each."""
@@ -331,7 +326,7 @@ class RequestReader:
 
     def _read(
         self,
-        body: ManyBody,
+        body: GenerationBody,
         prompts: Sequence[list[int]],
         *,
         names: tuple[str, str],
@@ -391,7 +386,7 @@ class RequestReader:
         return min(room for room in rooms if room is not None)
 
 
-def _grammar(body: ManyBody, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
+def _grammar(body: GenerationBody, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
     """The argument of Sampling that restricts the text: by the forced call, by OpenAI's field, or by vLLM's."""
     grammars: list[dict[str, str]] = [{"json_schema": tool_schema}] if tool_schema is not None else []
     match body.response_format or {"type": "text"}:
