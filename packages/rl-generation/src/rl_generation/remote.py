@@ -436,7 +436,12 @@ class RemoteEngine:
             path, body, read = "/v1/completions", _completion_body(request, facts), _read_completions
         answer = await self._post(replica, path, body)
         try:
-            return answer, *read(answer, request, logp_of=self._logp_of, version=version)
+            said = read(answer, request)
+            rollouts = [
+                _rollout(request, each, index=index, logp_of=self._logp_of, version=version)
+                for index, each in enumerate(said)
+            ]
+            return answer, rollouts, bool(said[0].versions)
         except (LogpError, ModelError) as error:
             raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -506,10 +511,9 @@ class RemoteEngine:
         """Use a replica that was rested, if it is there again and still the same; one probe answers all who wait."""
         if replica.probing is None:
             replica.probing = asyncio.create_task(self._probe_again(replica))
-        if (failure := await asyncio.shield(replica.probing)) is not None:
-            raise _ServerFailedError(failure, rest=False)
+        await asyncio.shield(replica.probing)
 
-    async def _probe_again(self, replica: "_Replica") -> str | None:
+    async def _probe_again(self, replica: "_Replica") -> None:
         replica.rested_until = math.inf  # for requests that may go elsewhere
         try:
             different = (await self._probe_in_time(replica)).difference(self._facts)
@@ -523,10 +527,9 @@ class RemoteEngine:
             replica.probing, replica.rested_until = None, 0.0
         if failure:
             replica.rest(failure)
-            return failure
+            raise _ServerFailedError(failure, rest=False)
         LOG.warning("%s answers again", replica.url)
         replica.why_down, replica.rests = None, 0
-        return None
 
     async def _probe(self, replica: "_Replica") -> "_Facts":
         """What one server is, from what it says and from a few answers of one token."""
@@ -687,7 +690,7 @@ class _Replica:
     rests: int = 0
     """In a row."""
 
-    probing: "asyncio.Task[str | None] | None" = None
+    probing: "asyncio.Task[None] | None" = None
     """Finds out whether it is there again."""
 
     def rest(self, why: str) -> None:
@@ -803,40 +806,33 @@ def _completion_body(request: Request, facts: _Facts) -> dict[str, Any]:
     return body
 
 
-def _read_completions(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
-    """The rollouts of an answer of `/v1/completions`, and whether it says their versions; LogpError if not exact."""
+def _read_completions(answer: Any, request: Request) -> "list[_Said]":
+    """What an answer of `/v1/completions` says; LogpError if it is not exact."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     if len(choices) != request.sampling.n:
         raise LogpError(f"holds {len(choices)} answers of n={request.sampling.n}")
-    reported = "logp_of" in answer  # by our server
-    if reported and answer["logp_of"] != logp_of:
-        raise LogpError(f"has logp of the distribution {answer['logp_of']!r}, and not {logp_of!r}: its engine changed")
-    rollouts = []
-    for index, choice in enumerate(choices):
+    found = []
+    for choice in choices:
         if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
             raise LogpError(
                 "ignores return_token_ids, and so has not the tokens that were sampled: vLLM has it since 0.10.2"
             )
-        if not choice.get("logprobs"):
+        if not (given := choice.get("logprobs")):
             raise LogpError("ignores logprobs=0, which asks for the logp of the sampled token")
         if tuple(choice["prompt_token_ids"]) != request.prompt:
             raise LogpError(f"is to another prompt, of {len(choice['prompt_token_ids'])} tokens")
-        given = choice["logprobs"]
-        spans = tuple(VersionSpan(**span) for span in choice["weight_versions"]) if reported else version
-        rollouts.append(
-            _rollout(
-                request,
+        found.append(
+            _Said(
                 tokens=choice["token_ids"],
                 logp=given["token_logprobs"],
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
-                logp_of=logp_of,
-                versions=spans,
+                versions=tuple(VersionSpan(**span) for span in choice.get("weight_versions") or ()),
                 top_logp=_top_logp(given, request.sampling.top_logp),
-                index=index,
+                logp_of=answer.get("logp_of"),
             )
         )
-    return rollouts, reported
+    return found
 
 
 def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
@@ -902,8 +898,8 @@ def _sglang_body(request: Request, facts: _Facts) -> dict[str, Any]:
     return {"input_ids": request.prompt, "sampling_params": parameters, "return_logprob": True, "stream": False}
 
 
-def _read_sglang(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
-    """The one rollout of an answer of SGLang's `/generate`, as `_read_completions` does; LogpError if not exact."""
+def _read_sglang(answer: Any, request: Request) -> "list[_Said]":
+    """What an answer of SGLang's `/generate` says; LogpError if it is not exact."""
     said = answer["meta_info"]
     if said["prompt_tokens"] != len(request.prompt):
         raise LogpError(f"is to another prompt, of {said['prompt_tokens']} tokens: is --allow-auto-truncate set?")
@@ -915,17 +911,15 @@ def _read_sglang(answer: Any, request: Request, *, logp_of: LogpOf, version: int
     reason = said["finish_reason"]
     if reason.get("matched") == "NaN happened":  # what SGLang calls an id outside of the vocabulary
         raise LogpError("was ended by NaN in the logits: look for it in the weights")
-    versions = _sglang_versions(said)
-    rollout = _rollout(
-        request,
-        tokens=[pair[1] for pair in pairs],
-        logp=[pair[0] for pair in pairs],
-        finish_reason=reason["type"],
-        stop_reason=reason.get("matched"),
-        logp_of=logp_of,
-        versions=versions or version,
-    )
-    return [rollout], bool(versions)
+    return [
+        _Said(
+            tokens=[pair[1] for pair in pairs],
+            logp=[pair[0] for pair in pairs],
+            finish_reason=reason["type"],
+            stop_reason=reason.get("matched"),
+            versions=_sglang_versions(said),
+        )
+    ]
 
 
 def _check_not_started_anew(replica: _Replica, said: Mapping[str, Any]) -> None:
@@ -955,19 +949,28 @@ def _sglang_versions(said: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
     return made
 
 
-def _rollout(
-    request: Request,
-    *,
-    tokens: Sequence[int],
-    logp: Sequence[float | None],
-    finish_reason: str,
-    stop_reason: int | str | None,
-    logp_of: LogpOf,
-    versions: int | tuple[VersionSpan, ...],
-    top_logp: TopLogp = (),
-    index: int = 0,
-) -> Rollout:
-    """One rollout, or why it cannot be one: after `the answer to prompt 3 (…)`."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """One answer, as a server says it."""
+
+    tokens: Sequence[int]
+    logp: Sequence[float | None]
+    finish_reason: str
+    stop_reason: int | str | None
+    versions: tuple[VersionSpan, ...]
+    """Empty where it does not say them."""
+
+    top_logp: TopLogp = ()
+    logp_of: str | None = None
+    """As our server says it."""
+
+
+def _rollout(request: Request, said: _Said, *, index: int, logp_of: LogpOf, version: int) -> Rollout:
+    """One rollout, or why it cannot be one: after `the answer to prompt 3 (…)`; of `version` where nobody says it."""
+    tokens, logp, finish_reason, stop_reason = said.tokens, said.logp, said.finish_reason, said.stop_reason
+    if said.logp_of not in (None, logp_of):
+        raise LogpError(f"has logp of the distribution {said.logp_of!r}, and not {logp_of!r}: its engine changed")
     if len(tokens) != len(logp):
         raise LogpError(f"has {len(tokens)} tokens and {len(logp)} logp")
     for place, (token, value) in enumerate(zip(tokens, logp, strict=True)):
@@ -988,15 +991,14 @@ def _rollout(
         )
     if finish_reason == "stop" and stop_reason is None:  # vLLM does not repeat an eos token here
         stop_reason = tokens[-1]
-    spans = (VersionSpan(version=versions, start=0, end=len(tokens)),) if isinstance(versions, int) else versions
     return Rollout(
         tokens=tuple(tokens),
         logp=tuple(float(value) for value in logp if value is not None),
         logp_of=logp_of,
         finish_reason=cast("FinishReason", finish_reason),
         stop_reason=stop_reason if finish_reason == "stop" else None,
-        versions=spans,
-        top_logp=top_logp,
+        versions=said.versions or (VersionSpan(version=version, start=0, end=len(tokens)),),
+        top_logp=said.top_logp,
         prompt_index=request.prompt_index,
         sample_index=request.sample_index + index,
     )
