@@ -7,7 +7,7 @@ A dummy start (vLLM's `load_format="dummy"`) reads no checkpoint: it fills param
 noise within ±1e-3 and leaves the rest to the first refit. What no refit feeds stays noise, and nothing fails.
 
 A record is added with a probe in `tests/vllm/test_model_flags.py` that fails where an installed version no longer needs
-it; one that nobody can measure says up to which version it was last looked at, and fails there.
+it; one that nobody can measure is looked at with each release (`CHECKED`).
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 __all__ = ["MODEL_FLAGS", "ModelFlag", "ModelQuirk", "flags_for", "installed_version"]
+
+
+CHECKED = "0.32"
+"""The last version of vLLM whose sources somebody read; what is only reported is looked at again when it moves on."""
 
 
 @unique
@@ -46,9 +50,6 @@ class ModelQuirk:
     model_types: frozenset[str]
     """`model_type` of the HF configs that have it, where case counts."""
 
-    versions: str
-    """PEP 440 specifier of vLLM's versions; the empty one means all, known and to come."""
-
     reason: str
     """What happens where the flag is not heeded."""
 
@@ -58,8 +59,8 @@ class ModelQuirk:
     measured: bool
     """Whether a probe in the tests shows it on the installed vLLM; else it is what the source reports."""
 
-    checked: str
-    """The last version of vLLM that somebody looked at; a reported quirk is looked at again when it moves on."""
+    versions: str = ""
+    """PEP 440 specifier of vLLM's versions; the empty one means all, known and to come."""
 
     def holds_for(self, installed: str) -> bool:
         """Whether it holds for this version of vLLM; development builds count as what they lead to.
@@ -113,40 +114,33 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         "the answers stay gibberish after every refit.",
         source="https://github.com/vllm-project/vllm/pull/19788",
         measured=False,
-        checked="0.32",
     ),
     ModelQuirk(
         name="gemma4-layer-scalar",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=frozenset({"gemma4", "gemma4_text"}),
-        versions="",
         reason="A dummy start overwrites the buffer `layer_scalar` of every layer, which a refit of parameters "
         "alone never sends.",
         source="https://github.com/modelscope/ms-swift/pull/9100",
         measured=True,
-        checked="0.32",
     ),
     ModelQuirk(
         name="apertus-xielu",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=frozenset({"apertus"}),
-        versions="",
         reason="A dummy start overwrites the buffers `beta` and `eps` of the activation xIELU, which a refit of "
         "parameters alone never sends.",
         source="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/activation.py",
         measured=True,
-        checked="0.32",
     ),
     ModelQuirk(
         name="radio-layer-scale",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=_NEMOTRON_VL,
-        versions="",
         reason="A dummy start overwrites `ls1` and `ls2` of every layer of the vision tower, and its `load_weights` "
         "skips them: the model is blind after every refit.",
         source="https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/generation/vllm/patches.py",
         measured=True,
-        checked="0.32",
     ),
     ModelQuirk(
         name="image-normalization",
@@ -157,16 +151,13 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         "noise after every refit, text is not. `mm_device_do_normalize=False` normalizes elsewhere.",
         source="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fusion/mm_input_norm.py",
         measured=True,
-        checked="0.32",
     ),
     ModelQuirk(
         name="image-processor-tokenizer",
         flag=ModelFlag.VLLM_TOKENIZER_REQUIRED,
         model_types=_VISION,
-        versions="",
         reason="The processor of images needs the tokenizer, even where no image is sent.",
         source="https://github.com/NVIDIA-NeMo/RL/issues/1681",
         measured=True,
-        checked="0.32",
     ),
 )
