@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, final
 
 from starlette.requests import ClientDisconnect
@@ -51,19 +51,11 @@ Kind = Literal["chat", "completion"]
 async def generate(engine: StreamingEngine, requests: Sequence[Request]) -> list[Item]:
     """Answer all requests, as `stream` does; of each answer one delta, the whole, in order of request and sample."""
     async with aclosing(stream(engine, requests)) as items:
-        ended = [(index, delta.rollout) async for index, delta in items if delta.rollout is not None]
+        ended = [(index, delta, delta.rollout) async for index, delta in items if delta.rollout is not None]
+    ended.sort(key=lambda item: (item[0], item[1].sample_index))
     return [
-        (
-            index,
-            RolloutDelta(
-                sample_index=rollout.sample_index,
-                tokens=rollout.tokens,
-                logp=rollout.logp,
-                top_logp=rollout.top_logp,
-                rollout=rollout,
-            ),
-        )
-        for index, rollout in sorted(ended, key=lambda item: (item[0], item[1].sample_index))
+        (index, replace(last, tokens=whole.tokens, logp=whole.logp, top_logp=whole.top_logp))
+        for index, last, whole in ended
     ]
 
 
