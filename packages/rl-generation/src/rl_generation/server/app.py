@@ -54,6 +54,7 @@ from rl_generation.server.guard import (
 )
 from rl_generation.server.responses_api import ResponsesRequest
 from rl_generation.server.tools import tool_format_of
+from rl_generation.streaming import STEPS
 from rl_generation.vllm.engine import VllmEngine
 
 __all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "create_app", "read_token"]
@@ -65,8 +66,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 STREAMING = ("engine", "stream", "abort", "check_health")
-STEPPING = ("add_request", "step", "abort_request", "has_unfinished_requests")
-"""What the protocols of these names have."""
+"""What a StreamingEngine has."""
 
 
 def create_app(
@@ -98,7 +98,7 @@ def create_app(
     # By its attributes, since an engine that wraps another may pass them on.
     if missing := [name for name in STREAMING if not hasattr(streaming_engine, name)]:
         name = type(streaming_engine).__name__
-        if all(hasattr(streaming_engine, each) for each in STEPPING):
+        if all(hasattr(streaming_engine, each) for each in STEPS):
             raise EngineOptionError(f"{name} steps but does not stream: pass Streamer(engine)")
         raise EngineOptionError(f"{name} is no StreamingEngine: it has no {', '.join(missing)}")
     if tokenizer is None:
