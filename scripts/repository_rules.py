@@ -41,7 +41,7 @@ SYNONYMS = {
     r"mesh_dim": "mesh axis",
 }
 # Names that other projects chose and users of this one know.
-KEPT = {"get_logprobs_from_vocab_parallel_logits", "mesh_dim_names"}
+KEPT = {"get_logprobs_from_vocab_parallel_logits", "logprobs", "mesh_dim_names", "top_logprobs"}
 # Operators of a version that end below some later release.
 UPPER = ("<", "<=", "==", "===", "~=")
 # The sections of a changelog, as in the root pyproject.toml.

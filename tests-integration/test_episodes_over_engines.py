@@ -14,7 +14,7 @@ from rl_algorithms.contracts import ConversationEnvironment, EnvironmentReturn, 
 from rl_algorithms.data import make_row
 from rl_algorithms.environments import ToolEnvironment
 from rl_algorithms.rollouts import collect
-from rl_generation import Sampling, Streamer, TransformersEngine
+from rl_generation import Sampling, TransformersEngine
 from rl_generation.seeding import CallSeeds, SeededEngine
 
 TEMPLATE = (
@@ -169,10 +169,3 @@ def test_what_wraps_an_engine_hands_requests_on(make_engine, play, environment):
     seeded = SeededEngine(make_engine(), seeds=CallSeeds(1))
     same(play(seeded, environment), expected)
     assert seeded.seeds.calls == 0, "a request has its own seed, which is no call of the run"
-
-    class OfStreamer(Generating):
-        def submit(self, prompt, sampling, *, seed):
-            return self._engine.submit(prompt, sampling, seed=seed)
-
-    with Streamer(make_engine()) as streamer:
-        same(play(OfStreamer(streamer), environment), expected)

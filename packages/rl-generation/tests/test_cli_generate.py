@@ -115,24 +115,13 @@ def test_text_and_messages_are_encoded_by_the_model_s_tokenizer(generate, model)
     ids = [answer["token_ids"] for answer in plain]
     assert ids[0] == ids[1] != ids[2]
     assert ids[3] == ids[4]
-    assert [answer["id"] for answer in plain] == ["text", None, None, None, None]
+    assert [answer["row"] for answer in plain] == [{"id": "text"}, {}, {}, {}, {}]
     assert plain[0]["text"] == tokenizer.decode(ids[0], skip_special_tokens=True)
-    _, bare, _ = generate(rows, "--temperature", "0", "--overwrite", "--no-add-special-tokens")
-    assert bare[0]["token_ids"] == ids[2]
-    assert bare[3]["token_ids"] != ids[4]
 
 
-def test_a_row_has_its_own_sampling_and_gives_its_fields_to_its_answers(generate):
-    rows = [
-        {"prompt": "x", "answer": [1, "é"], "sampling": {"n": 3, "max_new_tokens": 2}},
-        {"prompt": "x", "sampling": {"temperature": 0}},
-        {"prompt": "x", "sampling": {"temperature": 0}},
-    ]
-    _, answers, _ = generate(rows)
-    assert [answer["index"] for answer in answers] == [0, 0, 0, 1, 2]
-    assert all(answer["row"] == {"answer": [1, "é"]} and len(answer["token_ids"]) <= 2 for answer in answers[:3])
-    assert "row" not in answers[3]
-    assert answers[3]["token_ids"] == answers[4]["token_ids"]
+def test_a_row_gives_its_fields_to_its_answers(generate):
+    _, answers, _ = generate([{"prompt": "x", "answer": [1, "é"]}, {"prompt": "x"}], "--n", "2")
+    assert [answer["row"] for answer in answers] == [{"answer": [1, "é"]}] * 2 + [{}] * 2
 
 
 def test_equal_prompts_get_different_answers_and_a_stop_string_cuts_the_text_alone(generate):
@@ -190,7 +179,6 @@ def test_resuming_begins_where_there_is_nothing_and_ends_where_all_is_done(gener
         ([{"prompt": "x"}, {"prompt": "z"}], [], "rows"),
         ([{"prompt": "x"}], [], "rows"),
         ([{"prompt": "x"}, {"prompt": "y", "id": 1}], [], "rows"),
-        ([{"prompt": "x"}, {"prompt": "y", "sampling": {"n": 2}}], [], "rows"),
         ([{"prompt": "x"}, {"prompt": "y"}], ["--temperature", "0.5"], "temperature"),
         ([{"prompt": "x"}, {"prompt": "y"}], ["--seed", "4"], "seed"),
         ([{"prompt": "x"}, {"prompt": "y"}], ["--logp-of", "raw"], "logp_of"),
@@ -282,7 +270,7 @@ def test_a_sample_that_timed_out_has_a_line_of_its_own_and_the_others_are_kept(g
     code, answers, said = generate([{"prompt": "x"}, {"prompt": "y", "id": "a"}], "--n", "2", "--seed", "1", "--json")
     assert code == 1
     assert [(answer["index"], answer["sample_index"]) for answer in answers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (answers[3]["id"], answers[3]["logp"], answers[3]["finish_reason"]) == ("a", None, "timeout")
+    assert (answers[3]["row"], answers[3]["logp"], answers[3]["finish_reason"]) == ({"id": "a"}, None, "timeout")
     assert len(answers[3]["token_ids"]) == 1
     assert all(answer["logp"] for answer in answers[:3])
     assert "one took too long" in said.err
@@ -293,9 +281,9 @@ def test_a_sample_that_timed_out_has_a_line_of_its_own_and_the_others_are_kept(g
 @pytest.fixture(scope="module")
 def small_run(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    rows = [{"prompt": "x" * i, "sampling": {"n": 1 + i % 3}} for i in range(1, 8)]
+    rows = [{"prompt": "x" * i} for i in range(1, 8)]
     write(folder / "prompts.jsonl", rows)
-    flags = ["--seed", "9", "--dtype", "float32"]
+    flags = ["--seed", "9", "--dtype", "float32", "--n", "3"]
     assert main(command(model, folder / "prompts.jsonl", folder / "answers.jsonl", *flags)) == 0
     return folder, flags
 
@@ -438,7 +426,7 @@ def test_the_text_of_an_answer_is_read_behind_its_prompt():
     backend = Tokenizer(models.WordLevel({"<s>": 0, "▁the": 1}, unk_token="<s>"))
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-    row = Row(line=1, index=0, prompt=(0, 1), sampling=Sampling(max_new_tokens=1), id=None, others={})
+    row = Row(line=1, index=0, prompt=(0, 1), sampling=Sampling(max_new_tokens=1), others={})
     version = VersionSpan(version=0, start=0, end=1)
     made = Rollout(
         tokens=(1,), logp=(-1.0,), logp_of="sampled", finish_reason="stop", stop_reason=" the", versions=(version,)

@@ -176,8 +176,7 @@ def test_an_aborted_request_returns_what_it_has_and_leaves_the_others_alone(qwen
     begun, unbegun = rollouts["aborted", 0], rollouts["waiting", 0]
     assert (begun.finish_reason, begun.stop_reason, begun.tokens) == ("abort", None, expected.tokens[:4])
     assert begun.truncated
-    assert begun.timing is not None
-    assert (unbegun.finish_reason, unbegun.tokens, unbegun.logp, unbegun.timing) == ("abort", (), (), None)
+    assert (unbegun.finish_reason, unbegun.tokens, unbegun.logp) == ("abort", (), ())
     assert len(unbegun.versions) == 1
     assert served.metrics().finished == {"length": 1, "abort": 2}
 
@@ -256,7 +255,6 @@ def test_an_answer_that_copied_its_prompt_is_timed_though_others_came_before_its
         served.step()
     rollouts, _ = finish(served)
     assert len(rollouts) == 4
-    assert all(rollout.timing is not None for rollout in rollouts.values())
 
 
 def test_closing_gives_the_buffers_of_answers_back(tiny):

@@ -16,18 +16,16 @@ def reading(time_s, *, generated=0, prompt=0, cached=0, preemptions=0, **others)
 
 def parsed(text):
     """Family → its type, and (name, labels) → value, of Prometheus' text; fails on what the format forbids."""
-    types, values, seen = {}, {}, set()
+    types, values = {}, {}
     assert text.endswith("\n")
     for line in text[:-1].split("\n"):
-        header = re.fullmatch(r"# (HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*) (.+)", line)
+        header = re.fullmatch(r"# TYPE ([a-zA-Z_:][a-zA-Z0-9_:]*) (.+)", line)
         if header:
-            assert header.group(1, 2) not in seen
-            seen.add(header.group(1, 2))
-            if header[1] == "TYPE":
-                types[header[2]] = header[3]
+            assert header[1] not in types
+            types[header[1]] = header[2]
             continue
         name, labels, value = re.fullmatch(r"([a-z_]+)\{((?:[a-z_]+=\"(?:[^\"\\]|\\.)*\",?)*)\} (\S+)", line).groups()
-        assert ("HELP", name) in seen
+        assert name in types
         found = re.findall(r"([a-z_]+)=\"((?:[^\"\\]|\\.)*)\"", labels)
         values[name, tuple((key, unescaped(text)) for key, text in found)] = float(value)
     return types, values

@@ -66,7 +66,7 @@ def remote(served):
 
 
 def exact(rollouts):
-    """All that a rollout says but its timing, which only the engine itself can know."""
+    """All that a rollout says."""
     return [
         (r.tokens, r.logp, r.finish_reason, r.stop_reason, r.versions, r.top_logp, r.prompt_index, r.sample_index)
         for r in rollouts

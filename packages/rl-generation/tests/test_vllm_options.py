@@ -13,7 +13,7 @@ import pytest
 
 from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
 from rl_generation.requests import Limits, Request, Sampling
-from rl_generation.rollout import RolloutTiming, VersionSpan
+from rl_generation.rollout import VersionSpan
 from rl_generation.vllm import LoraAdapter, VllmOptions, preparing
 from rl_generation.vllm.options import check_lora, engine_arguments, nearest
 from rl_generation.vllm.preparing import (
@@ -35,7 +35,6 @@ from rl_generation.vllm.samples import (
     logp_of_tokens,
     rollout_of,
     spans_of,
-    timing_of,
 )
 
 PLACE = {"prompt_index": 4, "sample_index": 2}
@@ -260,11 +259,10 @@ def rollout(said, *, version, seams=(), logp_of="sampled", **changes):
 
 
 def test_an_answer_keeps_tokens_logp_ends_and_versions():
-    timing = RolloutTiming(first_token_s=0.1, total_s=0.2)
-    answer = rollout(completion(), logp_of="raw", version=9, timing=timing)
+    answer = rollout(completion(), logp_of="raw", version=9)
     assert (answer.tokens, answer.logp, answer.logp_of) == ((5, 6, 7), (-1.0, -2.0, -3.0), "raw")
     assert answer.versions == (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3))
-    assert (answer.prompt_index, answer.sample_index, answer.timing, answer.version) == (4, 2, timing, 3)
+    assert (answer.prompt_index, answer.sample_index, answer.version) == (4, 2, 3)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 7), (6, 6), ("\n\n", "\n\n")])
@@ -346,14 +344,6 @@ def test_a_label_that_is_no_number_of_steps_is_refused():
     for label in ("default", "-1", "1.0", ""):
         with pytest.raises(ModelError, match=f"labelled '{label}'"):
             version_of(label)
-
-
-def test_timing_is_vllms_own():
-    stats = SimpleNamespace(num_generation_tokens=3, first_token_latency=0.5, first_token_ts=10.0, last_token_ts=12.0)
-    assert timing_of(stats) == RolloutTiming(first_token_s=0.5, total_s=2.5)
-    assert timing_of(None) is None
-    nothing = SimpleNamespace(num_generation_tokens=0, first_token_latency=0.0, first_token_ts=0.0, last_token_ts=0.0)
-    assert timing_of(nothing) is None
 
 
 def test_speculative_decoding_is_named_where_a_log_probability_is_broken():

@@ -24,7 +24,7 @@ from rl_generation.memory import (
 from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_for
 from rl_generation.remote import RemoteEngine
 from rl_generation.requests import Limits, Request, Sampling, make_requests
-from rl_generation.rollout import Rollout, RolloutTiming, VersionSpan
+from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.streaming import Streamer
 from rl_generation.training_engine import TrainingEngineSpec, make_training_engine
 from rl_generation.transformers_engine import TransformersEngine
@@ -63,7 +63,6 @@ __all__ = [
     "RequestEngine",
     "Rollout",
     "RolloutDelta",
-    "RolloutTiming",
     "SampleTimeoutError",
     "Sampling",
     "SteppingEngine",

@@ -13,15 +13,12 @@ end-of-sequence token whatever stands before it; here the text on both sides of 
 import bisect
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from rl_generation.detokenizer import answer_text, decode
+from rl_generation.detokenizer import Tokenizer, answer_text, decode
 from rl_generation.errors import PromptError
 from rl_generation.rollout import Rollout
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Message", "decode_rollout", "encode_chat", "encode_text", "with_required_prefix"]
 
@@ -32,13 +29,13 @@ Message = Mapping[str, Any]
 MARK = "\ue000"
 
 
-def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Return the token ids of `text`, with those that the tokenizer puts around every text, such as bos."""
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
@@ -78,21 +75,23 @@ def encode_chat(
     template_ids = encode(messages)
     if not required_prefix_token_ids:
         return template_ids
-    last, marked = mark_last_answer(messages)
-    result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
-    other = encode(marked)
-    if other == template_ids:
-        # The template leaves the content out, as some do beside tool calls: known is only where the answer begins.
-        other = encode(messages[:last]) if last else []
-    check_reaches_answer(required_prefix_token_ids, template_ids, other, last=last, tokenizer=tokenizer)
-    return result
+    return put_required_prefix(
+        template_ids, required_prefix_token_ids, messages=messages, encode=encode, tokenizer=tokenizer
+    )
 
 
-def mark_last_answer(messages: Sequence[Message]) -> tuple[int, list[Message]]:
-    """Return the place of the last assistant's message, and the messages with a mark at the end of that one's text.
+def put_required_prefix(
+    template_ids: Sequence[int],
+    required_prefix_token_ids: Sequence[int],
+    *,
+    messages: Sequence[Message],
+    encode: Callable[[Sequence[Message]], Sequence[int]],
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """`with_required_prefix`, for what `encode` makes of messages: refuses a prefix that ends before their last answer.
 
     Raises:
-        PromptError: There is none, or it does not end with text.
+        PromptError: As `with_required_prefix`; or it ends there, or there is no answer, or none that ends with text.
     """
     answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
@@ -101,40 +100,23 @@ def mark_last_answer(messages: Sequence[Message]) -> tuple[int, list[Message]]:
             f"{len(messages)} messages has the role 'assistant': leave them out in the first turn"
         )
     last = answers[-1]
-    return last, [*messages[:last], _marked(messages[last], index=last), *messages[last + 1 :]]
-
-
-def check_reaches_answer(
-    required_prefix_token_ids: Sequence[int],
-    template_ids: Sequence[int],
-    other_ids: Sequence[int],
-    *,
-    last: int,
-    tokenizer: "PreTrainedTokenizerBase",
-) -> None:
-    """Refuse a required prefix that ends before the last assistant's message, number `last`, does.
-
-    Args:
-        required_prefix_token_ids: The prefix.
-        template_ids: What the template makes of the messages.
-        other_ids: What it makes of them as `mark_last_answer` returns them, or, where that is the same, of those
-            before it.
-        last: Which message it is.
-        tokenizer: Of the model.
-
-    Raises:
-        PromptError: It does.
-    """
-    written, other = _text(tokenizer, template_ids), _text(tokenizer, other_ids)
-    if len(_text(tokenizer, required_prefix_token_ids)) < _common(written, other):
+    marked = [*messages[:last], _marked(messages[last], index=last), *messages[last + 1 :]]
+    result = with_required_prefix(template_ids, required_prefix_token_ids, tokenizer=tokenizer)
+    other = list(encode(marked))
+    if other == list(template_ids):
+        # The template leaves the content out, as some do beside tool calls: known is only where the answer begins.
+        other = list(encode(messages[:last])) if last else []
+    answer_end = _common(_text(tokenizer, template_ids), _text(tokenizer, other))
+    if len(_text(tokenizer, required_prefix_token_ids)) < answer_end:
         raise PromptError(
             f"required_prefix_token_ids end before message {last}, the last of the assistant's, does: its "
             f"tokens would be guessed. Give the prompt and the answer of the last turn, not of an earlier one"
         )
+    return result
 
 
 def with_required_prefix(
-    template_ids: Sequence[int], required_prefix_token_ids: Sequence[int], *, tokenizer: "PreTrainedTokenizerBase"
+    template_ids: Sequence[int], required_prefix_token_ids: Sequence[int], *, tokenizer: Tokenizer
 ) -> list[int]:
     """Put `required_prefix_token_ids` in the place of the tokens of `template_ids` that decode to the same text.
 
@@ -168,7 +150,7 @@ def with_required_prefix(
 
 
 def decode_rollout(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     rollout: Rollout,
     *,
     prompt: Sequence[int] = (),
@@ -222,11 +204,11 @@ def _common(first: str, second: str) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
+def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return decode(tokenizer, tokens, skip_special_tokens=False)
 
 
-def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], **options: Any) -> list[int]:
+def _apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
     if not tokenizer.chat_template:
         raise PromptError("the tokenizer has no chat template: set tokenizer.chat_template, or send a prompt instead")
     import jinja2
@@ -241,7 +223,7 @@ def _apply_template(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mes
     return list(ids)
 
 
-def _check_template_kwargs(tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any]) -> None:
+def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> None:
     """Refuse what would not reach the template, would replace it, or is spelt as nothing in it."""
     template = tokenizer.chat_template or ""
     source = "\n".join(template.values()) if isinstance(template, dict) else template

@@ -97,7 +97,7 @@ def load_model(
     return loaded
 
 
-def meta_model(config: Any, *, dtype: str | None = None, trust_remote_code: bool = False) -> "PreTrainedModel":
+def meta_model(config: Any) -> "PreTrainedModel":
     """Make a model on the meta device, where it has no weights.
 
     It is of the architecture that the config names, or else the causal language model of its type.
@@ -110,12 +110,9 @@ def meta_model(config: Any, *, dtype: str | None = None, trust_remote_code: bool
 
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     make: Any = next((architecture for architecture in named if architecture is not None), None)
-    options = {}
-    if make is None:
-        make, options = transformers.AutoModelForCausalLM.from_config, {"trust_remote_code": trust_remote_code}
     try:
         with torch.device("meta"):
-            made: PreTrainedModel = make(config, **options)
+            made: PreTrainedModel = (make or transformers.AutoModelForCausalLM.from_config)(config)
     except ValueError as error:
         raise ModelError(
             f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
@@ -125,7 +122,7 @@ def meta_model(config: Any, *, dtype: str | None = None, trust_remote_code: bool
             f"transformers cannot construct model_type={config.model_type!r} without memory, so its parameters are not "
             f"counted: {error}"
         ) from error
-    return made if dtype is None else made.to(_dtype_of(dtype))
+    return made
 
 
 def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

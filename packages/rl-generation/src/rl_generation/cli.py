@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
-from rl_generation.commands.console import CommandError, say
+from rl_generation.commands import CommandError, say
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -33,7 +33,6 @@ COMMANDS = {
     "generate": "answer the prompts of a JSON Lines file; an interrupted run can be resumed",
     "serve": "serve a model over HTTP, as OpenAI's clients ask",
     "explain": "say what an engine would do with a model, without loading its weights",
-    "bench": "measure the tokens a second of several engines, side by side",
 }
 REFUSALS = (CommandError, EngineOptionError, ModelError, PromptError)
 FAILURES = (EngineDeadError, LogpError, SampleTimeoutError)
@@ -74,14 +73,11 @@ class _CommandParser(argparse.ArgumentParser):
     """Says which flag an unknown one may have meant."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = [word for word in message.split() if word.startswith("--")] if UNKNOWN in message else []
-        hints = [_hint(word.partition("=")[0], self._option_string_actions) for word in unknown]
-        super().error("".join([message, *hints]))
-
-
-def _hint(flag: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(flag, known, n=1)
-    return f"; for {flag} did you mean {near[0]}?" if near else ""
+        for word in message.split() if UNKNOWN in message else ():
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and (near := difflib.get_close_matches(flag, self._option_string_actions, n=1)):
+                message += f"; for {flag} did you mean {near[0]}?"
+        super().error(message)
 
 
 @contextmanager

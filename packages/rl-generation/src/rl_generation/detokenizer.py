@@ -9,12 +9,14 @@ Reference for the window that is decoded: `text-generation-inference` and vLLM (
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any  # transformers is imported by whoever has one
 
-__all__ = ["INCOMPLETE", "Detokenizer", "StopStrings", "answer_text", "decode"]
+__all__ = ["INCOMPLETE", "Detokenizer", "StopStrings", "Tokenizer", "answer_text", "decode"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no whole character, or not yet one."""
@@ -27,7 +29,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """How vocabularies with byte fallback name their 256 byte tokens."""
 
 
-def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """Return the text of tokens as it is, without the cleaning of spaces that some tokenizers are set to do."""
     return str(
         tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
@@ -35,7 +37,7 @@ def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], *, skip_
 
 
 def answer_text(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     tokens: Sequence[int],
     *,
     prompt: Sequence[int],
@@ -67,7 +69,7 @@ class Detokenizer:
         prompt: that the response follows.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
         tail, whole = _prompt_tail(tokenizer, prompt)
@@ -115,7 +117,7 @@ class StopStrings:
     what the same token wrote before them, as in vLLM.
     """
 
-    def __init__(self, stop: Sequence[str], tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int]) -> None:
+    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._stop = tuple(stop)
         self._text = Detokenizer(tokenizer, prompt)
         self._reach = max(map(len, stop)) - 1
@@ -131,7 +133,7 @@ class StopStrings:
         return min(ends, key=ends.__getitem__, default=None)
 
 
-def _prompt_tail(tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int]) -> tuple[list[int], int]:
+def _prompt_tail(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], int]:
     """Return the last tokens of `prompt`, behind which a response reads as it does behind all of them.
 
     Returns:

@@ -76,19 +76,17 @@ class EngineMetrics:
     """Of the weights now."""
 
 
-GAUGES = {
-    "running": ("answers_running", "Answers being generated."),
-    "waiting": ("answers_waiting", "Answers that wait for a place in the batch."),
-    "cache_usage": ("cache_usage_ratio", "Share of the key/value cache in use, 0 to 1."),
-    "version": ("weight_version", "Number of optimizer steps that the weights have seen."),
+PROMETHEUS = {
+    "running": "answers_running",
+    "waiting": "answers_waiting",
+    "cache_usage": "cache_usage_ratio",
+    "version": "weight_version",
+    "prompt_tokens": "prompt_tokens_total",
+    "cached_prompt_tokens": "cached_prompt_tokens_total",
+    "generated_tokens": "generated_tokens_total",
+    "preemptions": "preemptions_total",
 }
-COUNTERS = {
-    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens prefilled, or found in the prefix cache."),
-    "cached_prompt_tokens": ("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache."),
-    "generated_tokens": ("generated_tokens_total", "Tokens generated."),
-    "preemptions": ("preemptions_total", "Answers that gave up their place in the cache and started again."),
-}
-"""Field of EngineMetrics → its name and meaning for Prometheus; `finished`, which has labels, is left out."""
+"""Field of EngineMetrics → its name for Prometheus, whose counters end with `_total`."""
 
 
 def check_version(version: int) -> None:
@@ -104,23 +102,16 @@ def to_prometheus(metrics: EngineMetrics, *, model_name: str) -> str:
         metrics: Of any engine.
         model_name: Value of the label `model_name`, any text.
     """
-
-    def escaped(value: str) -> str:
-        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-    def header(name: str, kind: str, text: str) -> list[str]:
-        return [f"# HELP rl_generation_{name} {text}", f"# TYPE rl_generation_{name} {kind}"]
-
-    label = f'model_name="{escaped(model_name)}"'
+    name = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    label = f'model_name="{name}"'
     lines: list[str] = []
-    for kind, families in (("gauge", GAUGES), ("counter", COUNTERS)):
-        for counted, (name, text) in families.items():
-            lines += [*header(name, kind, text), f"rl_generation_{name}{{{label}}} {getattr(metrics, counted)}"]
-    lines += header("answers_finished_total", "counter", "Answers that ended, by finish reason.")
-    known = ("stop", "length", "abort")
-    for reason in (*known, *sorted(set(metrics.finished) - set(known))):
-        count = metrics.finished.get(reason, 0)
-        lines.append(f'rl_generation_answers_finished_total{{{label},finish_reason="{escaped(reason)}"}} {count}')
+    for field_name, family in PROMETHEUS.items():
+        kind = "counter" if family.endswith("_total") else "gauge"
+        value = getattr(metrics, field_name)
+        lines += [f"# TYPE rl_generation_{family} {kind}", f"rl_generation_{family}{{{label}}} {value}"]
+    lines.append("# TYPE rl_generation_answers_finished_total counter")
+    for reason, count in ({"stop": 0, "length": 0, "abort": 0} | dict(metrics.finished)).items():
+        lines.append(f'rl_generation_answers_finished_total{{{label},finish_reason="{reason}"}} {count}')
     return "".join(f"{line}\n" for line in lines)
 
 

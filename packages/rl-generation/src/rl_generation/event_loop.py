@@ -99,12 +99,18 @@ class EventLoop:
         finally:
             pumping.cancel()
 
-    def close(self) -> None:
-        """Cancel what is under way and end the thread; it can be called again, but not from the loop's own thread."""
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel what is under way, await `last`, and end the thread; it can be called again.
+
+        Garbage is collected anywhere: in the loop's own thread, another one does it, and this returns at once.
+        """
+        if self.is_current:
+            threading.Thread(target=self.close, args=(last,)).start()
+            return
         if not self._thread.is_alive():
             return
         with contextlib.suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
-            self.start(self._cancel_others()).result(_PATIENCE_S)
+            self.start(self._cancel_others(last)).result(_PATIENCE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_PATIENCE_S)
 
@@ -116,11 +122,13 @@ class EventLoop:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
 
-    async def _cancel_others(self) -> None:
+    async def _cancel_others(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        if last is not None:
+            await last()
 
 
 async def _pump(items: Callable[[], AsyncGenerator[T, None]], hand_over: Callable[[object], None]) -> None:

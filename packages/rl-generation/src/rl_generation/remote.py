@@ -18,19 +18,18 @@ import logging
 import math
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, get_args
 from urllib.parse import urlsplit
 
 from rl_generation.chat import encode_text
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import (
     EngineDeadError,
@@ -49,7 +48,6 @@ from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm, refuse_fie
 
 if TYPE_CHECKING:
     import httpx
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["RemoteEngine", "ServerKind"]
 
@@ -60,6 +58,12 @@ ServerKind = Literal["rl-generation", "vllm", "sglang"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 """Before a request, or a replica, is tried again; doubled each time."""
+
+CONNECT_TIMEOUT_S = 5.0
+"""Within which a replica must take a connection."""
+
+MAX_IN_FLIGHT = 256
+"""Requests under way at one replica; further ones wait here, before their time begins."""
 
 LOWEST_LOGP = -9999.0
 """vLLM sends this for minus infinity, and SGLang the lowest number of the dtype; no sampled token is that unlikely."""
@@ -102,8 +106,6 @@ class RemoteEngine:
         api_key_env: Name of the environment variable that holds the API key, for servers that ask for one.
         request_timeout_s: Seconds that a request may take from when it is first sent, its retries included.
         retries: How often a request is sent again after a lost connection or a failure of the server.
-        connect_timeout_s: Seconds within which a replica must take a connection.
-        max_in_flight: Requests under way at one replica; further ones wait here, before their time begins.
         version: Of the weights that are served, where the server reports none.
 
     Raises:
@@ -118,14 +120,12 @@ class RemoteEngine:
         *,
         kind: ServerKind | None = None,
         model: str | None = None,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        tokenizer: Tokenizer | None = None,
         vocab_size: int | None = None,
         logp_of: LogpOf = "sampled",
         api_key_env: str | None = None,
         request_timeout_s: float = 600.0,
         retries: int = 3,
-        connect_timeout_s: float = 5.0,
-        max_in_flight: int = 256,
         version: int = 0,
     ) -> None:
         if find_spec("httpx") is None:
@@ -136,32 +136,29 @@ class RemoteEngine:
             raise EngineOptionError(f"kind must be None or one of {', '.join(get_args(ServerKind))}; got kind={kind!r}")
         if logp_of not in get_args(LogpOf):
             raise EngineOptionError(f"logp_of must be 'sampled' or 'raw'; got logp_of={logp_of!r}")
-        for name, value, least in (("retries", retries, 0), ("max_in_flight", max_in_flight, 1)):
-            if value < least:
-                raise EngineOptionError(f"{name} must be at least {least}; got {name}={value!r}")
-        for name, seconds in (("request_timeout_s", request_timeout_s), ("connect_timeout_s", connect_timeout_s)):
-            if not 0 < seconds < math.inf:
-                raise EngineOptionError(f"{name} must be above 0 and finite; got {name}={seconds!r}")
+        if retries < 0:
+            raise EngineOptionError(f"retries must be at least 0; got retries={retries!r}")
+        if not 0 < request_timeout_s < math.inf:
+            raise EngineOptionError(
+                f"request_timeout_s must be above 0 and finite; got request_timeout_s={request_timeout_s!r}"
+            )
         self._replicas = [_Replica(url) for url in _base_urls(urls)]
         self._kind, self._model, self._tokenizer = kind, model, tokenizer
         self._vocab_size, self._logp_of = vocab_size, logp_of
         self._timeout_s, self._retries, self._version = request_timeout_s, retries, version
         self._closed = False
-        self._counting = threading.Lock()
         self._counts = Counter[str]()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._max_in_flight = max_in_flight
-        self._places = asyncio.Semaphore(max_in_flight * len(self._replicas))
+        """On the event loop alone."""
+        self._places = asyncio.Semaphore(MAX_IN_FLIGHT * len(self._replicas))
         # The key lives in the client's headers alone, which write it as [secure] where they are printed.
         self._http = httpx.AsyncClient(
             headers={} if api_key_env is None else {"Authorization": f"Bearer {_api_key(api_key_env)}"},
-            timeout=httpx.Timeout(None, connect=connect_timeout_s),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0
-            ),  # uvicorn: 5
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            # uvicorn closes a connection that is idle for 5 s.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0),
         )
         self._events = EventLoop("rl-generation-remote")
-        self._end = weakref.finalize(self, _end, self._events, self._http, self._tasks)
+        self._end = weakref.finalize(self, self._events.close, self._http.aclose)
         try:
             self._facts = self._events.run(self._probe_all())
         except BaseException:
@@ -184,9 +181,12 @@ class RemoteEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        facts, name = self._facts, "max_model_len"
+        facts = self._facts
         return Limits(
-            vocab_size=facts.vocab_size, max_length=facts.max_length, max_length_name=name, tokenizer=self._tokenizer
+            vocab_size=facts.vocab_size,
+            max_length=facts.max_length,
+            max_length_name="max_model_len",
+            tokenizer=self._tokenizer,
         )
 
     @property
@@ -204,8 +204,7 @@ class RemoteEngine:
             LogpError: An answer holds other tokens than it has log-probabilities, or is to another prompt.
             ModelError: The server cut an answer off by a limit of its own, or cannot serve the model.
         """
-        requests = self._requests(prompts, sampling)
-        return self._events.run(self._answer_all(requests))
+        return self._events.run(self._answer_all(self._requests(prompts, sampling)))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
         """Begin to answer one prompt; cancelling the future closes its connection, which ends it at the server.
@@ -225,7 +224,7 @@ class RemoteEngine:
         seeds = "kept" if facts.seeded else "refused: start SGLang with --enable-deterministic-inference"
         lines = [
             f"engine: RemoteEngine over {len(self._replicas)} of {facts.kind}, model {facts.model!r}",
-            f"version: {self.version}, {INTERFACES[facts.kind].versions}",
+            f"version: {self.version}, {VERSIONS[facts.kind]}",
             f"limits: vocabulary {facts.vocab_size}, positions {facts.max_length}",
             f"requests: {self._timeout_s} s each, sent again up to {self._retries} times",
             f"logp: {self._logp_of}",
@@ -238,18 +237,17 @@ class RemoteEngine:
 
     def metrics(self) -> EngineMetrics:
         """What this client has asked for and got; a server's cache and its other clients are not seen from here."""
-        with self._counting:
-            counts = dict(self._counts)
+        counts, unfinished = self._counts, self._counts["unfinished"]
         return EngineMetrics(
             time_s=time.monotonic(),
-            running=counts.get("running", 0),
-            waiting=counts.get("unfinished", 0) - counts.get("running", 0),
-            prompt_tokens=counts.get("prompt_tokens", 0),
+            running=counts["running"],
+            waiting=unfinished - counts["running"],
+            prompt_tokens=counts["prompt_tokens"],
             cached_prompt_tokens=0,
-            generated_tokens=counts.get("generated_tokens", 0),
+            generated_tokens=counts["generated_tokens"],
             preemptions=0,
             cache_usage=0.0,
-            finished={reason: counts[reason] for reason in get_args(FinishReason) if counts.get(reason)},
+            finished={reason: counts[reason] for reason in get_args(FinishReason) if counts[reason]},
             version=self.version,
         )
 
@@ -282,7 +280,7 @@ class RemoteEngine:
             for replica in self._replicas if version is not None else ():
                 replica.version = version
             if len(wanted) != len(known):  # requests that have a place keep it, so for a moment there may be more
-                self._places = asyncio.Semaphore(self._max_in_flight * len(wanted))
+                self._places = asyncio.Semaphore(MAX_IN_FLIGHT * len(wanted))
 
         self._events.run(change())
 
@@ -294,9 +292,7 @@ class RemoteEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -304,59 +300,30 @@ class RemoteEngine:
 
     # -- Requests, before anything is sent ---------------------------------------------------------------------------
 
-    def _requests(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
-    ) -> list[tuple[Request, int]]:
-        """What is sent, each with the index of its first sample; refuses what the servers would not do, or ignore."""
+    def _requests(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Request]:
+        """What is sent; refuses what the servers would not do, or ignore."""
         if self._closed:
             raise EngineDeadError("the engine is closed")
-        sent: list[tuple[Request, int]] = []
-        limits = self.limits
+        sent: list[Request] = []
+        limits, kind = self.limits, self._facts.kind
         for request in make_requests(prompts, sampling, limits):
-            asked, index = request.sampling, request.prompt_index
-            if self._facts.kind == "rl-generation":
-                if any(math.isinf(bias) for _, bias in asked.logit_bias):
-                    raise PromptError(f"prompt {index} asks for a logit_bias of -inf, which JSON cannot hold: use -100")
-                sent.append((request, 0))
+            if kind == "sglang":
+                sent += _sglang_requests(request, logp_of=self._logp_of, seeded=self._facts.seeded)
                 continue
-            if self._facts.kind == "vllm":
+            if kind == "vllm":
                 check_for_vllm(request, limits)
-                sent.append((request, 0))
-                continue
-            remedy = "leave it out, or use a server of rl-generation"
-            why = f"which SGLang does not do as the embedded engine does: {remedy}"
-            refuse_fields(request, ("bad_words", *EMBEDDED_ONLY), why)
-            if asked.ignore_eos and asked.stop_token_ids:
+            elif any(math.isinf(bias) for _, bias in request.sampling.logit_bias):
                 raise PromptError(
-                    f"prompt {index} asks for stop_token_ids={asked.stop_token_ids!r} beside ignore_eos, with which "
-                    f"SGLang ignores them too"
+                    f"prompt {request.prompt_index} asks for a logit_bias of -inf, which JSON cannot hold: use -100"
                 )
-            cut = {"top_p": asked.top_p != 1.0, "top_k": asked.top_k != 0, "min_p": asked.min_p != 0.0}
-            if self._logp_of == "sampled" and not asked.greedy and any(cut.values()):
-                names = ", ".join(f"{name}={getattr(asked, name)}" for name, given in cut.items() if given)
-                raise PromptError(
-                    f"prompt {index} asks for {names}, and SGLang's logp are those before the cut, not of what was "
-                    f"drawn from: leave it out, or take logp_of='raw' of a server started with "
-                    f"SGLANG_RETURN_ORIGINAL_LOGPROB=1"
-                )
-            seed = asked.seed
-            if seed is not None and not asked.greedy and not self._facts.seeded:
-                raise PromptError(
-                    f"prompt {index} asks for seed={seed}, which SGLang ignores unless it is started with "
-                    f"--enable-deterministic-inference"
-                )
-            if seed is None and self._facts.seeded:  # a deterministic SGLang would take the same seed for all requests
-                seed = secrets.randbelow(MAX_SEED - asked.n)
-            for sample in range(asked.n):
-                own = replace(asked, n=1, seed=None if seed is None else seed + sample)
-                sent.append((replace(request, sampling=own), sample))
+            sent.append(request)
         return sent
 
     # -- On the event loop -------------------------------------------------------------------------------------------
 
-    async def _answer_all(self, requests: Sequence[tuple[Request, int]]) -> list[Rollout]:
+    async def _answer_all(self, requests: Sequence[Request]) -> list[Rollout]:
         """Answer all; of those that time out the others are kept, and any other error ends all."""
-        answering = [asyncio.create_task(self._answer(request, sample)) for request, sample in requests]
+        answering = [asyncio.create_task(self._answer(request)) for request in requests]
         rollouts: list[Rollout] = []
         late: list[SampleTimeoutError] = []
         try:
@@ -367,6 +334,9 @@ class RemoteEngine:
                     late.append(error)
         except EngineDeadError as error:
             raise EngineDeadError(str(error), rollouts=in_order(rollouts)) from error
+        except asyncio.CancelledError:
+            self._check_open(in_order(rollouts))
+            raise
         finally:
             for task in answering:
                 task.cancel()
@@ -377,54 +347,50 @@ class RemoteEngine:
             raise SampleTimeoutError(f"{late[0]}{more}", timed_out=lost, rollouts=in_order(rollouts))
         return in_order(rollouts)
 
-    async def _answer_one(self, request: tuple[Request, int]) -> Rollout:
-        (rollout,) = await self._answer(*request)
+    async def _answer_one(self, request: Request) -> Rollout:
+        (rollout,) = await self._answer(request)
         return rollout
 
-    async def _answer(self, request: Request, first_sample: int) -> list[Rollout]:
+    def _check_open(self, rollouts: Sequence[Rollout] = ()) -> None:
+        if self._closed:
+            message = "the engine was closed while this request was under way"
+            raise EngineDeadError(message, rollouts=rollouts) from None
+
+    async def _answer(self, request: Request) -> list[Rollout]:
         """Answer one request: wait for a place, send it, and send it again as long as that may help."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        asked = request.sampling
+        n, counts = request.sampling.n, self._counts
         tried: list[_Replica] = []
         failures: list[str] = []
-        self._count(unfinished=asked.n)
+        counts["unfinished"] += n
         try:
             async with self._places:
-                self._count(running=asked.n)
+                counts["running"] += n
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        rollouts = await self._send_until_answered(
-                            request, first_sample, tried=tried, failures=failures
-                        )
+                        rollouts = await self._send(request, tried=tried, failures=failures)
                 finally:
-                    self._count(running=-asked.n)
+                    counts["running"] -= n
         except TimeoutError:
+            first = request.sample_index
             lost = [
-                TimedOutSample(prompt_index=request.prompt_index, sample_index=first_sample + index, tokens=())
-                for index in range(asked.n)
+                TimedOutSample(prompt_index=request.prompt_index, sample_index=index, tokens=())
+                for index in range(first, first + n)
             ]
             message = f"{tried[-1].url}: {_name(request)} was not answered within request_timeout_s={self._timeout_s}"
             message += "".join(f"; before, {earlier}" for earlier in failures)
             raise SampleTimeoutError(message, timed_out=lost) from None
         except asyncio.CancelledError:
-            if self._closed:
-                raise EngineDeadError("the engine was closed while this request was under way") from None
+            self._check_open()
             raise
         finally:
-            self._count(unfinished=-asked.n)
-            self._tasks.discard(task)
-        self._count(
-            prompt_tokens=len(request.prompt), generated_tokens=sum(len(rollout.tokens) for rollout in rollouts)
-        )
+            counts["unfinished"] -= n
+        counts["prompt_tokens"] += len(request.prompt)
         for rollout in rollouts:
-            self._count(**{rollout.finish_reason: 1})
+            counts["generated_tokens"] += len(rollout.tokens)
+            counts[rollout.finish_reason] += 1
         return rollouts
 
-    async def _send_until_answered(
-        self, request: Request, first_sample: int, *, tried: "list[_Replica]", failures: list[str]
-    ) -> list[Rollout]:
+    async def _send(self, request: Request, *, tried: "list[_Replica]", failures: list[str]) -> list[Rollout]:
         for attempt in range(self._retries + 1):
             # That with the fewest requests under way; one that failed this request or is rested comes last.
             now = time.monotonic()
@@ -435,7 +401,17 @@ class RemoteEngine:
             try:
                 if replica.why_down is not None:  # it may have come back as another
                     await self._probed_again(replica)
-                return await self._send(replica, request, first_sample)
+                replica.under_way += 1
+                replica.sent += 1
+                try:
+                    answer, rollouts, reported = await self._ask(replica, request, self._facts, version=self._version)
+                finally:
+                    replica.under_way -= 1
+                if reported:
+                    replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
+                elif self._facts.kind == "sglang":
+                    _check_not_started_anew(replica, answer["meta_info"])
+                return rollouts
             except _ServerFailedError as failure:
                 failures.append(f"{replica.url} {failure}")
                 if failure.rest:
@@ -450,28 +426,22 @@ class RemoteEngine:
             f"{_name(request)} was sent {self._retries + 1} times, and not answered: {'; '.join(failures)}"
         )
 
-    async def _send(self, replica: "_Replica", request: Request, first_sample: int) -> list[Rollout]:
-        facts, version = self._facts, self._version
-        replica.under_way += 1
-        replica.sent += 1
-        try:
-            answer, rollouts, reported = await self._ask(replica, request, facts, version=version)
-        finally:
-            replica.under_way -= 1
-        if facts.kind == "sglang" and replica.version is not None and not reported:
-            raise _ServerFailedError(_started_anew(replica, answer["meta_info"]), rest=True)
-        if reported:
-            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
-        return [replace(rollout, sample_index=first_sample + rollout.sample_index) for rollout in rollouts]
-
     async def _ask(
         self, replica: "_Replica", request: Request, facts: "_Facts", *, version: int = 0
     ) -> tuple[Any, list[Rollout], bool]:
         """Send a request once; return the answer, as it is and as rollouts, and whether it says their versions."""
-        interface = INTERFACES[facts.kind]
-        answer = await self._post(replica, interface.path, interface.body(request, facts))
+        if facts.kind == "sglang":
+            path, body, read = "/generate", _sglang_body(request, facts), _read_sglang
+        else:
+            path, body, read = "/v1/completions", _completion_body(request, facts), _read_completions
+        answer = await self._post(replica, path, body)
         try:
-            return answer, *interface.read(answer, request, logp_of=self._logp_of, version=version)
+            said = read(answer, request)
+            rollouts = [
+                _rollout(request, each, index=index, logp_of=self._logp_of, version=version)
+                for index, each in enumerate(said)
+            ]
+            return answer, rollouts, bool(said[0].versions)
         except (LogpError, ModelError) as error:
             raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -490,17 +460,14 @@ class RemoteEngine:
 
         url = f"{replica.url}{path}"
         try:
-            if body is None:
-                response = await self._http.get(url)
-            else:
-                response = await self._http.post(url, json=body)
+            response = await self._http.request("GET" if body is None else "POST", url, json=body)
         except httpx.HTTPError as error:
             said = str(error) or type(error).__name__
             raise _ServerFailedError(f"cannot be reached: {said}", rest=True) from None
         status, said = response.status_code, _error_of(response)
         if status == 200:
             try:
-                return json.loads(response.content)
+                return response.json()
             except ValueError:
                 raise EngineOptionError(f"{url} answers {response.text[:80]!r}, which is no JSON") from None
         if status == 429:
@@ -517,22 +484,19 @@ class RemoteEngine:
             raise EngineOptionError(f"{url} answers with status {status}: {said}")
         raise PromptError(f"{url} refuses the request: {said}")
 
-    def _count(self, **changes: int) -> None:
-        with self._counting:
-            self._counts.update(changes)
-
     # -- The probe ---------------------------------------------------------------------------------------------------
 
     async def _probe_all(self) -> "_Facts":
         """Probe each replica, and refuse those that cannot be one engine together."""
-        found = await asyncio.gather(*(self._probe_first(replica) for replica in self._replicas))
-        for replica, facts in zip(self._replicas, found, strict=True):
-            different = facts.difference(found[0])
-            if different is not None:
-                raise EngineOptionError(f"{self._replicas[0].url} and {replica.url} are no replicas: {different}")
-        return found[0]
+        first, *others = self._replicas
+        facts, *others_facts = await asyncio.gather(*(self._probe_in_time(replica) for replica in self._replicas))
+        for replica, found in zip(others, others_facts, strict=True):
+            if (different := found.difference(facts)) is not None:
+                raise EngineOptionError(f"{first.url} and {replica.url} are no replicas: {different}")
+        return facts
 
-    async def _probe_first(self, replica: "_Replica") -> "_Facts":
+    async def _probe_in_time(self, replica: "_Replica") -> "_Facts":
+        """What a server is; EngineDeadError where it does not answer, EngineOptionError where it does so wrongly."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._probe(replica)
@@ -547,41 +511,40 @@ class RemoteEngine:
         """Use a replica that was rested, if it is there again and still the same; one probe answers all who wait."""
         if replica.probing is None:
             replica.probing = asyncio.create_task(self._probe_again(replica))
-        failure = await asyncio.shield(replica.probing)
-        if failure is not None:
-            raise _ServerFailedError(failure, rest=False)
+        await asyncio.shield(replica.probing)
 
-    async def _probe_again(self, replica: "_Replica") -> str | None:
+    async def _probe_again(self, replica: "_Replica") -> None:
         replica.rested_until = math.inf  # for requests that may go elsewhere
         try:
-            async with asyncio.timeout(self._timeout_s):
-                different = (await self._probe(replica)).difference(self._facts)
-            if different is None:
-                LOG.warning("%s answers again", replica.url)
-                replica.why_down, replica.rested_until, replica.rests = None, 0.0, 0
-                return None
-            failure = f"came back as another: {different}"
-        except _ServerFailedError as error:
-            failure = str(error)
-        except TimeoutError:
-            failure = f"did not answer a probe within request_timeout_s={self._timeout_s}"
-        except (EngineOptionError, PromptError, LogpError, ModelError) as error:
+            different = (await self._probe_in_time(replica)).difference(self._facts)
+        except EngineDeadError as error:
+            failure = str(error).removeprefix(f"{replica.url} ")
+        except EngineOptionError as error:
             failure = f"came back as another: {error}"
+        else:
+            failure = "" if different is None else f"came back as another: {different}"
         finally:
             replica.probing, replica.rested_until = None, 0.0
-        replica.rest(failure)
-        return failure
+        if failure:
+            replica.rest(failure)
+            raise _ServerFailedError(failure, rest=False)
+        LOG.warning("%s answers again", replica.url)
+        replica.why_down, replica.rests = None, 0
 
     async def _probe(self, replica: "_Replica") -> "_Facts":
         """What one server is, from what it says and from a few answers of one token."""
-        cards = {card["id"]: card for card in await self._cards(replica)}
-        name = self._model
+        listed = await self._post(replica, "/v1/models", None)
+        try:
+            cards = {card["id"]: card for card in listed["data"]}
+        except (LookupError, TypeError):
+            raise EngineOptionError(
+                f"{replica.url}/v1/models answers no list of models: is the URL without /v1?"
+            ) from None
+        # Adapters of LoRA are listed as models with a parent.
+        bases = [each for each, card in cards.items() if not card.get("parent")]
+        name = self._model or (bases[0] if len(bases) == 1 else None)
         if name is None:
-            # Adapters of LoRA are listed as models with a parent.
-            bases = [each for each, card in cards.items() if not card.get("parent")]
-            if len(bases) != 1:
-                raise EngineOptionError(f"{replica.url} serves {sorted(cards)}: say which by model=")
-            name = bases[0]
+            raise EngineOptionError(f"{replica.url} serves {sorted(cards)}: say which by model=")
         if name not in cards:
             raise EngineOptionError(f"{replica.url} serves {sorted(cards)}, not model={name!r}")
         card = cards[name]
@@ -592,40 +555,28 @@ class RemoteEngine:
                 f"{', '.join(get_args(ServerKind))}: if it is one of them behind another name, say which by kind="
             )
         vocab_size = self._vocab_size_of(replica, card)
-        facts = _Facts(
-            kind=cast("ServerKind", kind),
-            model=name,
-            max_length=card.get("max_model_len"),
-            vocab_size=vocab_size,
-            seeded=True,
-        )
+        facts = _Facts(kind=kind, model=name, max_length=card.get("max_model_len"), vocab_size=vocab_size, seeded=True)
         if kind == "sglang":
-            facts = await self._probe_sglang(replica, facts)
+            facts = await self._read_pages_of_sglang(replica, facts)
         await self._compare_tokenizers(replica, facts)
         # The last id of the vocabulary must be known there, and come back as it was sent.
         prompts = [(vocab_size - 1, 0), (0, vocab_size - 1), (vocab_size // 2,)]
         ask = Sampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         probes = [Request(prompt=prompt, sampling=ask) for prompt in prompts]
         if kind == "rl-generation":
-            if card.get("logp_of") != self._logp_of:
-                raise EngineOptionError(
-                    f"{replica.url} gives the logp of the distribution {card.get('logp_of')!r}, and "
-                    f"logp_of={self._logp_of!r} is asked for: make its engine with that, or ask for the other"
-                )
+            self._check_logp_of(card.get("logp_of"), replica, remedy="make its engine with that")
             _, (rollout,), _ = await self._ask(replica, probes[0], facts)
             replica.version = rollout.version
         elif kind == "vllm":
-            await self._probe_logp_of_vllm(replica, facts, probes)
+            # Drawn from one token, its logp is 0 as processed, and as it was in the model as raw.
+            drawn = [replace(each, sampling=replace(ask, temperature=1.0, top_k=1)) for each in probes]
+            logps = [(await self._ask(replica, each, facts))[1][0].logp[0] for each in drawn]
+            mode = f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
+            found = "raw" if min(logps) < -1e-4 else "sampled"
+            self._check_logp_of(found, replica, remedy=f"start it with {mode}")
         else:
             await self._probe_logp_of_sglang(replica, facts, probes)
         return facts
-
-    async def _cards(self, replica: "_Replica") -> list[dict[str, Any]]:
-        answer = await self._post(replica, "/v1/models", None)
-        cards = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
-            raise EngineOptionError(f"{replica.url}/v1/models answers no list of models: is the URL without /v1?")
-        return cards
 
     def _vocab_size_of(self, replica: "_Replica", card: Mapping[str, Any]) -> int:
         reported, given = card.get("vocab_size"), self._vocab_size
@@ -661,21 +612,10 @@ class RemoteEngine:
                 f"the tokenizer of {replica.url} is another: of {text!r} it makes {there}, and tokenizer= {here}"
             )
 
-    async def _probe_logp_of_vllm(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:
-        """Find `--logprobs-mode` out: drawn from one token, its logp is 0 as processed, and as it was in the model."""
-        logps: list[float] = []
-        for probe in probes:
-            one_token = replace(probe, sampling=replace(probe.sampling, temperature=1.0, top_k=1))
-            _, (rollout,), _ = await self._ask(replica, one_token, facts)
-            logps.append(rollout.logp[0])
-        flag = f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
-        self._check_logp_of("raw" if min(logps) < -1e-4 else "sampled", replica, flag=flag)
-
-    async def _probe_sglang(self, replica: "_Replica", facts: "_Facts") -> "_Facts":
+    async def _read_pages_of_sglang(self, replica: "_Replica", facts: "_Facts") -> "_Facts":
         """What SGLang's own pages say: what it prefers to what it is asked, and whether it keeps seeds."""
         info = await self._post(replica, "/get_model_info", None)
-        if replica.version is not None and not str(info.get("weight_version")).isdecimal():
-            raise _ServerFailedError(_started_anew(replica, info), rest=True)
+        _check_not_started_anew(replica, info)
         preferred = info.get("preferred_sampling_params") or {}
         if isinstance(preferred, str):
             preferred = json.loads(preferred)
@@ -699,15 +639,15 @@ class RemoteEngine:
             ((logp, *_),) = answer["meta_info"]["output_token_ids_logprobs"][0]
             if rollout.logp[0] <= -1e-3:  # else the model is too sure of this token for a temperature to show
                 flag = f"SGLANG_RETURN_ORIGINAL_LOGPROB={int(self._logp_of == 'raw')}"
-                found: LogpOf = "raw" if abs(logp - rollout.logp[0]) < 1e-4 else "sampled"
-                self._check_logp_of(found, replica, flag=flag)
+                found = "raw" if abs(logp - rollout.logp[0]) < 1e-4 else "sampled"
+                self._check_logp_of(found, replica, remedy=f"start it with {flag}")
                 return
 
-    def _check_logp_of(self, found: LogpOf, replica: "_Replica", *, flag: str) -> None:
+    def _check_logp_of(self, found: str | None, replica: "_Replica", *, remedy: str) -> None:
         if found != self._logp_of:
             raise EngineOptionError(
                 f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is asked "
-                f"for: start it with {flag}, or ask for logp_of={found!r}"
+                f"for: {remedy}, or ask for logp_of={found!r}"
             )
 
 
@@ -750,7 +690,7 @@ class _Replica:
     rests: int = 0
     """In a row."""
 
-    probing: "asyncio.Task[str | None] | None" = None
+    probing: "asyncio.Task[None] | None" = None
     """Finds out whether it is there again."""
 
     def rest(self, why: str) -> None:
@@ -823,29 +763,15 @@ def _error_of(response: "httpx.Response") -> str:
     return response.text[:200]
 
 
-def _end(events: EventLoop, http: "httpx.AsyncClient", tasks: set["asyncio.Task[Any]"]) -> None:
-    """Cancel what is under way, close the connections, and end the loop."""
-
-    async def end() -> None:
-        under_way = list(tasks)
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-        await http.aclose()
-
-    def end_all() -> None:
-        with contextlib.suppress(EngineDeadError):
-            events.run(end())
-        events.close()
-
-    if events.is_current:  # garbage is collected anywhere
-        threading.Thread(target=end_all).start()
-    else:
-        end_all()
-
-
 # -- The two interfaces: what is sent, and what is read ----------------------------------------------------------------
 
+
+VERSIONS: Mapping[ServerKind, str] = {
+    "rl-generation": "reported with each token",
+    "vllm": "committed here: plain vLLM reports none",
+    "sglang": "reported by SGLang where its label is a number, and else committed here",
+}
+"""Who says which weights made a rollout."""
 
 SAMPLING_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -880,40 +806,33 @@ def _completion_body(request: Request, facts: _Facts) -> dict[str, Any]:
     return body
 
 
-def _read_completions(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
-    """The rollouts of an answer of `/v1/completions`, and whether it says their versions; LogpError if not exact."""
+def _read_completions(answer: Any, request: Request) -> "list[_Said]":
+    """What an answer of `/v1/completions` says; LogpError if it is not exact."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     if len(choices) != request.sampling.n:
         raise LogpError(f"holds {len(choices)} answers of n={request.sampling.n}")
-    reported = "logp_of" in answer  # by our server
-    if reported and answer["logp_of"] != logp_of:
-        raise LogpError(f"has logp of the distribution {answer['logp_of']!r}, and not {logp_of!r}: its engine changed")
-    rollouts = []
-    for index, choice in enumerate(choices):
+    found = []
+    for choice in choices:
         if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
             raise LogpError(
                 "ignores return_token_ids, and so has not the tokens that were sampled: vLLM has it since 0.10.2"
             )
-        if not choice.get("logprobs"):
+        if not (given := choice.get("logprobs")):
             raise LogpError("ignores logprobs=0, which asks for the logp of the sampled token")
         if tuple(choice["prompt_token_ids"]) != request.prompt:
             raise LogpError(f"is to another prompt, of {len(choice['prompt_token_ids'])} tokens")
-        given = choice["logprobs"]
-        spans = tuple(VersionSpan(**span) for span in choice["weight_versions"]) if reported else version
-        rollouts.append(
-            _rollout(
-                request,
+        found.append(
+            _Said(
                 tokens=choice["token_ids"],
                 logp=given["token_logprobs"],
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
-                logp_of=logp_of,
-                versions=spans,
+                versions=tuple(VersionSpan(**span) for span in choice.get("weight_versions") or ()),
                 top_logp=_top_logp(given, request.sampling.top_logp),
-                sample_index=index,
+                logp_of=answer.get("logp_of"),
             )
         )
-    return rollouts, reported
+    return found
 
 
 def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
@@ -926,6 +845,41 @@ def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
         ranked = sorted(values.items(), key=lambda pair: (-pair[1], pair[0] == sampled))
         places.append(tuple((int(name.removeprefix("token_id:")), value) for name, value in ranked[:count]))
     return tuple(places)
+
+
+def _sglang_requests(request: Request, *, logp_of: LogpOf, seeded: bool) -> list[Request]:
+    """One request for each of the `n` answers, since SGLang would answer all of one alike; refuses what it ignores."""
+    asked, index = request.sampling, request.prompt_index
+    refuse_fields(
+        request,
+        ("bad_words", *EMBEDDED_ONLY),
+        "which SGLang does not do as the embedded engine does: leave it out, or use a server of rl-generation",
+    )
+    if asked.ignore_eos and asked.stop_token_ids:
+        raise PromptError(
+            f"prompt {index} asks for stop_token_ids={asked.stop_token_ids!r} beside ignore_eos, with which SGLang "
+            f"ignores them too"
+        )
+    cut = {"top_p": asked.top_p != 1.0, "top_k": asked.top_k != 0, "min_p": asked.min_p != 0.0}
+    if logp_of == "sampled" and not asked.greedy and any(cut.values()):
+        names = ", ".join(f"{name}={getattr(asked, name)}" for name, given in cut.items() if given)
+        raise PromptError(
+            f"prompt {index} asks for {names}, and SGLang's logp are those before the cut, not of what was drawn from: "
+            f"leave it out, or take logp_of='raw' of a server started with SGLANG_RETURN_ORIGINAL_LOGPROB=1"
+        )
+    seed = asked.seed
+    if seed is not None and not asked.greedy and not seeded:
+        raise PromptError(
+            f"prompt {index} asks for seed={seed}, which SGLang ignores unless it is started with "
+            f"--enable-deterministic-inference"
+        )
+    if seed is None and seeded:  # a deterministic SGLang would take the same seed for all requests
+        seed = secrets.randbelow(MAX_SEED - asked.n)
+    seeds = [None if seed is None else seed + sample for sample in range(asked.n)]
+    return [
+        replace(request, sampling=replace(asked, n=1, seed=own), sample_index=sample)
+        for sample, own in enumerate(seeds)
+    ]
 
 
 def _sglang_body(request: Request, facts: _Facts) -> dict[str, Any]:
@@ -944,8 +898,8 @@ def _sglang_body(request: Request, facts: _Facts) -> dict[str, Any]:
     return {"input_ids": request.prompt, "sampling_params": parameters, "return_logprob": True, "stream": False}
 
 
-def _read_sglang(answer: Any, request: Request, *, logp_of: LogpOf, version: int) -> tuple[list[Rollout], bool]:
-    """The one rollout of an answer of SGLang's `/generate`, as `_read_completions` does; LogpError if not exact."""
+def _read_sglang(answer: Any, request: Request) -> "list[_Said]":
+    """What an answer of SGLang's `/generate` says; LogpError if it is not exact."""
     said = answer["meta_info"]
     if said["prompt_tokens"] != len(request.prompt):
         raise LogpError(f"is to another prompt, of {said['prompt_tokens']} tokens: is --allow-auto-truncate set?")
@@ -957,25 +911,26 @@ def _read_sglang(answer: Any, request: Request, *, logp_of: LogpOf, version: int
     reason = said["finish_reason"]
     if reason.get("matched") == "NaN happened":  # what SGLang calls an id outside of the vocabulary
         raise LogpError("was ended by NaN in the logits: look for it in the weights")
-    versions = _sglang_versions(said)
-    rollout = _rollout(
-        request,
-        tokens=[pair[1] for pair in pairs],
-        logp=[pair[0] for pair in pairs],
-        finish_reason=reason["type"],
-        stop_reason=reason.get("matched"),
-        logp_of=logp_of,
-        versions=versions or version,
-    )
-    return [rollout], bool(versions)
+    return [
+        _Said(
+            tokens=[pair[1] for pair in pairs],
+            logp=[pair[0] for pair in pairs],
+            finish_reason=reason["type"],
+            stop_reason=reason.get("matched"),
+            versions=_sglang_versions(said),
+        )
+    ]
 
 
-def _started_anew(replica: "_Replica", said: Mapping[str, Any]) -> str:
-    """Why a server of SGLang is not used, whose label was a number and is none any more."""
-    return (
-        f"labels its weights {said.get('weight_version')!r}, and had version {replica.version}: it was started anew "
-        f"and has no weights of the trainer yet"
-    )
+def _check_not_started_anew(replica: _Replica, said: Mapping[str, Any]) -> None:
+    """Do not use a server of SGLang whose label was a number and is none any more."""
+    label = said.get("weight_version")
+    if replica.version is not None and not str(label).isdecimal():
+        raise _ServerFailedError(
+            f"labels its weights {label!r}, and had version {replica.version}: it was started anew and has no weights "
+            f"of the trainer yet",
+            rest=True,
+        )
 
 
 def _sglang_versions(said: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
@@ -994,19 +949,28 @@ def _sglang_versions(said: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
     return made
 
 
-def _rollout(
-    request: Request,
-    *,
-    tokens: Sequence[int],
-    logp: Sequence[float | None],
-    finish_reason: str,
-    stop_reason: int | str | None,
-    logp_of: LogpOf,
-    versions: int | tuple[VersionSpan, ...],
-    top_logp: TopLogp = (),
-    sample_index: int = 0,
-) -> Rollout:
-    """One rollout, or why it cannot be one: after `the answer to prompt 3 (…)`."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """One answer, as a server says it."""
+
+    tokens: Sequence[int]
+    logp: Sequence[float | None]
+    finish_reason: str
+    stop_reason: int | str | None
+    versions: tuple[VersionSpan, ...]
+    """Empty where it does not say them."""
+
+    top_logp: TopLogp = ()
+    logp_of: str | None = None
+    """As our server says it."""
+
+
+def _rollout(request: Request, said: _Said, *, index: int, logp_of: LogpOf, version: int) -> Rollout:
+    """One rollout, or why it cannot be one: after `the answer to prompt 3 (…)`; of `version` where nobody says it."""
+    tokens, logp, finish_reason, stop_reason = said.tokens, said.logp, said.finish_reason, said.stop_reason
+    if said.logp_of not in (None, logp_of):
+        raise LogpError(f"has logp of the distribution {said.logp_of!r}, and not {logp_of!r}: its engine changed")
     if len(tokens) != len(logp):
         raise LogpError(f"has {len(tokens)} tokens and {len(logp)} logp")
     for place, (token, value) in enumerate(zip(tokens, logp, strict=True)):
@@ -1027,41 +991,14 @@ def _rollout(
         )
     if finish_reason == "stop" and stop_reason is None:  # vLLM does not repeat an eos token here
         stop_reason = tokens[-1]
-    spans = (VersionSpan(version=versions, start=0, end=len(tokens)),) if isinstance(versions, int) else versions
     return Rollout(
         tokens=tuple(tokens),
         logp=tuple(float(value) for value in logp if value is not None),
         logp_of=logp_of,
         finish_reason=cast("FinishReason", finish_reason),
         stop_reason=stop_reason if finish_reason == "stop" else None,
-        versions=spans,
-        top_logp=top_logp,
+        versions=said.versions or (VersionSpan(version=version, start=0, end=len(tokens)),),
+        top_logp=said.top_logp,
         prompt_index=request.prompt_index,
-        sample_index=sample_index,
+        sample_index=request.sample_index + index,
     )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Interface:
-    """What differs between the kinds of servers in one request."""
-
-    path: str
-    body: Callable[[Request, _Facts], dict[str, Any]]
-    read: Callable[..., tuple[list[Rollout], bool]]
-    versions: str
-    """Who says which weights made a rollout."""
-
-
-INTERFACES: Mapping[ServerKind, _Interface] = {
-    "rl-generation": _Interface("/v1/completions", _completion_body, _read_completions, "reported with each token"),
-    "vllm": _Interface(
-        "/v1/completions", _completion_body, _read_completions, "committed here: plain vLLM reports none"
-    ),
-    "sglang": _Interface(
-        "/generate",
-        _sglang_body,
-        _read_sglang,
-        "reported by SGLang where its label is a number, and else committed here",
-    ),
-}

@@ -118,7 +118,8 @@ class Sampling(BasicSampling):
             if not _is_count(count) or count < least:
                 off = "" if least else " (0 is off)"
                 raise ValueError(f"{name} must be an integer of at least {least}{off}; got {name}={count!r}")
-        stops, pairs, seed = self.stop_token_ids, self.logit_bias, self.seed
+        stops, pairs, seed, least = self.stop_token_ids, self.logit_bias, self.seed, self.min_new_tokens
+        grammars = [each for each in (self.json_schema, self.regex) if each is not None]
         checks: dict[str, tuple[bool, str]] = {
             # The distribution.
             "temperature": (
@@ -132,18 +133,24 @@ class Sampling(BasicSampling):
                 isinstance(stops, tuple) and all(_is_count(token) for token in stops),
                 "a tuple of token ids, 0 or more",
             ),
+            "stop": (_are_words(self.stop), "a tuple of strings that are not empty, as stop=('END',)"),
+            "bad_words": (_are_words(self.bad_words), "a tuple of strings that are not empty, as bad_words=('END',)"),
+            "min_new_tokens": (
+                least <= self.max_new_tokens and not (least and self.stop),
+                f"at most max_new_tokens={self.max_new_tokens}, and 0 beside stop={self.stop!r}: use stop_token_ids",
+            ),
             # What is done to logits before the temperature.
             "presence_penalty": (-2.0 <= self.presence_penalty <= 2.0, "in [-2, 2] (0 is off)"),
             "frequency_penalty": (-2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2] (0 is off)"),
             "repetition_penalty": (0.0 < self.repetition_penalty <= 10.0, "in (0, 10] (1 is off)"),
             "logit_bias": (
-                isinstance(pairs, tuple) and all(map(_is_bias, pairs)),
-                "pairs of a token id, 0 or more, and a number below infinity",
+                isinstance(pairs, tuple) and all(map(_is_bias, pairs)) and len(dict(pairs)) == len(pairs),
+                "pairs of a token id, 0 or more, and a number below infinity, with each token once",
             ),
-            "json_schema": (_is_grammar(self.json_schema), "None or a text that is not empty"),
+            "json_schema": (self.json_schema is None or _are_words((self.json_schema,)), "None or a text, not empty"),
             "regex": (
-                _is_grammar(self.regex) and (self.regex is None or self.json_schema is None),
-                "None or a text that is not empty, and None beside a json_schema: a response follows one grammar",
+                len(grammars) < 2 and (self.regex is None or _are_words((self.regex,))),
+                "None or a text, not empty, and None beside a json_schema: a response follows one grammar",
             ),
             "seed": (
                 seed is None or (_is_count(seed) and seed <= MAX_SEED - self.n),
@@ -153,26 +160,6 @@ class Sampling(BasicSampling):
         for name, (holds, wanted) in checks.items():
             if not holds:
                 raise ValueError(f"{name} must be {wanted}; got {name}={getattr(self, name)!r:.200}")
-        for name in ("stop", "bad_words"):
-            words: object = getattr(self, name)
-            if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
-                example = words if isinstance(words, str) and words else "END"
-                raise ValueError(
-                    f"{name} must be a tuple of strings that are not empty, as {name}=({example!r},); "
-                    f"got {name}={words!r}"
-                )
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens must be at most max_new_tokens={self.max_new_tokens}; "
-                f"got min_new_tokens={self.min_new_tokens}"
-            )
-        if self.min_new_tokens and self.stop:
-            raise ValueError(
-                f"min_new_tokens must be 0 beside stop strings, since it holds off stop tokens only; got "
-                f"min_new_tokens={self.min_new_tokens}, stop={self.stop!r}: use stop_token_ids"
-            )
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"logit_bias must name a token once; got logit_bias={pairs!r}")
 
     @property
     def greedy(self) -> bool:
@@ -258,6 +245,9 @@ class Request:
     prompt_index: int = 0
     """Place of the prompt in the call."""
 
+    sample_index: int = 0
+    """Which of the prompt's answers the first of these is, where somebody asks for each by itself."""
+
 
 def make_requests(
     prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], limits: Limits
@@ -337,8 +327,8 @@ def _is_bias(pair: Any) -> bool:
     return isinstance(pair[1], int | float) and pair[1] < math.inf
 
 
-def _is_grammar(value: object) -> bool:
-    return value is None or (isinstance(value, str) and bool(value))
+def _are_words(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(word, str) and word for word in value)
 
 
 def check_token_ids(token_ids: Iterable[int], *, vocab_size: int, name: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, TypeVar, final
 
-__all__ = ["FinishReason", "LogpOf", "Rollout", "RolloutTiming", "TopLogp", "VersionSpan", "in_order"]
+__all__ = ["FinishReason", "LogpOf", "Rollout", "TopLogp", "VersionSpan", "in_order"]
 
 FinishReason = Literal["stop", "length", "abort"]
 """A stop token or stop string; `max_new_tokens`; somebody aborted the request."""
@@ -39,18 +39,6 @@ class VersionSpan:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutTiming:
-    """Where the time of an answer went, in seconds since its request reached the engine."""
-
-    first_token_s: float
-    """Until its first token, the wait for a place in the batch included."""
-
-    total_s: float
-    """Until its last token."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One answer to one prompt, as token ids. Nothing here was decoded to text and encoded again.
 
@@ -75,9 +63,6 @@ class Rollout:
 
     versions: tuple[VersionSpan, ...]
     """Which weights made which tokens: one span unless the weights changed underway. Never empty, without gaps."""
-
-    timing: RolloutTiming | None = None
-    """None where nothing was generated before it was aborted."""
 
     top_logp: TopLogp = ()
     """Where `Sampling.top_logp` asks for it: of each of `tokens` the likeliest tokens at its place with their logp, of

@@ -17,8 +17,6 @@ from typing import Literal, Self, TypeVar, final
 from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError, EngineOptionError
 from rl_generation.requests import Sampling
-from rl_generation.rollout import Rollout
-from rl_generation.submitting import check_single, failed_request
 
 __all__ = ["Streamer"]
 
@@ -51,7 +49,7 @@ class Streamer:
         self._engine = engine
         self._health_timeout_s = health_timeout_s
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
-        self._streams: dict[str, _Stream | _Answer] = {}
+        self._streams: dict[str, _Stream] = {}
         self._numbers = itertools.count()
         self._stepping = False
         self._paused = False
@@ -84,27 +82,6 @@ class Streamer:
         finally:
             if stream.unfinished and not self._closed:
                 self._submit(lambda: self._drop(request_id))
-
-    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
-        """Begin to answer one prompt beside the streams, from any thread; the future raises what `stream` raises.
-
-        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` of the engine returns.
-        """
-        request_id, answer = f"submitted-{next(self._numbers)}", _Answer()
-        try:
-            check_single(sampling)
-            asked = sampling.for_request(seed)
-            adding = self._submit(lambda: self._add(request_id, answer, prompt=prompt, sampling=asked))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
-            return failed_request(error)
-        adding.add_done_callback(answer.note_refused)
-
-        def drop(future: "Future[Rollout]") -> None:
-            if future.cancelled() and not self._closed:
-                self._submit(lambda: self._drop(request_id))
-
-        answer.future.add_done_callback(drop)
-        return answer.future
 
     async def abort(self) -> int:
         """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
@@ -179,7 +156,7 @@ class Streamer:
 
     # -- In the worker thread -------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, stream: "_Stream | _Answer", *, prompt: Sequence[int], sampling: Sampling) -> None:
+    def _add(self, request_id: str, stream: "_Stream", *, prompt: Sequence[int], sampling: Sampling) -> None:
         self._engine.add_request(request_id, prompt, sampling)
         self._dead = None  # it took a request: somebody has restarted it
         self._streams[request_id] = stream
@@ -213,11 +190,8 @@ class Streamer:
         if self._paused:  # since this step was queued
             return
         for request_id, delta in self._engine.step():
-            stream = self._streams.get(request_id)
-            if stream is None:
-                continue  # dropped by its consumer; the engine has not heard of it yet
-            stream.put(delta)
-            if stream.delivered:
+            stream = self._streams.get(request_id)  # None where its consumer dropped it
+            if stream is not None and stream.put(delta):
                 del self._streams[request_id]
 
     def _after_step(self, step: "Future[None]") -> None:
@@ -247,31 +221,6 @@ class Streamer:
             self._step()
 
 
-class _Answer:
-    """What goes from the worker thread to a future."""
-
-    def __init__(self) -> None:
-        self.future: Future[Rollout] = Future()
-        self.delivered = False
-
-    def put(self, item: RolloutDelta | BaseException) -> None:
-        result = item.rollout if isinstance(item, RolloutDelta) else item
-        if result is None:
-            return
-        self.delivered = True
-        if not self.future.set_running_or_notify_cancel():
-            return
-        if isinstance(result, Rollout):
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(result)
-
-    def note_refused(self, adding: "Future[None]") -> None:
-        error = adding.exception()
-        if error is not None:
-            self.put(error)
-
-
 class _Stream:
     """What goes from the worker thread to one consumer, in the event loop where it was made.
 
@@ -290,12 +239,8 @@ class _Stream:
         self._error: BaseException | None = None
         self._ready = asyncio.Event()
 
-    @property
-    def delivered(self) -> bool:
-        """Whether the end of every sample has been put."""
-        return not self._undelivered
-
-    def put(self, item: RolloutDelta | BaseException) -> None:
+    def put(self, item: RolloutDelta | BaseException) -> bool:
+        """Hand an item over; return whether the end of every sample has been put."""
         with self._lock:
             known = bool(self._news) or self._error is not None
             if isinstance(item, RolloutDelta):
@@ -307,6 +252,7 @@ class _Stream:
             # A loop that is closed has no consumer any more.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._ready.set)
+        return not self._undelivered
 
     async def next(self) -> RolloutDelta:
         await self._ready.wait()

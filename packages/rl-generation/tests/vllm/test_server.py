@@ -143,7 +143,6 @@ def test_a_sample_that_takes_too_long_is_a_gateway_timeout(client, engine, monke
     finally:
         engine.resume()
     assert failure.value.status_code == 504
-    assert failure.value.body["timed_out"] == [{"prompt_index": 0, "sample_index": 0, "tokens": 0}]
 
 
 def test_an_answer_over_http_says_which_weights_made_which_of_its_tokens(client, engine):

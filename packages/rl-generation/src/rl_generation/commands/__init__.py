@@ -1,1 +1,23 @@
-"""The commands of `rl-generation`, one module each, and what they share. Importing it loads none of them."""
+"""The commands of `rl-generation`, one module each, and what they share: results go to stdout, all else to stderr."""
+
+import sys
+from typing import final
+
+__all__ = ["CommandError", "say", "show"]
+
+
+@final
+class CommandError(ValueError):
+    """The operation failed or cannot be continued."""
+
+
+def say(line: str) -> None:
+    """Tell the person in front of the screen; not part of the result."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def show(text: str) -> None:
+    """Write a result for people."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

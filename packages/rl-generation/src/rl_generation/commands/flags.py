@@ -1,8 +1,4 @@
-"""The flags of an engine and of how it samples: one for each field of EngineSpec and Sampling, its docstring as help.
-
-A row of a file overrides the same fields of Sampling by a JSON object, so what a field may hold is said once, by its
-type. Does not know what a command does with the engine.
-"""
+"""The flags of an engine and of how it samples: one for each field of EngineSpec and Sampling, with its docstring."""
 
 import argparse
 import ast
@@ -11,27 +7,23 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rl_generation.commands.console import CommandError, say
+from rl_generation.commands import CommandError, say
 from rl_generation.engine import Engine
-from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, load_engine
+from rl_generation.loading import EngineSpec, load_engine
 from rl_generation.requests import Sampling
 from rl_generation.vllm.options import BasicVllmOptions
 
 __all__ = [
     "add_engine_arguments",
     "add_sampling_arguments",
-    "is_integer",
     "json_pairs",
-    "override",
     "sampling_of",
     "spec_of",
-    "specs_of",
     "start_engine",
 ]
 
@@ -40,34 +32,7 @@ VLLM_FLAGS = {each.name for each in dataclasses.fields(BasicVllmOptions)} - {"ma
 """Fields of VllmOptions that have a flag; `--max-batch-size` is that of every engine."""
 
 
-# ---- what a field may hold: as a flag, and in JSON
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
-    """The type of a field."""
-
-    wanted: str
-    """As a refusal says it."""
-
-    check: Callable[[Any], bool]
-    """Whether a value of JSON is of this type."""
-
-    flag: Mapping[str, Any]
-    """What argparse is told."""
-
-
-def is_integer(value: object) -> bool:
-    """Whether `value` is a JSON integer; `true` is none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return is_integer(value) or isinstance(value, float)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+# ---- one flag a field
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -82,43 +47,16 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 INTEGER, TEXT = {"type": int, "metavar": "N"}, {"metavar": "TEXT"}
-KINDS: dict[Any, Kind] = {
-    bool: Kind("true or false", lambda value: isinstance(value, bool), {"action": argparse.BooleanOptionalAction}),
-    int: Kind("an integer", is_integer, INTEGER),
-    float: Kind("a number", _is_number, {"type": float, "metavar": "X"}),
-    str: Kind("text", _is_text, TEXT),
-    tuple[int, ...]: Kind(
-        "a list of integers",
-        lambda value: isinstance(value, list) and all(map(is_integer, value)),
-        {**INTEGER, "action": "append"},
-    ),
-    tuple[str, ...]: Kind(
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(map(_is_text, value)),
-        {**TEXT, "action": "append"},
-    ),
-    tuple[tuple[int, float], ...]: Kind(
-        "an object of numbers by token id",
-        lambda value: (
-            isinstance(value, dict) and all(token.isdecimal() and _is_number(bias) for token, bias in value.items())
-        ),
-        {"type": _bias, "action": "append", "metavar": "ID=X"},
-    ),
+FLAGS: dict[Any, dict[str, Any]] = {
+    bool: {"action": argparse.BooleanOptionalAction},
+    int: INTEGER,
+    float: {"type": float, "metavar": "X"},
+    str: TEXT,
+    tuple[int, ...]: {**INTEGER, "action": "append"},
+    tuple[str, ...]: {**TEXT, "action": "append"},
+    tuple[tuple[int, float], ...]: {"type": _bias, "action": "append", "metavar": "ID=X"},
 }
-
-
-@cache
-def _kinds(config: Any) -> dict[str, Kind]:
-    """Field → what it may hold; None, where it is admitted, is said by leaving the field out."""
-    kinds: dict[str, Kind] = {}
-    for name, hint in get_type_hints(config).items():
-        if get_origin(hint) in {Union, UnionType}:
-            (hint,) = (each for each in get_args(hint) if each is not NoneType)  # noqa: PLW2901
-        if get_origin(hint) is Literal:
-            kinds[name] = Kind("one of them", _is_text, {"choices": get_args(hint)})
-        elif hint in KINDS:
-            kinds[name] = KINDS[hint]
-    return kinds
+"""Type of a field → what argparse is told; None, where it is admitted, is said by leaving the flag out."""
 
 
 def _docs(config: Any) -> dict[str, str]:
@@ -139,11 +77,15 @@ def _add_flags(
     group: Any, config: Any, *, leave_out: Sequence[str] = (), defaults: Mapping[str, object] | None = None
 ) -> None:
     """Declare a flag for each field; `defaults` stand in place of the fields' own."""
-    kinds, docs, given = _kinds(config), _docs(config), defaults or {}
+    hints, docs, given = get_type_hints(config), _docs(config), defaults or {}
     for field in dataclasses.fields(config):
         if field.name in leave_out:
             continue
-        options, default = kinds[field.name].flag, given.get(field.name, field.default)
+        hint = hints[field.name]
+        if get_origin(hint) in {Union, UnionType}:
+            (hint,) = (each for each in get_args(hint) if each is not NoneType)
+        options = {"choices": get_args(hint)} if get_origin(hint) is Literal else FLAGS[hint]
+        default = given.get(field.name, field.default)
         many = options.get("action") == "append"
         name = field.name.removesuffix("s") if many and options.get("type") is not _bias else field.name
         told = docs[field.name].replace("%", "%%")
@@ -165,19 +107,11 @@ def _given(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
 # ---- the engine
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare the model, the engine or `several` of them, and their options."""
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, the engine and its options."""
     parser.add_argument("model", metavar="MODEL", help="a folder of safetensors, or a hub id")
     group = parser.add_argument_group("engine")
-    if several:
-        group.add_argument(
-            "--engine",
-            action="append",
-            choices=ENGINES,
-            help=f"what is measured; can be repeated, and ratios are to the first (default {ENGINES[0]})",
-        )
-    by_hand = ("model", "with_tokenizer", "vllm_kwargs", *(["engine"] if several else []))
-    _add_flags(group, EngineSpec, leave_out=by_hand)
+    _add_flags(group, EngineSpec, leave_out=("model", "with_tokenizer", "vllm_kwargs"))
     group.add_argument(
         "--no-tokenizer",
         dest="with_tokenizer",
@@ -203,29 +137,6 @@ def spec_of(arguments: argparse.Namespace) -> EngineSpec:
         EngineOptionError: An option does not belong to the engine.
     """
     return EngineSpec(**_given(arguments, EngineSpec), vllm_kwargs=_vllm_kwargs(arguments))
-
-
-def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
-    """Return what the flags ask for of several engines, each of which takes the options that are its own.
-
-    Raises:
-        CommandError: As `spec_of`; or an engine stands twice.
-        EngineOptionError: An option belongs to none of them.
-    """
-    engines = arguments.engine or ENGINES[:1]
-    if len(set(engines)) < len(engines):
-        raise CommandError(f"an engine stands twice in {','.join(engines)}")
-    given = _given(arguments, EngineSpec) | {"vllm_kwargs": _vllm_kwargs(arguments)}
-    foreign_to_all = set.intersection(*(set(FOREIGN[engine]) for engine in engines))
-    return [
-        EngineSpec(
-            **{
-                **{name: each for name, each in given.items() if name not in set(FOREIGN[engine]) - foreign_to_all},
-                "engine": engine,
-            }
-        )
-        for engine in engines
-    ]
 
 
 def _vllm_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -287,20 +198,3 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         return Sampling(**_given(arguments, Sampling))
     except ValueError as error:
         raise CommandError(str(error)) from None
-
-
-def override(base: Sampling, fields: Mapping[str, Any]) -> Sampling:
-    """Return `base` with the `fields` of a JSON object in place of its own; token ids there are text.
-
-    Raises:
-        ValueError: A field that Sampling does not have, of another JSON type, or with a value that it refuses.
-    """
-    kinds, given = _kinds(Sampling), dict(fields)
-    for name, value in fields.items():
-        if name not in kinds:
-            raise ValueError(f"sampling has no field {name!r}; it has {', '.join(kinds)}")
-        if not kinds[name].check(value):
-            raise ValueError(f"sampling.{name} must be {kinds[name].wanted}; got {value!r}")
-        if isinstance(value, dict):
-            given[name] = tuple((int(token), bias) for token, bias in value.items())
-    return dataclasses.replace(base, **given)

@@ -2,15 +2,13 @@
 
 A row of the input is an object with one of
     "prompt": text          "messages": [{"role": …, "content": …}, …]          "prompt_token_ids": [1, 2, …]
-and, if wanted, "id" (anything) and "sampling" (fields of Sampling for this row); its other fields stand in the
-`row` of its answers. Row i draws with seed i of `Sampling.spread`, in whichever run it is answered. Answers are a line
-each, appended in batches that are synced; `--resume` keeps the rows that have all of theirs. What answers follow from
-is noted beside the output, so that no file mixes two models' answers. Exit codes: 0 every prompt is answered, 1 the
-engine failed or answers timed out, 2 refused.
+whose other fields stand in the `row` of its answers. Row i draws with seed i of `Sampling.spread`, in whichever run it
+is answered. Answers are a line each, appended in batches that are synced; `--resume` keeps the rows that have all of
+theirs. What answers follow from is noted beside the output, so that no file mixes two models' answers. Exit codes: 0
+every prompt is answered, 1 the engine failed or answers timed out, 2 refused.
 """
 
 import argparse
-import difflib
 import hashlib
 import json
 import os
@@ -18,20 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, final
 
 from rl_generation.chat import decode_rollout, encode_chat, encode_text
 from rl_generation.checkpoints import load_config, model_identity
-from rl_generation.commands.console import CommandError, say, show_json
+from rl_generation.commands import CommandError, say, show
 from rl_generation.commands.flags import (
     add_engine_arguments,
     add_sampling_arguments,
-    is_integer,
     json_pairs,
-    override,
     sampling_of,
     spec_of,
     start_engine,
@@ -45,7 +39,12 @@ from rl_generation.rollout import Rollout, in_order
 
 __all__ = ["add_arguments", "run"]
 
-KINDS = ("prompt", "messages", "prompt_token_ids")
+KINDS = {
+    "prompt": "text",
+    "messages": 'a list of objects with a "role", not empty',
+    "prompt_token_ids": "a list of integers, not empty",
+}
+"""The fields that a prompt may be in, and what they must hold."""
 TIMEOUT = "timeout"
 """The finish reason of a sample that was lost; its line has the tokens that it had reached, without logp."""
 BATCH_ANSWERS = 1024
@@ -65,12 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--overwrite", action="store_true", help="begin again, and lose what the output holds")
     group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
     group = parser.add_argument_group("text")
-    group.add_argument(
-        "--add-special-tokens",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="put around a text what the tokenizer puts around texts, such as bos (default: do)",
-    )
     group.add_argument(
         "--chat-template-kwarg",
         action="append",
@@ -100,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{kind} is text, and --no-tokenizer leaves nothing to encode it with")
         if kind == "messages":
             return encode_chat(tokenizer, content, template_kwargs=variables)
-        return encode_text(tokenizer, content, add_special_tokens=arguments.add_special_tokens)
+        return encode_text(tokenizer, content)
 
     rows = read_rows(arguments.input, sampling, encode)
     digest = hashlib.sha256()
@@ -108,11 +101,15 @@ def run(arguments: argparse.Namespace) -> int:
         digest.update(repr(row).encode())
     made_of = {name: getattr(spec, name) for name in DECISIVE} | asdict(sampling)
     made_of |= {"model": model_identity(spec.model, config), "rows": digest.hexdigest()}
-    finished, length = read_answers(path, rows, made_of) if begun else ({}, 0)
-    say(f"{len(finished)} of {len(rows)} prompts are answered")
+    answers, length = read_answers(path, rows, made_of) if begun else ([], 0)
+    if begun:
+        os.truncate(path, length)  # what the end of that run tore
+    reasons = Counter(line["finish_reason"] for line in answers)
+    done = answers[-1]["index"] + 1 if answers else 0
+    say(f"{done} of {len(rows)} prompts are answered")
 
     start_s, tokens = time.monotonic(), 0
-    if rest := [row for row in rows if row.index not in finished]:
+    if done < len(rows):
         engine, _ = start_engine(spec)
         try:
             for row in rows:
@@ -126,16 +123,15 @@ def run(arguments: argparse.Namespace) -> int:
             start_s, size = time.monotonic(), max(1, BATCH_ANSWERS // sampling.n)
             with path.open("ab") as output:
                 output.truncate(length)
-                for batch in (rest[first : first + size] for first in range(0, len(rest), size)):
-                    lines = answer(engine, batch, tokenizer)
+                for first in range(done, len(rows), size):
+                    lines = answer(engine, rows[first : first + size], tokenizer)
                     output.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
                     output.flush()
                     os.fsync(output.fileno())  # from here on a power failure does not lose them
-                    for line in lines:
-                        finished.setdefault(line["index"], []).append(line["finish_reason"])
-                        tokens += len(line["token_ids"])
+                    reasons.update(line["finish_reason"] for line in lines)
+                    tokens += sum(len(line["token_ids"]) for line in lines)
                     speed = tokens / (time.monotonic() - start_s)
-                    say(f"{len(finished)} of {len(rows)} prompts are answered, {speed:,.0f} tokens/s")
+                    say(f"{lines[-1]['index'] + 1} of {len(rows)} prompts are answered, {speed:,.0f} tokens/s")
         except (EngineDeadError, LogpError, KeyboardInterrupt):
             say(f"what is done is in {path}; the same command with --resume goes on")
             raise
@@ -143,12 +139,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError(f"{path} cannot be written: {error.strerror}; --resume goes on") from error
         finally:
             engine.close()
-    seconds, reasons = time.monotonic() - start_s, Counter(chain.from_iterable(finished.values()))
     say(f"{path}: {reasons.total()} answers ({', '.join(f'{n} {why}' for why, n in sorted(reasons.items()))})")
     if arguments.json:
         figures = {"output": str(path), "prompts": len(rows), "answers": reasons.total(), "finished": dict(reasons)}
-        figures |= {"generated_tokens": tokens, "seconds": seconds, "holds": not reasons[TIMEOUT]}
-        show_json(figures)
+        figures |= {"generated_tokens": tokens, "seconds": time.monotonic() - start_s, "holds": not reasons[TIMEOUT]}
+        show(json.dumps(figures, allow_nan=False))
     return 1 if reasons[TIMEOUT] else 0
 
 
@@ -165,13 +160,12 @@ class Row:
 
     prompt: Prompt
     sampling: Sampling
-    id: Any
     others: dict[str, Any]
     """Fields that mean nothing here, given back with its answers."""
 
 
 def read_rows(path: Path, sampling: Sampling, encode: Callable[[str, Any], Sequence[int]]) -> list[Row]:
-    """Read the rows of a file in UTF-8; one that has no seed of its own gets that of its place in `Sampling.spread`.
+    """Read the rows of a file in UTF-8; each draws with the seed of its place in `Sampling.spread`.
 
     Raises:
         CommandError: The file cannot be read, is empty, or has a bad row; it names the line and the reason.
@@ -186,38 +180,29 @@ def read_rows(path: Path, sampling: Sampling, encode: Callable[[str, Any], Seque
     for index, ((number, line), how) in enumerate(zip(lines, sampling.spread(len(lines)), strict=True)):
         try:
             row = json.loads(line)
-            if problem := problem_of(row):
-                raise ValueError(problem)  # noqa: TRY301 -- said with its line, as the others are
-            (kind,) = (name for name in KINDS if name in row)
-            others = {name: value for name, value in row.items() if name not in {*KINDS, "id", "sampling"}}
-            own, prompt = override(how, row.get("sampling", {})), tuple(encode(kind, row[kind]))
-        except ValueError as error:  # of the JSON, the encoding, the chat template, the sampling, or the row
+            kind = kind_of(row)
+            prompt = tuple(encode(kind, row.pop(kind)))
+        except ValueError as error:  # of the JSON, the encoding, the chat template, or the row
             raise CommandError(f"{path}, line {number}: {error}; nothing was generated") from None
-        rows.append(Row(line=number, index=index, prompt=prompt, sampling=own, id=row.get("id"), others=others))
+        rows.append(Row(line=number, index=index, prompt=prompt, sampling=how, others=row))
     return rows
 
 
-def problem_of(row: Any) -> str | None:
-    """Say why what a line holds cannot be a row; None where it can."""
-    if not isinstance(row, dict):
-        return f"a row must be a JSON object; got {row!r}"
-    present = [kind for kind in KINDS if kind in row]
+def kind_of(row: Any) -> str:
+    """Say in which of the KINDS a row has its prompt; ValueError where what a line holds cannot be a row."""
+    present = [kind for kind in KINDS if isinstance(row, dict) and kind in row]
     if len(present) != 1:
-        return f"a row needs one of {', '.join(KINDS)}; it has {' and '.join(present) or 'none of them'}"
+        got = " and ".join(present) or repr(row)[:200]
+        raise ValueError(f"a row must be a JSON object with one of {', '.join(KINDS)}; got {got}")
     (kind,), content = present, row[present[0]]
-    if kind == "prompt" and not isinstance(content, str):
-        return f"prompt must be text; got {content!r}"
-    if kind != "prompt" and not (isinstance(content, list) and content):
-        return f"{kind} must be a list, not empty; got {content!r}"
-    if kind == "messages" and not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in content):
-        return f'messages must be objects with a "role"; got {content!r}'
-    if kind == "prompt_token_ids" and not all(map(is_integer, content)):
-        return f"prompt_token_ids must be a list of integers; got {content!r:.200}"
-    if not isinstance(row.get("sampling", {}), dict):
-        return f"sampling must be an object with fields of Sampling; got {row['sampling']!r}"
-    for meant in difflib.get_close_matches("sampling", row.keys() - {"sampling"}, n=1, cutoff=0.8):
-        return f"has the field {meant!r}; did you mean 'sampling'?"
-    return None
+    fits = {
+        "prompt": isinstance(content, str),
+        "messages": isinstance(content, list) and all(isinstance(each, dict) and "role" in each for each in content),
+        "prompt_token_ids": isinstance(content, list) and all(type(each) is int for each in content),
+    }
+    if not fits[kind] or content == []:
+        raise ValueError(f"{kind} must be {KINDS[kind]}; got {content!r:.200}")
+    return kind
 
 
 def record_of(output: Path) -> Path:
@@ -225,36 +210,32 @@ def record_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.run.json")
 
 
-def read_answers(path: Path, rows: Sequence[Row], made_of: Mapping[str, Any]) -> tuple[dict[int, list[str]], int]:
+def read_answers(path: Path, rows: Sequence[Row], made_of: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """Read what an earlier run wrote.
 
     Returns:
-        The finish reasons of each row that has all of its answers, by its index; and the bytes of the file up to the
-        last of them, behind which is what the end of that run tore.
+        The answers to each row that has all of its own, which are the first rows; and their bytes in the file, behind
+        which is what the end of that run tore.
 
     Raises:
         CommandError: It is of another run, or nobody knows of which.
     """
-    finished: dict[int, list[str]] = {}
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     try:
         before, now = json.loads(record_of(path).read_bytes()), json.loads(json.dumps(made_of))
         changed = [
             f"\n  {name}: was {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]
         ]
-        answers = [json.loads(line) for line in lines]
-        for index, group in groupby(answers if not changed else [], key=itemgetter("index")):
-            reasons = [each["finish_reason"] for each in group]
-            if len(reasons) < rows[index].sampling.n:
-                break
-            finished[index] = reasons
+        answers = [json.loads(line) for line in lines if not changed]
+        while answers and answers[-1]["sample_index"] + 1 < rows[answers[-1]["index"]].sampling.n:
+            answers.pop()
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CommandError(
             f"{path} or {record_of(path)} is damaged ({error!r}); begin again with --overwrite"
         ) from None
     if changed:
         raise CommandError(f"{path} is of another run:{''.join(changed)}\ngive what was given then, or --overwrite")
-    return finished, sum(map(len, lines[: sum(map(len, finished.values()))]))
+    return answers, sum(map(len, lines[: len(answers)]))
 
 
 def answer(engine: Engine, rows: Sequence[Row], tokenizer: Any) -> list[dict[str, Any]]:
@@ -270,8 +251,7 @@ def answer(engine: Engine, rows: Sequence[Row], tokenizer: Any) -> list[dict[str
 
 def answer_line(answer: Rollout | TimedOutSample, row: Row, tokenizer: Any) -> dict[str, Any]:
     """What is written of an answer; its text is null without a tokenizer."""
-    line: dict[str, Any] = {"index": row.index, "sample_index": answer.sample_index, "id": row.id}
-    line |= {"row": row.others} if row.others else {}
+    line: dict[str, Any] = {"index": row.index, "sample_index": answer.sample_index, "row": row.others}
     if isinstance(answer, TimedOutSample):
         text = None if tokenizer is None else answer_text(tokenizer, answer.tokens, prompt=row.prompt)
         return line | {"text": text, "token_ids": answer.tokens, "logp": None, "finish_reason": TIMEOUT}

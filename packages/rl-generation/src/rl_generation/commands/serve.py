@@ -6,13 +6,13 @@ Writes one line to stdout once it listens: its URL. Exit codes: 0 it was ended, 
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
-from rl_generation.commands.console import CommandError, say, show
+from rl_generation.commands import CommandError, say, show
 from rl_generation.commands.flags import add_engine_arguments, spec_of, start_engine
 from rl_generation.engine import SteppingEngine, StreamingEngine
-from rl_generation.loading import EngineSpec, check_available
+from rl_generation.loading import check_available
+from rl_generation.streaming import Streamer
 
 __all__ = ["add_arguments", "run"]
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until an interrupt, and return the exit code."""
     try:
         from rl_generation.server import ControlServer, Server, read_token
-        from rl_generation.server.running import check_address
+        from rl_generation.server.app import check_address
     except ImportError as error:
         raise CommandError(str(error)) from None
     spec = spec_of(arguments)
@@ -61,7 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_available(spec)
     with _refusing(f"cannot serve at {arguments.host}:{arguments.port}"):  # before the engine, which takes long to load
         check_address(arguments.host, arguments.port, api_key=api_key)
-    with _streaming(spec) as (streaming, tokenizer), ExitStack() as control:
+    with ExitStack() as stack:
+        engine, tokenizer = start_engine(spec)
+        stack.callback(engine.close)  # with all of its processes
+        if isinstance(engine, StreamingEngine):
+            streaming: StreamingEngine = engine
+        else:
+            assert isinstance(engine, SteppingEngine), f"{type(engine).__name__} neither streams nor steps"
+            streaming = stack.enter_context(Streamer(engine))
         with _refusing(f"cannot serve at {arguments.host}:{arguments.port}"):
             server = Server(
                 streaming,
@@ -75,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(streaming.engine.explain())
         if token is not None:
             with _refusing("cannot serve the control port"):
-                at = control.enter_context(ControlServer(streaming, token=token, port=arguments.control_port))
+                at = stack.enter_context(ControlServer(streaming, token=token, port=arguments.control_port))
             say(f"control port: {at.url}")
         show(server.url)
         try:
@@ -91,18 +98,3 @@ def _refusing(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise CommandError(f"{what}: {error}") from None
-
-
-@contextmanager
-def _streaming(spec: EngineSpec) -> Iterator[tuple[StreamingEngine, Any]]:
-    """Hold the engine for as long as it serves, and end it with all of its processes."""
-    from rl_generation.streaming import Streamer
-
-    engine, tokenizer = start_engine(spec)
-    with closing(engine):
-        if isinstance(engine, StreamingEngine):
-            yield engine, tokenizer
-            return
-        assert isinstance(engine, SteppingEngine), f"{type(engine).__name__} neither streams nor steps"
-        with Streamer(engine) as streamer:
-            yield streamer, tokenizer

@@ -33,7 +33,7 @@ from rl_generation.embedded.slot_model import SlotModel
 from rl_generation.engine import RolloutDelta
 from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request, Sampling
-from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan
 
 __all__ = ["Batch", "ContinuousBatching", "Counters", "News", "Profile", "Row"]
 
@@ -106,7 +106,6 @@ class Row:
     """What must be in the cache before the next token: the prompt, and `tokens`."""
 
     arrived_s: float = field(default_factory=time.monotonic)
-    first_token_s: float | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Version of the weights, and the first token that they made."""
 
@@ -145,11 +144,6 @@ class Row:
             )
         spans = self.spans or [(version, 0)]
         ends = [*(start for _, start in spans[1:]), len(tokens)]
-        timing = None
-        if tokens and self.first_token_s is not None:
-            timing = RolloutTiming(
-                first_token_s=self.first_token_s - self.arrived_s, total_s=time.monotonic() - self.arrived_s
-            )
         rollout = Rollout(
             tokens=tuple(tokens),
             logp=tuple(logp),
@@ -161,7 +155,6 @@ class Row:
                 for (made_by, start), end in zip(spans, ends, strict=True)
                 if end > start or len(spans) == 1
             ),
-            timing=timing,
             top_logp=tuple(self.top_logp),
             prompt_index=self.request.prompt_index,
             sample_index=self.sample_index,
@@ -482,7 +475,6 @@ class ContinuousBatching:
         self._waiting: deque[Row] = deque()
         self._batch = Batch(capacity=max_batch_size, vocab_size=vocab_size, device=model.model.device, logp_of=logp_of)
         # Rows that have not drawn a token since they were let in, and rows whose prompt older weights have seen.
-        self._fresh: list[Row | None] = []
         self._stale: set[Row] = set()
 
     @property
@@ -523,12 +515,6 @@ class ContinuousBatching:
         rows = list(batch.rows) if slots is None else [batch.rows[slot] for slot in slots]
         self.counters.generated_tokens += batch.num_alive if slots is None else len(slots)
         tokens, logp, ended = batch.draw(logits, slots)
-        now = time.monotonic()
-        for row in self._fresh if slots is None else rows:
-            if row is not None and row.first_token_s is None:
-                row.first_token_s = now
-        if slots is None:
-            self._fresh = []
         self._stale.difference_update(ended)
         ends = dict(row.ended(logp_of=self._logp_of, version=self._version) for row in ended)
         if not stream:
@@ -574,7 +560,6 @@ class ContinuousBatching:
         """Forget all answers, and give the cache back."""
         self._waiting.clear()
         self._batch.clear()
-        self._fresh.clear()
         self._stale.clear()
         self._model.cache.clear()
 
@@ -623,7 +608,6 @@ class ContinuousBatching:
                 if context in donors:
                     copies.append((slot, donors[context]))
                     counters.cached_prompt_tokens += len(context) - 1
-                    self._fresh.append(row)
                 else:
                     counters.cached_prompt_tokens += len(context) if context in groups else 0
                     groups.setdefault(context, []).append(slot)

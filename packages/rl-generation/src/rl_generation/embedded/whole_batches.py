@@ -10,7 +10,6 @@ Axes: N rows, S tokens so far, V vocabulary.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from time import monotonic
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -139,9 +138,6 @@ class WholeBatches:
 
         def draw(_: Int[Tensor, "N S"], logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
             tokens, _logp, finished = self._batch.draw(logits, None)
-            now = monotonic()
-            for row in rows:
-                row.first_token_s = now if row.first_token_s is None else row.first_token_s
             ended.extend(finished)
             return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 

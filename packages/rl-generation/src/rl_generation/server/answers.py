@@ -16,26 +16,24 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, final
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from rl_generation.chat import decode_rollout
-from rl_generation.detokenizer import Detokenizer
+from rl_generation.detokenizer import Detokenizer, Tokenizer
 from rl_generation.engine import RolloutDelta, StreamingEngine
 from rl_generation.errors import EngineDeadError, SampleTimeoutError
 from rl_generation.requests import Request
-from rl_generation.rollout import LogpOf, Rollout, VersionSpan
+from rl_generation.rollout import LogpOf, VersionSpan
 from rl_generation.server.generation_request import GenerationRequest
-from rl_generation.server.guard import ClientGoneError, HttpError, from_engine, internal
-from rl_generation.server.tools import Reply, ReplyStream, overlap
+from rl_generation.server.guard import HttpError, from_engine, internal
+from rl_generation.server.tools import ReplyStream, ToolCall, overlap
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = ["EventStream", "Shapes", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
+__all__ = ["Shapes", "event_stream", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
 
 LOG = logging.getLogger(__name__)
 
@@ -50,11 +48,15 @@ Kind = Literal["chat", "completion"]
 # -- From the engine --------------------------------------------------------------------------------------------------
 
 
-async def generate(engine: StreamingEngine, requests: Sequence[Request]) -> list[Rollout]:
-    """Answer all requests, as `stream` does; rollouts come in order of request, then of sample."""
+async def generate(engine: StreamingEngine, requests: Sequence[Request]) -> list[Item]:
+    """Answer all requests, as `stream` does; of each answer one delta, the whole, in order of request and sample."""
     async with aclosing(stream(engine, requests)) as items:
-        whole = [(index, delta.rollout) async for index, delta in items if delta.rollout is not None]
-    return [rollout for _, rollout in sorted(whole, key=lambda item: (item[0], item[1].sample_index))]
+        ended = [(index, delta, delta.rollout) async for index, delta in items if delta.rollout is not None]
+    ended.sort(key=lambda item: (item[0], item[1].sample_index))
+    return [
+        (index, replace(last, tokens=whole.tokens, logp=whole.logp, top_logp=whole.top_logp))
+        for index, last, whole in ended
+    ]
 
 
 async def stream(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncGenerator[Item, None]:
@@ -94,7 +96,7 @@ async def stream(engine: StreamingEngine, requests: Sequence[Request]) -> AsyncG
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Do `work`, or cancel it and raise ClientGoneError as soon as the client disconnects; its body has been read."""
+    """Do `work`, or cancel it and raise ClientDisconnect as soon as the client disconnects; its body has been read."""
 
     async def disconnection() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -105,7 +107,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGoneError
+        raise ClientDisconnect
     finally:
         await _end([working, watching])
 
@@ -120,95 +122,49 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 @final
-class TextStream:
-    """Decodes one answer, token by token.
+class AnswerText:
+    """Decodes one answer while it grows, and divides it into what is said and the calls that it turns out to hold.
 
     Text is given out once no further token can change it: not before it is certain, and not while its end may be the
     beginning of a stop string. So the pieces joined are the text of the whole answer, cut where its stop string began.
 
     Args:
         tokenizer: Of the model.
-        stop: Strings that may end the answer.
-        include_stop_string: Whether its text holds the one that did.
-        prompt: What it answers.
-        kept: Special tokens that are written out, with their text; the others are left out.
-
-    Attributes:
-        length: Characters decoded so far, given out or not; the text offset of the next token.
+        asked: What it answers, and how.
+        request: Of its prompt.
     """
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        stop: Sequence[str],
-        include_stop_string: bool,
-        prompt: Sequence[int] = (),
-        kept: Mapping[int, str] | None = None,
-    ) -> None:
-        self.length = 0
-        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, prompt)
-        self._stop, self._include_stop_string, self._kept = stop, include_stop_string, kept or {}
+    def __init__(self, tokenizer: Tokenizer, asked: GenerationRequest, request: Request) -> None:
+        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, request.prompt)
+        self._stop, self._include_stop_string = request.sampling.stop, asked.body.include_stop_str_in_output
+        self._kept, self._reply = asked.kept, ReplyStream(asked.tools)
         self._held = ""
+        self._length = 0
 
-    def push(self, token: int, *, is_last: bool = False) -> str:
-        """Take the next token in; return what text is certain now. `is_last` of a stop token, which is left out."""
-        if token in self._kept and not is_last:
-            fresh = self._text.pending + self._kept[token]
-            self._text = Detokenizer(self._tokenizer, [token])
-        else:
-            fresh = self._text.push(token)
-        self.length += len(fresh)
-        text = self._held + fresh
-        held = max((overlap(text, stop) for stop in self._stop), default=0)
-        certain, self._held = text[: len(text) - held], text[len(text) - held :]
-        return certain
-
-    def finish(self, rollout: Rollout) -> str:
-        """Return the rest of the text, up to the stop string that ended the answer where one did."""
+    def take(self, delta: RolloutDelta) -> tuple[str, list[int], tuple[ToolCall, ...]]:
+        """Return what is certainly said now, the text offset of each new token, and, with the last delta, the calls."""
+        offsets, said, ended = [], "", delta.rollout
+        for token in delta.tokens:
+            offsets.append(self._length)
+            stops = ended is not None and len(offsets) == len(delta.tokens) and isinstance(ended.stop_reason, int)
+            if token in self._kept and not stops:
+                fresh = self._text.pending + self._kept[token]
+                self._text = Detokenizer(self._tokenizer, [token])
+            else:
+                fresh = self._text.push(token)
+            self._length += len(fresh)
+            text = self._held + fresh
+            certain = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
+            said += self._reply.push(text[:certain])
+            self._held = text[certain:]
+        if ended is None:
+            return said, offsets, ()
         text = self._held + self._text.pending
-        start = text.find(rollout.stop_reason) if isinstance(rollout.stop_reason, str) else -1
-        if start < 0:
-            return text
-        return text[: start + len(str(rollout.stop_reason)) if self._include_stop_string else start]
-
-
-@final
-class ChoiceText:
-    """The text of one choice while it grows, and the calls that it turns out to hold."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", asked: GenerationRequest, request: Request) -> None:
-        self._tokenizer, self._asked, self._request = tokenizer, asked, request
-        self._text = TextStream(
-            tokenizer,
-            stop=request.sampling.stop,
-            include_stop_string=asked.include_stop_string,
-            prompt=request.prompt,
-            kept=asked.kept,
-        )
-        self._reply = ReplyStream(asked.tools)
-
-    def take(self, delta: RolloutDelta) -> tuple[str, list[int], Reply]:
-        """Return what is certainly said now, the offset of each new token, and, with the last delta, the calls."""
-        offsets, said = [], ""
-        last = len(delta.tokens) - 1 if delta.rollout and isinstance(delta.rollout.stop_reason, int) else None
-        for place, token in enumerate(delta.tokens):
-            offsets.append(self._text.length)
-            said += self._reply.push(self._text.push(token, is_last=place == last))
-        if delta.rollout is None:
-            return said, offsets, Reply(content="", calls=())
-        said += self._reply.push(self._text.finish(delta.rollout))
+        if isinstance(ended.stop_reason, str) and (start := text.find(ended.stop_reason)) >= 0:
+            text = text[: start + len(ended.stop_reason) if self._include_stop_string else start]
+        said += self._reply.push(text)
         reply = self._reply.finish()
-        return said + reply.content, offsets, reply
-
-    def take_whole(self, rollout: Rollout) -> tuple[str, list[int], Reply]:
-        """`take` of all of an answer, at once where nobody needs to know which token made which character."""
-        asked = self._asked
-        if asked.logp or asked.tools or asked.kept:
-            return self.take(RolloutDelta(sample_index=0, tokens=rollout.tokens, logp=rollout.logp, rollout=rollout))
-        prompt, include = self._request.prompt, asked.include_stop_string
-        text = decode_rollout(self._tokenizer, rollout, prompt=prompt, include_stop_string=include)
-        return text, [], Reply(content="", calls=())
+        return said + reply.content, offsets, reply.calls
 
 
 # -- Shapes -----------------------------------------------------------------------------------------------------------
@@ -221,94 +177,81 @@ class Shapes:
 
     kind: Kind
     model_name: str
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     logp_of: LogpOf
     asked: GenerationRequest
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    texts: dict[int, AnswerText] = field(default_factory=dict)
+    """Of the choices that have begun."""
 
     @property
     def id(self) -> str:
         """Of the response."""
         return f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.number}"
 
-    def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """The response that is not streamed; rollouts in order of prompt, then of sample."""
-        choices = []
-        for index, rollout in enumerate(rollouts):
-            request = self.asked.requests[index // self.asked.n]
-            text, offsets, reply = ChoiceText(self.tokenizer, self.asked, request).take_whole(rollout)
-            message: dict[str, Any] = {"role": "assistant", "content": text or None if reply.calls else text}
-            if reply.calls:
-                message["tool_calls"] = [call.body for call in reply.calls]
-            said = {"message": message} if self.kind == "chat" else {"text": text}
-            choices.append(
-                {
-                    **self._choice(index, said, made=rollout, offsets=offsets, ended=rollout, calls=len(reply.calls)),
-                    **self._prompt("completion", request),
-                }
-            )
+    def whole(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The response that is not streamed."""
         return {
             **self._head("chat.completion" if self.kind == "chat" else "text_completion"),
-            "choices": choices,
-            "usage": self._usage(sum(len(rollout.tokens) for rollout in rollouts)),
-            "weight_version": min(rollout.version for rollout in rollouts),
+            "choices": [self._choice(number, delta, part="message") for number, delta in items],
+            "usage": self._usage(sum(len(delta.tokens) for _, delta in items)),
+            "weight_version": min(delta.rollout.version for _, delta in items if delta.rollout),
             **self._prompt("chat", self.asked.requests[0]),
         }
 
     async def chunks(
-        self, deltas: AsyncGenerator[Item, None], *, count: bool = False
+        self, items: AsyncGenerator[Item, None], *, count: bool = False
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of all answers as their tokens come; closing it closes `deltas`.
+        """Yield the chunks of all answers as their tokens come; closing it closes `items`.
 
         The last chunk counts tokens where the client asked for that, or the caller does by `count`.
         """
-        texts: dict[int, ChoiceText] = {}
         versions: list[int] = []
         generated = 0
-        async with aclosing(deltas):
-            async for number, delta in deltas:
-                request, index = self.asked.requests[number], number * self.asked.n + delta.sample_index
-                opening: dict[str, Any] = {}
-                if index not in texts:
-                    texts[index] = ChoiceText(self.tokenizer, self.asked, request)
-                    opening = self._prompt("completion", request)
-                    if self.kind == "chat":  # whose message it is
-                        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                        yield self._chunk([{"index": index, **first}], **self._prompt("chat", request))
-                text, offsets, reply = texts[index].take(delta)
-                message: dict[str, Any] = {"content": text}
-                if reply.calls:
-                    message["tool_calls"] = [{"index": place, **call.body} for place, call in enumerate(reply.calls)]
-                said = {"delta": message} if self.kind == "chat" else {"text": text}
-                ended, calls = delta.rollout, len(reply.calls)
-                choice = self._choice(index, said, made=delta, offsets=offsets, ended=ended, calls=calls) | opening
+        asked_for = bool((self.asked.body.stream_options or {}).get("include_usage"))
+        head = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
+        head |= {"usage": None} if asked_for else {}
+        async with aclosing(items):
+            async for number, delta in items:
+                index = number * self.asked.n + delta.sample_index
+                if self.kind == "chat" and index not in self.texts:  # whose message it is
+                    first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+                    prompt = self._prompt("chat", self.asked.requests[number])
+                    yield {**head, "choices": [{"index": index, **first}], **prompt}
+                chunk = {**head, "choices": [self._choice(number, delta, part="delta")]}
                 generated += len(delta.tokens)
-                versions += [] if ended is None else [ended.version]
-                yield self._chunk([choice], **({} if ended is None else {"weight_version": ended.version}))
-        if count or self.asked.include_usage:
-            yield self._chunk([], usage=self._usage(generated), weight_version=min(versions))
-
-    def _chunk(self, choices: Sequence[Mapping[str, Any]], **others: Any) -> dict[str, Any]:
-        unknown = {"usage": None} if self.asked.include_usage else {}
-        kind = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        return {**self._head(kind), "choices": list(choices), **unknown, **others}
+                if delta.rollout is not None:
+                    versions.append(delta.rollout.version)
+                    chunk["weight_version"] = delta.rollout.version
+                yield chunk
+        if count or asked_for:
+            yield {**head, "choices": [], "usage": self._usage(generated), "weight_version": min(versions)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
         return {**head, "logp_of": self.logp_of}
 
-    def _choice(
-        self,
-        index: int,
-        said: Mapping[str, Any],
-        *,
-        made: RolloutDelta | Rollout,
-        offsets: Sequence[int],
-        ended: Rollout | None,
-        calls: int,
-    ) -> dict[str, Any]:
-        """What `made` adds to a choice that says `said`, and how it `ended`, with so many calls."""
+    def _choice(self, number: int, delta: RolloutDelta, *, part: Literal["message", "delta"]) -> dict[str, Any]:
+        """What a delta adds to its choice; of a response that is not streamed, the choice itself."""
+        asked, request, ended = self.asked, self.asked.requests[number], delta.rollout
+        index, opening = number * asked.n + delta.sample_index, {}
+        if index not in self.texts:
+            self.texts[index], opening = AnswerText(self.tokenizer, asked, request), self._prompt("completion", request)
+        if ended is None or part == "delta" or asked.logp or asked.tools or asked.kept:
+            text, offsets, calls = self.texts[index].take(delta)
+        else:  # at once, where nobody needs to know which token made which character
+            include = asked.body.include_stop_str_in_output
+            text = decode_rollout(self.tokenizer, ended, prompt=request.prompt, include_stop_string=include)
+            offsets, calls = [], ()
+        said: dict[str, Any] = {"text": text}
+        if self.kind == "chat":
+            said = {part: {"content": text}}
+            if part == "message":
+                said = {part: {"role": "assistant", "content": text or None if calls else text}}
+            if calls:
+                places = [{"index": place} if part == "delta" else {} for place in range(len(calls))]
+                said[part]["tool_calls"] = [place | call.body for place, call in zip(places, calls, strict=True)]
         ending: dict[str, Any] = {"finish_reason": None}
         if ended is not None:
             ending = {
@@ -316,15 +259,15 @@ class Shapes:
                 "stop_reason": ended.stop_reason,
                 "weight_versions": spans_as_json(ended.versions),
             }
-        ids = {"token_ids": list(made.tokens)} if self.asked.token_ids else {}
-        return {"index": index, **said, "logprobs": self._logp(made, offsets), **ending, **ids}
+        ids = {"token_ids": list(delta.tokens)} if asked.body.return_token_ids else {}
+        return {"index": index, **said, "logprobs": self._logp(delta, offsets), **ending, **ids, **opening}
 
     def _prompt(self, kind: Kind, request: Request) -> dict[str, Any]:
         """The field that repeats the prompt, where it was asked for; of a chat's response, of a completion's choice."""
-        wanted = self.kind == kind and self.asked.token_ids
+        wanted = self.kind == kind and self.asked.body.return_token_ids
         return {"prompt_token_ids": list(request.prompt)} if wanted else {}
 
-    def _logp(self, made: RolloutDelta | Rollout, offsets: Sequence[int]) -> dict[str, Any] | None:
+    def _logp(self, made: RolloutDelta, offsets: Sequence[int]) -> dict[str, Any] | None:
         """Of some tokens, in the shape of the route; None where nobody asked."""
         if not self.asked.logp:
             return None
@@ -356,7 +299,7 @@ class Shapes:
         }
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.asked.tokens_as_token_ids else self._text(token)
+        return f"token_id:{token}" if self.asked.body.return_tokens_as_token_ids else self._text(token)
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -375,27 +318,10 @@ def spans_as_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
 # -- Server-sent events -----------------------------------------------------------------------------------------------
 
 
-@final
-class EventStream(StreamingResponse):
-    """A response of server-sent events that ends, and closes its source, as soon as the client disconnects.
-
-    Args:
-        first: What is sent as the JSON of the first event.
-        rest: What follows; closed in any case.
-        headers: Of the response.
-    """
-
-    def __init__(
-        self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None], *, headers: dict[str, str]
-    ) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
-        super().__init__(_events(first, rest), media_type="text/event-stream", headers=headers)
-        self._rest = rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        async with aclosing(self._rest):
-            await unless_disconnected(receive, self.stream_response(send))
+def event_stream(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> StreamingResponse:
+    """A response of server-sent events; as soon as the client disconnects, it ends and closes `rest`."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(first, rest), media_type="text/event-stream", headers=headers)
 
 
 async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
@@ -404,9 +330,10 @@ async def _events(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], No
         return name.encode() + b"data: " + to_json(content) + b"\n\n"
 
     try:
-        yield event(first)
-        async for content in rest:
-            yield event(content)
+        async with aclosing(rest):
+            yield event(first)
+            async for content in rest:
+                yield event(content)
         yield b"data: [DONE]\n\n"
     except HttpError as error:
         yield event(error.body)

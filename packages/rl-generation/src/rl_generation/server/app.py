@@ -1,61 +1,78 @@
-"""The routes: OpenAI's for text and chat, vLLM's for tokens.
+"""The HTTP server of an engine and its control port, each an application and the thread that serves it.
 
-    POST /v1/chat/completions   POST /v1/completions   POST /v1/responses
-    GET /v1/models              GET /v1/models/{model} GET /health         GET /metrics
-    POST /tokenize              POST /detokenize
+    POST /v1/chat/completions   POST /v1/completions   POST /v1/responses   POST /tokenize
+    GET /v1/models              GET /v1/models/{model} GET /health          GET /metrics
 
-For a `VllmEngine`, vLLM's own app answers all but health and metrics (`rl_generation.vllm.openai_app`). For the
+For a `VllmEngine`, vLLM's own app answers what is asked of the model (`rl_generation.vllm.openai_app`). For the
 embedded engine, and any other that streams, the answers are made here: a subset of that. Every body is JSON; every
 error has OpenAI's shape.
+
+Both ports are on loopback by default. Another address of the engine's needs an API key: whoever reaches it may use it.
 """
 
 import asyncio
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, final
+import os
+import socket
+import stat
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Self, TypeVar, final
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from rl_generation.chat import encode_text
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.engine import StreamingEngine, to_prometheus
-from rl_generation.errors import EngineOptionError, PromptError
-from rl_generation.requests import check_token_ids
-from rl_generation.server.answers import EventStream, Shapes, generate, stream, unless_disconnected
-from rl_generation.server.fields import Fields
-from rl_generation.server.generation_request import GenerationRequest, RequestReader
+from rl_generation.errors import EngineOptionError, ModelError
+from rl_generation.server.answers import Shapes, event_stream, generate, stream, unless_disconnected
+from rl_generation.server.generation_request import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerationRequest,
+    RequestReader,
+    TokensBody,
+    read_json,
+)
 from rl_generation.server.guard import (
     Guard,
     HttpError,
     ServerLimits,
     check_api_key,
     error_handlers,
-    from_engine,
+    is_loopback,
     read_body,
 )
 from rl_generation.server.responses_api import ResponsesRequest
-from rl_generation.server.tools import detect_tool_format, tool_format_of
+from rl_generation.server.tools import tool_format_of
+from rl_generation.streaming import STEPS
 from rl_generation.vllm.engine import VllmEngine
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "create_app", "read_token"]
 
-__all__ = ["create_app"]
+API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
+"""Where `serve` and `Server` look for the API key that they were not given."""
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 STREAMING = ("engine", "stream", "abort", "check_health")
-STEPPING = ("add_request", "step", "abort_request", "has_unfinished_requests")
-"""What the protocols of these names have."""
+"""What a StreamingEngine has."""
 
 
 def create_app(
     streaming_engine: StreamingEngine,
     *,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     model_name: str,
     api_key: str | None = None,
     limits: ServerLimits | None = None,
@@ -81,41 +98,40 @@ def create_app(
     # By its attributes, since an engine that wraps another may pass them on.
     if missing := [name for name in STREAMING if not hasattr(streaming_engine, name)]:
         name = type(streaming_engine).__name__
-        if all(hasattr(streaming_engine, each) for each in STEPPING):
+        if all(hasattr(streaming_engine, each) for each in STEPS):
             raise EngineOptionError(f"{name} steps but does not stream: pass Streamer(engine)")
         raise EngineOptionError(f"{name} is no StreamingEngine: it has no {', '.join(missing)}")
     if tokenizer is None:
         raise EngineOptionError("tokenizer=None: a server of texts needs the model's tokenizer")
     bounds = ServerLimits() if limits is None else limits
-    about = _About(streaming_engine, model_name)
-    routes = [
-        Route("/v1/models/{model:path}", about.model, methods=["GET"]),
-        Route("/health", about.health, methods=["GET"]),
-        Route("/metrics", about.metrics, methods=["GET"]),
-    ]
-    if isinstance(streaming_engine, VllmEngine):
-        from rl_generation.vllm.openai_app import VllmApp
-
-        own = VllmApp(
-            streaming_engine, tokenizer=tokenizer, model_name=model_name, bounds=bounds, tool_parser=tool_format
-        )
-        routes += own.routes()
-    else:
-        written = detect_tool_format(tokenizer) if tool_format is None else tool_format_of(tool_format)
+    reader = None
+    if not isinstance(streaming_engine, VllmEngine):
         reader = RequestReader(
             tokenizer=copy.deepcopy(tokenizer),
             limits=streaming_engine.engine.limits,
             bounds=bounds,
-            tool_format=written,
+            tool_format=tool_format_of(tokenizer, tool_format),
         )
-        ours = _Routes(about, reader)
+    ours = _Routes(streaming_engine, model_name, reader)
+    routes = [
+        Route("/v1/models", ours.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", ours.model, methods=["GET"]),
+        Route("/health", ours.health, methods=["GET"]),
+        Route("/metrics", ours.metrics, methods=["GET"]),
+    ]
+    if isinstance(streaming_engine, VllmEngine):
+        from rl_generation.vllm.openai_app import VllmApp
+
+        app = VllmApp(
+            streaming_engine, tokenizer=tokenizer, model_name=model_name, bounds=bounds, tool_parser=tool_format
+        )
+        routes += app.routes()
+    else:
         routes += [
             Route("/v1/chat/completions", ours.chat, methods=["POST"]),
             Route("/v1/completions", ours.completion, methods=["POST"]),
             Route("/v1/responses", ours.respond, methods=["POST"]),
-            Route("/v1/models", about.models, methods=["GET"]),
             Route("/tokenize", ours.tokenize, methods=["POST"]),
-            Route("/detokenize", ours.detokenize, methods=["POST"]),
         ]
     return Starlette(
         routes=routes,
@@ -125,12 +141,13 @@ def create_app(
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _About:
-    """What is said of an engine, whoever answers for it."""
+class _Routes:
+    """Answers requests; those for text, of an engine that is not vLLM's, which has a `reader`."""
 
-    streaming: StreamingEngine
-    model_name: str
+    def __init__(self, streaming: StreamingEngine, model_name: str, reader: RequestReader | None) -> None:
+        self._streaming, self._model_name = streaming, model_name
+        self._reader: Any = reader
+        self._encoding = asyncio.Lock()
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [await self.card()]})
@@ -140,25 +157,25 @@ class _About:
         return JSONResponse(await self.card())
 
     async def health(self, request: Request) -> Response:
-        await self.streaming.check_health()
+        await self._streaming.check_health()
         return JSONResponse({"status": "ok", "weight_version": await self.version()})
 
     async def metrics(self, request: Request) -> Response:
-        text = to_prometheus(await self.streaming.read_metrics(), model_name=self.model_name)
+        text = to_prometheus(await self._streaming.read_metrics(), model_name=self._model_name)
         return PlainTextResponse(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            message = f"the model here is {self.model_name!r}; got {name[:100]!r}"
+        if name is not None and name != self._model_name:
+            message = f"the model here is {self._model_name!r}; got {name[:100]!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
     async def version(self) -> int:
-        return (await self.streaming.read_metrics()).version
+        return (await self._streaming.read_metrics()).version
 
     async def card(self) -> dict[str, Any]:
-        engine = self.streaming.engine
+        engine = self._streaming.engine
         return {
-            "id": self.model_name,
+            "id": self._model_name,
             "object": "model",
             "created": 0,
             "owned_by": "rl-generation",
@@ -168,88 +185,299 @@ class _About:
             "weight_version": await self.version(),
         }
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Routes:
-    """Answers for an engine that is not vLLM's."""
-
-    about: _About
-    reader: RequestReader
-    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
-
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, self.reader.chat, await self._fields(request))
+        body = ChatBody.of(await self._fields(request))
+        return await self._answer(request, body, self._reader.chat)
 
     async def completion(self, request: Request) -> Response:
-        return await self._answer(request, self.reader.completion, await self._fields(request))
+        body = CompletionBody.of(await self._fields(request))
+        return await self._answer(request, body, self._reader.completion)
 
     async def respond(self, request: Request) -> Response:
         asked = ResponsesRequest.of(await self._fields(request))
-        return await self._answer(request, self.reader.chat, asked.chat, responses=asked)
+        return await self._answer(request, asked.chat, self._reader.chat, responses=asked)
 
     async def tokenize(self, request: Request) -> Response:
-        fields, reader = await self._fields(request), self.reader
-        tokens = await self._encode(reader.chat_tokens if fields.has("messages") else reader.text_tokens, fields)
-        named = fields.flag("return_token_strs", default=False)
-        fields.refuse_others()
-        names = reader.tokenizer.convert_ids_to_tokens(tokens) if named else None
-        max_length = reader.limits.max_length
-        body = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens, "token_strs": names}
-        return JSONResponse(body)
-
-    async def detokenize(self, request: Request) -> Response:
-        fields = await self._fields(request)
-        tokens = fields.token_ids("tokens")
-        if tokens is None:
-            raise HttpError(400, "send tokens, a list of token ids", param="tokens", code="missing_field")
-        fields.refuse_others()
-        try:
-            check_token_ids(tokens, vocab_size=self.reader.limits.vocab_size, name="tokens")
-        except PromptError as error:
-            raise from_engine(error) from None
-        whole = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return JSONResponse({"prompt": self.reader.tokenizer.decode(list(tokens), **whole)})
+        body, reader = TokensBody.of(await self._fields(request)), self._reader
+        if body.messages is not None:
+            tokens = await self._encode(reader.chat_tokens, body)
+        elif body.prompt is not None:
+            special = body.add_special_tokens
+            tokens = await self._encode(
+                lambda prompt: encode_text(reader.tokenizer, prompt, add_special_tokens=special), body.prompt
+            )
+        else:
+            raise HttpError(400, "send prompt, a string, or messages", param="prompt", code="missing_field")
+        return JSONResponse({"count": len(tokens), "max_model_len": reader.limits.max_length, "tokens": tokens})
 
     async def _answer(
         self,
         request: Request,
-        read: Callable[[Fields], GenerationRequest],
-        fields: Fields,
+        body: T,
+        read: Callable[[T], GenerationRequest],
         *,
         responses: ResponsesRequest | None = None,
     ) -> Response:
-        streaming = self.about.streaming
-        asked = await self._encode(read, fields)
+        streaming = self._streaming
+        asked = await self._encode(read, body)
         shapes = Shapes(
-            kind="completion" if read == self.reader.completion else "chat",
-            model_name=self.about.model_name,
-            tokenizer=self.reader.tokenizer,
+            kind="completion" if isinstance(body, CompletionBody) else "chat",
+            model_name=self._model_name,
+            tokenizer=self._reader.tokenizer,
             logp_of=streaming.engine.logp_of,
             asked=asked,
         )
-        headers = {"X-Request-Id": shapes.id}
-        if asked.stream:
-            # Of the weights that it begins with; the last event says which tokens are whose.
-            headers["X-Weight-Version"] = str(await self.about.version())
-            events = shapes.chunks(stream(streaming, asked.requests), count=responses is not None)
-            if responses is not None:
-                events = responses.events(events)
-            # Errors that the first token brings to light still have a status of their own.
-            first = await unless_disconnected(request.receive, anext(events))
-            return EventStream(first, events, headers=headers)
-        rollouts = await unless_disconnected(request.receive, generate(streaming, asked.requests))
-        versions = sorted({span.version for rollout in rollouts for span in rollout.versions})
-        headers["X-Weight-Version"] = ",".join(map(str, versions))
-        body = shapes.whole(rollouts)
-        return JSONResponse(body if responses is None else responses.body(body), headers=headers)
+        if responses is not None:
+            events = responses.events(shapes.chunks(stream(streaming, asked.requests), count=True))
+            if not asked.body.stream:
+                last = await unless_disconnected(request.receive, _last(events))
+                return JSONResponse(last["response"])
+        elif asked.body.stream:
+            events = shapes.chunks(stream(streaming, asked.requests))
+        else:
+            items = await unless_disconnected(request.receive, generate(streaming, asked.requests))
+            return JSONResponse(shapes.whole(items))
+        # Errors that the first token brings to light still have a status of their own.
+        first = await unless_disconnected(request.receive, anext(events))
+        return event_stream(first, events)
 
-    async def _encode(self, read: Callable[[Fields], T], fields: Fields) -> T:
+    async def _encode(self, read: Callable[[T], R], body: T) -> R:
         """Encode beside the event loop, one text at a time: a megabyte of it takes a second."""
-        async with self.encoding:
-            return await asyncio.to_thread(read, fields)
+        async with self._encoding:
+            return await asyncio.to_thread(read, body)
 
-    async def _fields(self, request: Request) -> Fields:
-        fields = Fields(await read_body(request, self.reader.bounds))
-        self.about.check_model(fields.text("model"))
+    async def _fields(self, request: Request) -> dict[str, Any]:
+        fields = read_json(await read_body(request, self._reader.bounds))
+        self.check_model(Body.of(fields, others=fields.keys()).model)
         return fields
+
+
+async def _last(events: AsyncGenerator[T, None]) -> T:
+    async with aclosing(events):
+        return [event async for event in events][-1]
+
+
+# -- The threads that serve -------------------------------------------------------------------------------------------
+
+
+class HttpThread:
+    """An application that is served in a thread of its own, for as long as a `with` block; see `Server`."""
+
+    def __init__(self, app: ASGIApp, *, host: str, port: int, shutdown_timeout_s: int, log_level: str) -> None:
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                lifespan="off",
+                log_config=None,
+                log_level=log_level,
+                server_header=False,
+                timeout_graceful_shutdown=shutdown_timeout_s,
+                ws="none",
+            )
+        )
+        # Bound here, so that the port is known, and connections wait rather than fail until the loop runs.
+        self._socket = _listen(host, port)
+        self._thread: threading.Thread | None = None
+        self.host = host
+        self.port = int(self._socket.getsockname()[1])
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def __enter__(self) -> Self:
+        """Start serving."""
+        self._thread = threading.Thread(target=self.run, name=f"rl-generation-http-{self.port}", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop serving, as `stop` says, and wait for it."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def run(self) -> None:
+        """Serve in this thread until `stop`, or, in the main thread, an interrupt or a termination signal."""
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        """Tell the server to end; from any thread."""
+        self._uvicorn.should_exit = True
+
+
+@final
+class Server(HttpThread):
+    """An HTTP server in a thread of its own, for as long as a `with` block; the engine stays the caller's to close.
+
+    Its end lets requests finish for `shutdown_timeout_s`, then aborts them in the engine.
+
+    Args:
+        streaming_engine: See `create_app`, as for `tokenizer`, `model_name`, `tool_format` and `limits`.
+        host: Address to listen on; other than loopback needs an API key.
+        port: To listen on; 0 takes a free one, which `port` then says.
+        api_key: None takes it from the environment variable `RL_GENERATION_API_KEY`, where it is set.
+        shutdown_timeout_s: Whole seconds for requests in flight at the end.
+        log_level: Of uvicorn's loggers; it never logs headers.
+
+    Attributes:
+        host: Where it listens.
+        port: Where it listens.
+        url: Of its root.
+
+    Raises:
+        EngineOptionError: `host` is not loopback and there is no API key.
+        OSError: The address is taken, or not this machine's.
+    """
+
+    def __init__(
+        self,
+        streaming_engine: StreamingEngine,
+        *,
+        tokenizer: Tokenizer,
+        model_name: str,
+        tool_format: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        limits: ServerLimits | None = None,
+        shutdown_timeout_s: int = 10,
+        log_level: str = "warning",
+    ) -> None:
+        key = _key_for(host, api_key)
+        app = create_app(
+            streaming_engine,
+            tokenizer=tokenizer,
+            model_name=model_name,
+            api_key=key,
+            limits=limits,
+            tool_format=tool_format,
+        )
+        super().__init__(app, host=host, port=port, shutdown_timeout_s=shutdown_timeout_s, log_level=log_level)
+
+
+def check_address(host: str, port: int, *, api_key: str | None = None) -> None:
+    """Refuse an address at which a `Server` could not listen now, before there is an engine.
+
+    Raises:
+        EngineOptionError: `host` is not loopback and there is no API key.
+        ValueError: The API key is empty, or no text that a header can hold.
+        OSError: The address is taken, or not this machine's.
+    """
+    check_api_key(_key_for(host, api_key))
+    _listen(host, port).close()
+
+
+def _key_for(host: str, api_key: str | None) -> str | None:
+    """Return the API key as given, or else of the environment; refuse to be open to other machines without one."""
+    key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
+    if key is None and not is_loopback(host):
+        raise EngineOptionError(
+            f"host={host!r} is open to other machines, and whoever reaches it may use the engine: give an api_key "
+            f"(or set {API_KEY_VARIABLE}), or listen on 127.0.0.1"
+        )
+    return key
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+# -- The control port -------------------------------------------------------------------------------------------------
+
+
+@final
+class ControlServer(HttpThread):
+    """The control port of an engine, never the public one, in a thread of its own for as long as a `with` block.
+
+        GET /state   POST /pause   POST /resume   POST /sleep   POST /wake_up
+
+    Each answers `{"paused": …, "weight_version": …}`. Whoever may call it can stop the engine for all of its clients,
+    so it asks for a token of its own, even on this machine. An engine that sleeps has freed its device's memory and
+    keeps the weights in the host's; vLLM's can. Weights do not come in here, and neither does their version: the refit
+    that writes them commits it.
+
+    A pause freezes what is under way between two tokens; what is asked for meanwhile waits, and its time runs.
+
+    Args:
+        streaming_engine: A `Streamer` or a `VllmEngine`, as it is served; it is not closed here.
+        token: Clients send it as `Authorization: Bearer …`; see `read_token`.
+        host: Address to listen on. Beyond loopback the token travels as it is: use a network of your own, or a tunnel.
+        port: To listen on; 0 takes a free one.
+        routes: Further routes, such as those by which a trainer arranges its refits.
+
+    Raises:
+        EngineOptionError: The engine cannot pause.
+        ValueError: The token is empty, or no text that a header can hold.
+        OSError: The address is taken, or not this machine's.
+    """
+
+    def __init__(
+        self,
+        streaming_engine: StreamingEngine,
+        *,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        routes: Sequence[Route] = (),
+    ) -> None:
+        check_api_key(token)
+        engine: Any = streaming_engine
+        if not all(hasattr(engine, name) for name in ("pause", "resume", "is_paused")):
+            raise EngineOptionError(f"{type(engine).__name__} cannot pause: a control port needs one that can")
+
+        async def state(_request: Request) -> Response:
+            paused = await asyncio.to_thread(lambda: bool(engine.is_paused))
+            return JSONResponse({"paused": paused, "weight_version": (await engine.read_metrics()).version})
+
+        def after(act: Callable[[], None]) -> Callable[[Request], Any]:
+            async def route(request: Request) -> Response:
+                try:
+                    await asyncio.to_thread(act)  # which waits for the step that is under way
+                except (EngineOptionError, ModelError) as error:  # it cannot sleep, or not now
+                    raise HttpError(409, str(error), code="engine_refuses") from error
+                return await state(request)
+
+            return route
+
+        def cannot() -> None:
+            raise EngineOptionError(f"{type(engine).__name__} cannot sleep: vLLM's engine can")
+
+        own = [
+            Route("/sleep", after(getattr(engine, "sleep", cannot)), methods=["POST"]),
+            Route("/wake_up", after(getattr(engine, "wake_up", cannot)), methods=["POST"]),
+            Route("/state", state, methods=["GET"]),
+            Route("/pause", after(lambda: engine.pause(mode="keep")), methods=["POST"]),
+            Route("/resume", after(engine.resume), methods=["POST"]),
+        ]
+        guard = Middleware(Guard, api_key=token, bounds=ServerLimits())  # compares in constant time
+        app = Starlette(routes=[*own, *routes], middleware=[guard], exception_handlers=error_handlers())
+        super().__init__(app, host=host, port=port, shutdown_timeout_s=1, log_level="warning")
+
+
+def read_token(*, variable: str | None = None, file: str | None = None) -> str:
+    """Return the token of a control port, from an environment variable or a private file.
+
+    Raises:
+        EngineOptionError: None or both are named, the one that is named has no token, or others may read the file.
+    """
+    if (variable is None) == (file is None):
+        raise EngineOptionError("a control port needs a token: name an environment variable or a file with it")
+    if variable is not None:
+        token = os.environ.get(variable, "").strip()
+        if not token:
+            raise EngineOptionError(f"the environment variable {variable} is not set, or empty")
+        return token
+    path = Path(str(file)).expanduser()
+    try:
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise EngineOptionError(f"{path} can be read by others, and holds a token: chmod 600 {path}")
+        token = path.read_text().strip()
+    except OSError as error:
+        raise EngineOptionError(f"the token of the control port cannot be read: {error}") from None
+    if not token:
+        raise EngineOptionError(f"{path} is empty, and should hold the token of the control port")
+    return token

@@ -1,28 +1,222 @@
-"""What a client asks to be generated, from the fields of its body. Does not run anything.
+"""What clients send, as pydantic models, and the prompts with their Sampling that it asks for. Does not run anything.
 
-The fields are OpenAI's, and vLLM's extensions of them: a chat without `max_tokens` has the rest of the context, a
-completion 16 tokens. Where they differ from this package: of several prompts in one request each draws by its own seed
-(`Sampling.spread`), so that a request is answered as `engine.generate(prompts, sampling)` would. Text parts of a
-message are joined by line breaks, and the role "developer" is the template's "system", as in vLLM.
+OpenAI's and vLLM's interfaces have many fields; a server that ignores the ones it does not know answers a question that
+was not asked. So a field is read, or cannot change the answer, or has its neutral value, or is an error that names it
+and the nearest valid one. JSON's null stands for a missing field.
+
+A chat without `max_tokens` has the rest of the context, a completion 16 tokens. Of several prompts in one request each
+draws by its own seed (`Sampling.spread`), so that a request is answered as `engine.generate(prompts, sampling)` would.
+Text parts of a message are joined by line breaks, and the role "developer" is the template's "system", as in vLLM.
 """
 
+import difflib
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, final
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, Self, final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rl_generation.chat import encode_chat, encode_text
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling, check_token_ids, make_requests
-from rl_generation.server.fields import Fields, is_token_ids, shortened
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine
 from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+__all__ = [
+    "Body",
+    "ChatBody",
+    "CompletionBody",
+    "GenerationRequest",
+    "RequestReader",
+    "ResponsesBody",
+    "TokensBody",
+    "read_json",
+    "shortened",
+]
 
-__all__ = ["GenerationRequest", "RequestReader"]
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("chat_template", "conversation", "guided_json", "guided_regex", "max_tool_calls"), ()),
+    **dict.fromkeys(("previous_response_id", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("allowed_token_ids", "documents", "functions"), ([],)),
+    **dict.fromkeys(("background", "echo", "use_beam_search"), (False,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "truncation": ("disabled",),
+}
+"""Fields of OpenAI's or vLLM's that exist but are not served, with the values that ask for nothing."""
+
+IRRELEVANT = frozenset(
+    {
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+        *("store", "user"),
+    }
+)
+"""Fields of OpenAI's on which a response cannot depend; any value is taken, and nothing is stored."""
+
+MOST = 2**63 - 1
+"""The largest integer that engines can hold."""
+
+# Types of fields. Their descriptions are what a refusal says that a field must be.
+Integer = Annotated[
+    Annotated[int, Field(ge=-MOST, le=MOST)] | None, Field(default=None, description="an integer of 64 bits")
+]
+Number = Annotated[
+    Annotated[float, Field(allow_inf_nan=False)] | None, Field(default=None, description="a finite number")
+]
+Flag = Annotated[bool, Field(description="true or false")]
+Text = Annotated[str | None, Field(default=None, description="a string")]
+Texts = Annotated[
+    list[str] | None,
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+    Field(default=None, description="a string or a list of strings"),
+]
+TokenId = Annotated[int, Field(ge=0, le=MOST)]
+TokenIds = Annotated[
+    list[TokenId] | None, Field(default=None, description="a list of token ids (integers of at least 0)")
+]
+Object = Annotated[dict[str, Any] | None, Field(default=None, description="an object")]
+Objects = Annotated[list[dict[str, Any]] | None, Field(default=None, description="a list of objects")]
+
+
+class Body(BaseModel):
+    """One body; a field that its route does not read is in `model_extra`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: Text
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], *, others: Collection[str] = ()) -> Self:
+        """Read the fields of a JSON object, `others` of which somebody else reads.
+
+        Raises:
+            HttpError: 400; a field has the wrong type, is not served, or is not known.
+        """
+        given = {name: value for name, value in fields.items() if value is not None}
+        try:
+            body = cls.model_validate(given)
+        except ValidationError as error:
+            name = str(error.errors(include_input=False, include_url=False)[0]["loc"][0])
+            message = f"{name} must be {cls.model_fields[name].description}; got {shortened(given[name])}"
+            raise HttpError(400, message, param=name, code="invalid_type") from None
+        known = {*cls.model_fields, *others}
+        for name, value in (body.model_extra or {}).items():
+            if name in others or name in IRRELEVANT:
+                continue
+            if name not in NEUTRAL:
+                near = difflib.get_close_matches(name[:80], sorted(known), n=1, cutoff=0.5)
+                meant = f": did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
+                raise HttpError(400, f"unknown field {name[:80]!r}{meant}", param=name[:80], code="unknown_field")
+            # Equality in which true is not 1.
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in NEUTRAL[name]):
+                neutral = " or ".join(json.dumps(each) for each in NEUTRAL[name]) or "null"
+                message = f"{name}={shortened(value)} is not supported; leave it out, or send {neutral}"
+                raise HttpError(400, message, param=name, code="unsupported_field")
+        return body
+
+
+class ConversationBody(Body):
+    """What the prompt of a chat is made of."""
+
+    messages: Objects
+    tools: Objects
+    add_generation_prompt: Annotated[bool | None, Field(description="true or false")] = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: Object
+    reasoning_effort: Text
+    required_prefix_token_ids: TokenIds
+
+
+class GenerationBody(Body):
+    """What every route that generates takes, though Responses have other fields for some; named as in Sampling."""
+
+    n: Integer
+    max_tokens: Integer
+    response_format: Object
+    temperature: Number
+    top_p: Number
+    top_k: Integer
+    min_p: Number
+    presence_penalty: Number
+    frequency_penalty: Number
+    repetition_penalty: Number
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]] | None,
+        Field(description="a mapping of token ids to numbers in [-100, 100]"),
+    ] = None
+    stop: Texts
+    stop_token_ids: TokenIds
+    bad_words: Texts
+    ignore_eos: Flag = False
+    seed: Integer
+    min_tokens: Integer
+    structured_outputs: Object
+    stream: Flag = False
+    # Obfuscation pads the chunks of OpenAI's own servers.
+    stream_options: Annotated[
+        dict[Literal["include_usage", "include_obfuscation"], bool] | None,
+        Field(description="an object with include_usage, true or false"),
+    ] = None
+    return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag = False
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
+
+
+class CompletionBody(GenerationBody):
+    """Of `/v1/completions`."""
+
+    prompt: Annotated[
+        str | list[str] | list[TokenId] | list[list[TokenId]] | None,
+        Field(description="a string, a list of token ids (integers of at least 0), or a list of such"),
+    ] = None
+    logprobs: Integer
+    add_special_tokens: Flag = True
+
+
+class ChatBody(GenerationBody, ConversationBody):
+    """Of `/v1/chat/completions`."""
+
+    logprobs: Flag = False
+    top_logprobs: Integer
+    max_completion_tokens: Integer
+    tool_choice: Any = None
+    parallel_tool_calls: Flag = True
+
+
+class ResponsesBody(GenerationBody):
+    """Of `/v1/responses`, which stores nothing."""
+
+    input: Annotated[
+        str | list[dict[str, Any]] | None, Field(description="a string or a list of items, each an object")
+    ] = None
+    instructions: Any = None
+    include: Annotated[list[Any] | None, Field(description="a list")] = None
+    max_output_tokens: Integer
+    text: Object
+    reasoning: Object
+    tools: Objects
+    tool_choice: Any = None
+    parallel_tool_calls: Flag = True
+    top_logprobs: Integer
+    chat_template_kwargs: Object
+    required_prefix_token_ids: TokenIds
+
+
+class TokensBody(ConversationBody):
+    """Of `/tokenize`."""
+
+    prompt: Text
+    add_special_tokens: Flag = True
+
 
 MOST_TOP_LOGP = 20
 """As at OpenAI: of each token of the response."""
@@ -33,8 +227,7 @@ COMPLETION_TOKENS = 16
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 """Parts of a content that are text, in chats and in Responses."""
 
-NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Fields that are called the same in Sampling."""
+SAMPLING = {each.name for each in fields(Sampling)}
 
 
 @final
@@ -42,28 +235,16 @@ NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 class GenerationRequest:
     """Prompts as token ids, each with its Sampling, and what the response shall hold."""
 
+    body: GenerationBody
     requests: Sequence[Request]
     n: int
     """Answers to each."""
-
-    stream: bool
-    include_usage: bool
-    """Whether a stream ends with a chunk that counts tokens."""
 
     logp: bool
     """Whether the response holds the logp of each token."""
 
     top_logp: int
     """Likeliest tokens that it reports at each place, beside the one that was sampled."""
-
-    tokens_as_token_ids: bool
-    """Whether tokens there are written as `token_id:…`."""
-
-    token_ids: bool
-    """Whether the response holds the token ids of prompts and answers."""
-
-    include_stop_string: bool
-    """Whether the text holds the stop string that ended it."""
 
     tools: ToolUse | None = None
     """How calls are found in the text; None where it is only text."""
@@ -80,74 +261,62 @@ class RequestReader:
     That is a field that is wrong, unknown or unsupported, a message that is no text, or what the template refuses.
     """
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     limits: Limits
     bounds: ServerLimits
     tool_format: ToolFormat | None = None
     """That the model writes."""
 
-    def completion(self, fields: Fields) -> GenerationRequest:
+    def completion(self, body: CompletionBody) -> GenerationRequest:
         """Read the body of `/v1/completions`."""
-        special, prompt = fields.flag("add_special_tokens", default=True), fields.anything("prompt")
-        several = [prompt] if isinstance(prompt, str) or (prompt and is_token_ids(prompt)) else prompt
-        if isinstance(several, list):
-            self.bounds.check_counts(prompts=len(several))
-        else:
-            several = []
-        if not several or not all(isinstance(each, str) or is_token_ids(each) for each in several):
-            message = (
-                "prompt must be a string, a list of token ids, or a list of such, not empty; token ids are integers of "
-                "at least 0"
-            )
-            raise HttpError(400, message, param="prompt", code="missing_field" if prompt is None else "invalid_type")
+        prompt: Any = body.prompt
+        several = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        if not several or [] in several:
+            code = "missing_field" if prompt is None else "invalid_type"
+            message = "prompt must be a string, a list of token ids, or a list of such, not empty"
+            raise HttpError(400, message, param="prompt", code=code)
+        self.bounds.check_counts(prompts=len(several))
+        special = body.add_special_tokens
         prompts = [
             encode_text(self.tokenizer, each, add_special_tokens=special) if isinstance(each, str) else each
             for each in several
         ]
-        logp = fields.integer("logprobs") is not None
         names = ("max_tokens", "logprobs")
-        return self._read(fields, prompts, names=names, default_tokens=COMPLETION_TOKENS, logp=logp)
+        return self._read(body, prompts, names=names, most=COMPLETION_TOKENS, logp=body.logprobs is not None)
 
-    def chat(self, fields: Fields) -> GenerationRequest:
+    def chat(self, body: ChatBody) -> GenerationRequest:
         """Read the body of `/v1/chat/completions`."""
-        logp = fields.flag("logprobs", default=False)
-        if fields.integer("top_logprobs") and not logp:
+        if body.top_logprobs and not body.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
-        prompt = self.chat_tokens(fields)
+        prompt = self.chat_tokens(body)
         tools, schema = read_tools(
-            fields.mappings("tools") or (),
-            fields.anything("tool_choice"),
-            parallel=fields.flag("parallel_tool_calls", default=True),
-            found=self.tool_format,
+            body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls, found=self.tool_format
         )
-        old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
+        old, new = body.max_tokens, body.max_completion_tokens
         if old is not None and new is not None and old != new:
             message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
             raise HttpError(400, message, param="max_completion_tokens", code="invalid_value")
         names = ("max_tokens" if new is None else "max_completion_tokens", "top_logprobs")
-        return self._read(fields, [prompt], names=names, logp=logp, tools=tools, tool_schema=schema)
+        return self._read(body, [prompt], names=names, logp=body.logprobs, tools=tools, tool_schema=schema)
 
-    def chat_tokens(self, fields: Fields) -> list[int]:
-        """Read the fields that a chat's prompt is made of, and return its token ids."""
-        messages = fields.mappings("messages")
-        if not messages:
+    def chat_tokens(self, body: ConversationBody) -> list[int]:
+        """Return the token ids of a chat's prompt."""
+        if not body.messages:
             message = "messages must be a list of at least one message"
             raise HttpError(400, message, param="messages", code="missing_field")
-        continued = fields.flag("continue_final_message", default=False)
-        variables = dict(fields.mapping("chat_template_kwargs") or {})
-        effort = fields.text("reasoning_effort")
-        if effort is not None:
-            variables.setdefault("reasoning_effort", effort)
-        param = "required_prefix_token_ids"
-        prefix = fields.token_ids(param) or ()
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        continued, opened, param = body.continue_final_message, body.add_generation_prompt, "required_prefix_token_ids"
+        prefix = body.required_prefix_token_ids or ()
         try:
             check_token_ids(prefix, vocab_size=self.limits.vocab_size, name=param)
             return encode_chat(
                 self.tokenizer,
-                [_message(index, message) for index, message in enumerate(messages)],
-                add_generation_prompt=fields.flag("add_generation_prompt", default=not continued),
+                [_message(index, message) for index, message in enumerate(body.messages)],
+                add_generation_prompt=not continued if opened is None else opened,
                 continue_final_message=continued,
-                tools=fields.mappings("tools"),
+                tools=body.tools,
                 template_kwargs=variables,
                 required_prefix_token_ids=prefix,
             )
@@ -155,75 +324,57 @@ class RequestReader:
             param = param if str(error).startswith(param) else "messages"
             raise HttpError(400, str(error), param=param, code="invalid_value") from None
 
-    def text_tokens(self, fields: Fields) -> list[int]:
-        """Read `prompt`, one text, and return its token ids."""
-        prompt = fields.text("prompt")
-        if prompt is None:
-            raise HttpError(400, "send prompt, a string, or messages", param="prompt", code="missing_field")
-        special = fields.flag("add_special_tokens", default=True)
-        return encode_text(self.tokenizer, prompt, add_special_tokens=special)
-
     def _read(
         self,
-        fields: Fields,
+        body: GenerationBody,
         prompts: Sequence[list[int]],
         *,
         names: tuple[str, str],
         logp: bool,
-        default_tokens: int | None = None,
+        most: int | None = None,
         tools: ToolUse | None = None,
         tool_schema: str | None = None,
     ) -> GenerationRequest:
         """Read what all have in common; `names` are of the fields for the most tokens, and for the likeliest ones."""
-        tokens, top_logp = names
-        top = fields.integer(top_logp) or 0
-        if not 0 <= top <= MOST_TOP_LOGP:
-            message = f"{top_logp} must be in [0, {MOST_TOP_LOGP}]; got {top}"
-            raise HttpError(400, message, param=top_logp, code="invalid_value")
-        n, top_k, max_tokens = fields.integer("n"), fields.integer("top_k"), fields.integer(tokens)
-        n = 1 if n is None else n
-        given: dict[str, Any] = {
-            **{name: fields.number(name) for name in NUMBERS},
-            "top_k": 0 if top_k == -1 else top_k,  # vLLM's other way to say: all of them
-            "stop_token_ids": fields.token_ids("stop_token_ids"),
-            "stop": fields.texts("stop"),
-            "bad_words": fields.texts("bad_words"),
-            "ignore_eos": fields.flag("ignore_eos", default=False),
-            "seed": fields.integer("seed"),
-            "logit_bias": _logit_bias(fields),
-            "top_logp": top,
-            **_grammar(fields, tools=tools, tool_schema=tool_schema),
-        }
-        minimum = fields.integer("min_tokens") or 0
-        stream = fields.flag("stream", default=False)
-        response = {
-            "stream": stream,
-            "include_usage": _include_usage(fields, stream=stream),
-            "tokens_as_token_ids": fields.flag("return_tokens_as_token_ids", default=False),
-            "token_ids": fields.flag("return_token_ids", default=False),
-            "include_stop_string": fields.flag("include_stop_str_in_output", default=False),
-        }
+        max_tokens, top = (getattr(body, name) for name in names)
+        if not 0 <= (top or 0) <= MOST_TOP_LOGP:
+            message = f"{names[1]} must be in [0, {MOST_TOP_LOGP}]; got {top}"
+            raise HttpError(400, message, param=names[1], code="invalid_value")
+        given = body.model_dump(include=SAMPLING, exclude_none=True)
+        if body.top_k == -1:
+            given["top_k"] = 0  # vLLM's other way to say: all of them
+        given |= {"n": 1 if body.n is None else body.n, "top_logp": top or 0}
+        given |= _grammar(body, tools=tools, tool_schema=tool_schema)
+        if body.stream_options and not body.stream:
+            raise HttpError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
         tokenizer, kept = self.tokenizer, {}
-        if not fields.flag("skip_special_tokens", default=True):
+        if not body.skip_special_tokens:
             kept = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in tokenizer.all_special_ids}
         elif tools is not None and tools.format is not None:  # what opens a call is a special token of some models
             opening = tokenizer.convert_tokens_to_ids(TOOL_FORMATS[tools.format])
             kept = {opening: TOOL_FORMATS[tools.format]} if opening in tokenizer.all_special_ids else {}
-        fields.refuse_others()
         self.bounds.check_words(given)
-        self.bounds.check_counts(prompts=len(prompts), n=n)
+        self.bounds.check_counts(prompts=len(prompts), n=given["n"])
         try:
             # The number of tokens is each prompt's own, and is checked below.
-            settings = {name: value for name, value in given.items() if value is not None}
-            spread = Sampling(max_new_tokens=1, n=n, **settings).spread(len(prompts))
-            samplings = []
-            for prompt, each in zip(prompts, spread, strict=True):
-                most = self._room(prompt, default_tokens) if max_tokens is None else max_tokens
-                samplings.append(replace(each, max_new_tokens=most, min_new_tokens=minimum))
+            spread = Sampling(max_new_tokens=1, **given).spread(len(prompts))
+            lengths = [self._room(prompt, most) if max_tokens is None else max_tokens for prompt in prompts]
+            samplings = [
+                replace(each, max_new_tokens=length, min_new_tokens=body.min_tokens or 0)
+                for each, length in zip(spread, lengths, strict=True)
+            ]
             requests = make_requests(prompts, samplings, self.limits)
         except ValueError as error:
             raise from_engine(error) from None
-        return GenerationRequest(requests=requests, n=n, logp=logp, top_logp=top, tools=tools, kept=kept, **response)
+        return GenerationRequest(
+            body=body,
+            requests=requests,
+            n=given["n"],
+            logp=logp,
+            top_logp=given["top_logp"],
+            tools=tools,
+            kept=kept,
+        )
 
     def _room(self, prompt: Sequence[int], most: int | None) -> int:
         """Tokens until the context is full, at `most`; 1 where it is already, so that the check of it speaks."""
@@ -235,66 +386,43 @@ class RequestReader:
         return min(room for room in rooms if room is not None)
 
 
-def _grammar(fields: Fields, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
+def _grammar(body: GenerationBody, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
     """The argument of Sampling that restricts the text: by the forced call, by OpenAI's field, or by vLLM's."""
-    given = [name for name in ("response_format", "structured_outputs") if fields.has(name)]
-    response = fields.mapping("response_format") or {"type": "text"}
-    structured = fields.mapping("structured_outputs") or {}
     grammars: list[dict[str, str]] = [{"json_schema": tool_schema}] if tool_schema is not None else []
-    if response.get("type") == "json_object":
-        grammars.append({"json_schema": json.dumps({"type": "object"})})
-    elif response.get("type") == "json_schema":
-        schema = response.get("json_schema")
-        if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
-            message = "response_format of type 'json_schema' needs json_schema.schema, an object"
-            raise HttpError(400, message, param="response_format", code="missing_field")
-        grammars.append({"json_schema": json.dumps(schema["schema"])})
-    elif response != {"type": "text"}:
-        message = f"response_format must be of type 'text', 'json_object' or 'json_schema'; got {shortened(response)}"
-        raise HttpError(400, message, param="response_format", code="unsupported_field")
-    if grammars and tools is not None and response.get("type") != "text":
+    match body.response_format or {"type": "text"}:
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            grammars.append({"json_schema": json.dumps({"type": "object"})})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            grammars.append({"json_schema": json.dumps(schema)})
+        case other:
+            message = (
+                "response_format must be of type 'text', 'json_object', or 'json_schema' with json_schema.schema, an "
+                f"object; got {shortened(other)}"
+            )
+            raise HttpError(400, message, param="response_format", code="unsupported_field")
+    if grammars and tools is not None and (body.response_format or {}).get("type", "text") != "text":
         message = (
             "response_format and tools together would forbid every call: send tool_choice='none', or no response_format"
         )
         raise HttpError(400, message, param="response_format", code="unsupported_field")
-    for name, value in structured.items():
-        if name == "json" and isinstance(value, dict | str):
-            grammars.append({"json_schema": value if isinstance(value, str) else json.dumps(value)})
-        elif name == "regex" and isinstance(value, str):
-            grammars.append({"regex": value})
-        elif name == "choice" and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-            grammars.append({"regex": "|".join(f"(?:{re.escape(each)})" for each in value)})
-        else:
-            message = f"structured_outputs takes json, regex or choice; got {name[:80]}={shortened(value)}"
-            raise HttpError(400, message, param="structured_outputs", code="unsupported_field")
+    for name, value in (body.structured_outputs or {}).items():
+        match name, value:
+            case "json", dict() | str():
+                grammars.append({"json_schema": value if isinstance(value, str) else json.dumps(value)})
+            case "regex", str():
+                grammars.append({"regex": value})
+            case "choice", [_, *_] if all(isinstance(each, str) for each in value):
+                grammars.append({"regex": "|".join(f"(?:{re.escape(each)})" for each in value)})
+            case _:
+                message = f"structured_outputs takes json, regex or choice; got {name[:80]}={shortened(value)}"
+                raise HttpError(400, message, param="structured_outputs", code="unsupported_field")
     if len(grammars) > 1:
+        given = [name for name in ("response_format", "structured_outputs") if getattr(body, name)]
         message = f"{' and '.join(given)} name {len(grammars)} grammars, and a response follows one"
         raise HttpError(400, message, param=given[-1], code="invalid_value")
     return grammars[0] if grammars else {}
-
-
-def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
-    biases = fields.mapping("logit_bias")
-    if biases is None:
-        return None
-    for token, bias in biases.items():
-        number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not token.isdecimal() or not number or not -100 <= bias <= 100:
-            message = f"logit_bias must map token ids to numbers in [-100, 100]; got {token[:80]!r}: {shortened(bias)}"
-            raise HttpError(400, message, param="logit_bias", code="invalid_type")
-    return tuple((int(token), float(bias)) for token, bias in biases.items())
-
-
-def _include_usage(fields: Fields, *, stream: bool) -> bool:
-    options = fields.mapping("stream_options") or {}
-    if options and not stream:
-        raise HttpError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
-    for name, value in options.items():
-        # Obfuscation pads the chunks of OpenAI's own servers.
-        if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool):
-            message = f"stream_options holds include_usage, true or false; got {name[:80]}={shortened(value)}"
-            raise HttpError(400, message, param=f"stream_options.{name[:80]}", code="unknown_field")
-    return bool(options.get("include_usage", False))
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -324,12 +452,43 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 def _calls_for_template(calls: Any, where: str) -> list[dict[str, Any]]:
     """Calls whose arguments are objects, as templates of Hugging Face expect, not JSON text, as OpenAI sends."""
     try:
-        return [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"] or "{}")}}
-            if isinstance(call["function"]["arguments"], str)
-            else call
-            for call in calls
-        ]
+        functions = [dict(call["function"]) for call in calls]
+        for function in functions:
+            if isinstance(function["arguments"], str):
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+        return [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
     except (KeyError, TypeError, ValueError):
         message = f"{where}.tool_calls must hold functions with a name and arguments, a JSON text"
         raise HttpError(400, message, param=f"{where}.tool_calls", code="invalid_type") from None
+
+
+def shortened(value: object) -> str:
+    """Write a JSON value for a message, which shall not echo megabytes."""
+    text = json.dumps(value) if not isinstance(value, float) or math.isfinite(value) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def read_json(content: bytes) -> dict[str, Any]:
+    """Read the JSON object that a body is; HttpError 400 where it is none."""
+    try:
+        fields = json.loads(content, parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates)
+        if b"\\ud" in content.lower():  # half of a surrogate pair is JSON, but no text
+            json.dumps(fields, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise HttpError(400, f"the body must be a JSON object; got {type(fields).__name__}", code="invalid_json")
+    return fields
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        message = f"the field {shortened(twice)} stands twice in one object of the body: only one would count"
+        raise HttpError(400, message, param=twice[:80], code="invalid_json")
+    return fields
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError, SampleTimeoutError
 
 __all__ = [
-    "ClientGoneError",
     "Guard",
     "HttpError",
     "ServerLimits",
@@ -51,7 +50,6 @@ class HttpError(Exception):
         param: The field of the request that it is about.
         code: A word for programs.
         headers: Further headers of the response.
-        details: Further fields of `error`.
     """
 
     def __init__(
@@ -62,19 +60,17 @@ class HttpError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
-        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
-        self.headers, self._details = dict(headers or {}), dict(details or {})
+        self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """What is sent as JSON."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": {**error, **self._details}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
@@ -82,20 +78,12 @@ class HttpError(Exception):
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
-class ClientGoneError(Exception):
-    """Nobody is there any more to answer to."""
-
-
 def from_engine(error: EngineDeadError | SampleTimeoutError | ValueError) -> HttpError:
     """What an error of the engine means to the client."""
     if isinstance(error, EngineDeadError):
         return HttpError(503, str(error), code="engine_dead", headers={"Retry-After": "10"})
     if isinstance(error, SampleTimeoutError):
-        lost = [
-            {"prompt_index": sample.prompt_index, "sample_index": sample.sample_index, "tokens": len(sample.tokens)}
-            for sample in error.timed_out
-        ]
-        return HttpError(504, str(error), code="sample_timeout", details={"timed_out": lost})
+        return HttpError(504, str(error), code="sample_timeout")
     if isinstance(error, EngineOptionError | LogpError | ModelError):  # no request can help
         return HttpError(500, str(error), code="engine_error")
     # An engine speaks of its Sampling, a client of OpenAI's fields.
@@ -140,9 +128,6 @@ class ServerLimits:
     body_timeout_s: float = 30.0
     """Seconds within which a body must have arrived; a slower client gets status 408."""
 
-    max_prompts: int = 1024
-    """Prompts in one request to `/v1/completions`; more get status 400."""
-
     max_answers: int = 1024
     """Answers to one request, its prompts times `n`; more get status 400."""
 
@@ -153,9 +138,6 @@ class ServerLimits:
     max_requests_in_flight: int = 1024
     """POST requests at one time, those that wait for the engine included; one more gets status 429."""
 
-    retry_after_s: int = 1
-    """Seconds after which a client that got status 429 is told to try again (`Retry-After`)."""
-
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
@@ -163,13 +145,10 @@ class ServerLimits:
                 raise ValueError(f"{field.name} must be above 0; got {field.name}={value!r}")
 
     def check_counts(self, *, prompts: int, n: int = 1) -> None:
-        """Raise HttpError 400 for more prompts, or more answers, `n` to each, than one request may ask for."""
-        if prompts > self.max_prompts:
-            message = f"prompt holds {prompts} prompts; the limit here is {self.max_prompts}"
-            raise HttpError(400, message, param="prompt", code="too_many_prompts")
+        """Raise HttpError 400 for more answers, `n` to each prompt, than one request may ask for."""
         if (answers := prompts * n) > self.max_answers:
             message = f"{prompts} prompts with n={n} ask for {answers} answers; the limit here is {self.max_answers}"
-            raise HttpError(400, message, param="n", code="too_many_answers")
+            raise HttpError(400, message, param="n" if n > 1 else "prompt", code="too_many_answers")
 
     def check_words(self, given: Mapping[str, Any]) -> None:
         """Raise HttpError 400 for more stop strings, stop token ids and bad words than one request may look for."""
@@ -198,8 +177,6 @@ async def read_body(request: Request, bounds: ServerLimits) -> bytes:
     except TimeoutError:
         message = f"the body did not arrive within {bounds.body_timeout_s} s"
         raise HttpError(408, message, code="body_timeout") from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
     return bytes(body)
 
 
@@ -233,7 +210,7 @@ class Guard:
             await self._app(scope, receive, send)
         except HttpError as refusal:
             await refusal.response(scope, receive, send)
-        except ClientGoneError:
+        except ClientDisconnect:
             pass  # nobody is there to answer to
         finally:
             self._in_flight -= counted
@@ -258,8 +235,7 @@ class Guard:
                 raise HttpError(415, f"Content-Type must be application/json; got {kind[:100]!r}", code="invalid_type")
             if self._in_flight >= self._bounds.max_requests_in_flight:
                 message = f"{self._in_flight} requests are in flight, the limit here; try again"
-                wait = {"Retry-After": str(self._bounds.retry_after_s)}
-                raise HttpError(429, message, code="too_many_requests", headers=wait)
+                raise HttpError(429, message, code="too_many_requests", headers={"Retry-After": "1"})
 
 
 def check_api_key(api_key: str | None) -> None:

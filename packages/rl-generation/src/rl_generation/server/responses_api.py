@@ -5,14 +5,13 @@ Reference: platform.openai.com/docs/api-reference/responses.
 """
 
 import itertools
-import json
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rl_generation.server.fields import IRRELEVANT, Fields, shortened
+from rl_generation.server.generation_request import ChatBody, GenerationBody, ResponsesBody, shortened
 from rl_generation.server.guard import HttpError
 
 __all__ = ["ResponsesRequest"]
@@ -20,9 +19,8 @@ __all__ = ["ResponsesRequest"]
 INCLUDED_LOGP = "message.output_text.logprobs"
 """What `include` may ask for."""
 
-TOKEN_IDS = ("prompt_token_ids", "token_ids")
-
-OF_CHATS: Mapping[str, str] = {
+ELSEWHERE: Mapping[str, str] = {
+    "conversation": "the conversation whole, as input",
     "function_call": "tool_choice",
     "functions": "tools",
     "logprobs": "include",
@@ -30,10 +28,16 @@ OF_CHATS: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "n": "several requests",
+    "previous_response_id": "the conversation whole, as input: nothing is stored here",
+    "prompt": "input",
     "reasoning_effort": "reasoning",
     "response_format": "text",
 }
-"""Fields that chats alone have, with what stands for them here; taken over, they would contradict it."""
+"""Fields of chats alone, or of a server with a store, with what stands for them here."""
+
+AS_IN_CHATS = {*GenerationBody.model_fields, "parallel_tool_calls", "top_logprobs", "chat_template_kwargs"} | {
+    "required_prefix_token_ids"
+}
 
 
 @final
@@ -41,150 +45,135 @@ OF_CHATS: Mapping[str, str] = {
 class ResponsesRequest:
     """What a client asked for, and the chat that it means."""
 
-    chat: Fields
-    """The body of the chat."""
-
+    chat: ChatBody
     echoed: Mapping[str, Any]
     """Fields that the response repeats."""
 
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
 
     @classmethod
-    def of(cls, given: Fields) -> "ResponsesRequest":
+    def of(cls, fields: Mapping[str, Any]) -> "ResponsesRequest":
         """Translate the body of `/v1/responses`.
 
         Raises:
             HttpError: 400; a field is wrong or needs what a server without a store does not have.
         """
-        body = given.everything()
-        take = body.pop
-        take("model", None)  # checked for every route alike
-        for name, instead in OF_CHATS.items():
-            if name in body:
-                message = f"{name} is a field of /v1/chat/completions; here send {instead}"
+        for name, instead in ELSEWHERE.items():
+            if fields.get(name) is not None:
+                message = f"{name} is no field of this /v1/responses: here send {instead}"
                 raise HttpError(400, message, param=name, code="unknown_field")
-        for name in ("previous_response_id", "conversation", "prompt"):
-            if take(name, None) is not None:
-                rule = "needs a server that stores responses: send the conversation whole, as input"
-                raise _unsupported(name, f"{name} {rule}")
-        for name, neutral in (("background", False), ("truncation", "disabled"), ("max_tool_calls", None)):
-            if (value := take(name, None)) not in (None, neutral):
-                rule = f"is not supported; leave it out, or send {json.dumps(neutral)}"
-                raise _unsupported(name, f"{name}={shortened(value)} {rule}")
-        instructions, tools, choice = take("instructions", None), take("tools", None), take("tool_choice", None)
-        messages = [{"role": "system", "content": instructions}] if instructions is not None else []
-        chat: dict[str, Any] = {"messages": messages + _messages(take("input", None))}
-        include = take("include", None) or []
-        if not isinstance(include, list) or any(each != INCLUDED_LOGP for each in include):
+        body = ResponsesBody.of(fields)
+        text, include, reasoning = body.text or {}, body.include or [], body.reasoning or {}
+        if any(each != INCLUDED_LOGP for each in include):
             raise _unsupported("include", f"include takes {INCLUDED_LOGP!r} alone; got {shortened(include)}")
-        chat["logprobs"] = bool(include)
-        if "max_output_tokens" in body:
-            chat["max_completion_tokens"] = take("max_output_tokens")
-        text = take("text", None)
-        if text is not None:
-            chat["response_format"] = _response_format(text)
-        reasoning = take("reasoning", None)
-        if isinstance(reasoning, dict) and any(value is not None for value in reasoning.values()):
-            others = [name for name, value in reasoning.items() if name != "effort" and value is not None]
-            if others:
-                rule = "is not supported: the reasoning is part of the text"
-                raise _unsupported("reasoning", f"reasoning.{others[0][:80]} {rule}")
-            chat["reasoning_effort"] = reasoning["effort"]
-        if tools:
-            chat["tools"] = [
-                {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-                if isinstance(tool, dict) and tool.get("type") == "function"
-                else tool
-                for tool in (tools if isinstance(tools, list) else [tools])
-            ]
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-        elif choice is not None and (tools or choice != "auto"):
-            chat["tool_choice"] = choice
+        if text.get("verbosity") not in (None, "medium"):
+            raise _unsupported("text", f"text takes a format, and no verbosity; got {shortened(text)}")
+        if others := [name for name, value in reasoning.items() if name != "effort" and value is not None]:
+            rule = "is not supported: the reasoning is part of the text"
+            raise _unsupported("reasoning", f"reasoning.{others[0][:80]} {rule}")
+        how = text.get("format") or {"type": "text"}
+        if not isinstance(how, dict):
+            message = f"text.format must be an object; got {shortened(how)}"
+            raise HttpError(400, message, param="text", code="invalid_type")
+        if how.get("type") == "json_schema":
+            how = {"type": "json_schema", "json_schema": how}
+        tools, choice = body.tools or [], body.tool_choice
+        named = isinstance(choice, dict) and choice.get("type") == "function"
+        messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+        chat = body.model_dump(include=AS_IN_CHATS, exclude_unset=True) | {
+            "messages": messages + _messages(body.input),
+            "logprobs": bool(include),
+            "max_completion_tokens": body.max_output_tokens,
+            "response_format": how,
+            "reasoning_effort": reasoning.get("effort"),
+            "tools": [_function(tool) if tool.get("type") == "function" else tool for tool in tools],
+            "tool_choice": _function({"type": "function", "name": choice.get("name")}) if named else choice,
+        }
+        if choice == "auto" and not tools:
+            del chat["tool_choice"]
         echoed = {
-            "instructions": instructions,
-            "max_output_tokens": chat.get("max_completion_tokens"),
-            "metadata": body.get("metadata") or {},
-            "parallel_tool_calls": body.get("parallel_tool_calls", True),
-            "temperature": body.get("temperature", 1.0),
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": fields.get("metadata") or {},
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": text or {"format": {"type": "text"}},
             "tool_choice": choice or "auto",
-            "tools": tools or [],
-            "top_p": body.get("top_p", 1.0),
+            "tools": tools,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
         }
-        chat |= {name: value for name, value in body.items() if name not in IRRELEVANT}
-        return cls(chat=Fields(json.dumps(chat).encode()), echoed=echoed)
-
-    def body(self, answered: Mapping[str, Any]) -> dict[str, Any]:
-        """The response that is not streamed, from that of the chat."""
-        (choice,) = answered["choices"]
-        content = (choice["logprobs"] or {}).get("content") or []
-        output = _output(choice["message"]["content"], choice["message"].get("tool_calls", ()), content)
-        finish, usage = choice["finish_reason"], answered["usage"]
-        ids = {name: said[name] for said in (answered, choice) for name in TOKEN_IDS if name in said}
-        return self._response(answered, output=output, finish=finish, usage=usage) | _ours(answered, choice) | ids
+        return cls(chat=ChatBody.of(chat), echoed=echoed)
 
     async def events(self, chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a stream, from the chunks of the chat's; closing it closes `chunks`."""
-        numbers, message_id = itertools.count(), f"msg_{uuid.uuid4().hex}"
-        text, opened = "", False
+        """Yield the events of a stream, from the chunks of the chat's; the last has the whole response.
+
+        Closing it closes `chunks`.
+        """
+        numbers, opened, text, finish = itertools.count(), False, "", None
         calls: list[dict[str, Any]] = []
         logp: list[dict[str, Any]] = []
-        last: dict[str, Any] = {}
-        ended: dict[str, Any] = {}
-        place = {"item_id": message_id, "output_index": 0, "content_index": 0}
+        tokens: list[int] = []
+        head: dict[str, Any] = {}
+        ours: dict[str, Any] = {}
+        message: dict[str, Any] = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
+        place = {"item_id": message["id"], "output_index": 0, "content_index": 0}
 
         def event(kind: str, **fields: Any) -> dict[str, Any]:
             return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
 
+        def part() -> dict[str, Any]:
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": logp}
+
         async with aclosing(chunks):
             async for chunk in chunks:
-                if not last:
-                    begun = self._response(chunk, output=[], finish=None, usage=None)
+                if not head:
+                    begun = self._response(chunk, output=[], finish=None)
                     yield event("created", response=begun)
                     yield event("in_progress", response=begun)
-                last |= {name: value for name, value in chunk.items() if value is not None}
+                head |= {name: value for name, value in chunk.items() if value is not None}
                 for choice in chunk["choices"]:
                     said, news = choice["delta"]["content"], (choice["logprobs"] or {}).get("content") or []
                     calls += choice["delta"].get("tool_calls", ())
-                    logp += news
-                    if choice["finish_reason"] is not None:
-                        ended = choice
+                    tokens += choice.get("token_ids", ())
+                    if (finish := choice["finish_reason"]) is not None:
+                        ours = {name: choice[name] for name in ("weight_versions", "stop_reason")}
+                    if not opened and (said or news or (finish is not None and not calls)):
+                        yield event("output_item.added", output_index=0, item=_in_progress(message, content=[]))
+                        yield event("content_part.added", **place, part=part())
+                        opened = True
+                    text, logp = text + said, logp + news
                     if said or news:
-                        if not opened:
-                            opened = True
-                            item = _message_item(message_id, [], status="in_progress")
-                            yield event("output_item.added", output_index=0, item=item)
-                            yield event("content_part.added", **place, part=_part("", []))
-                        text += said
                         yield event("output_text.delta", **place, delta=said, logprobs=news)
-        output = _output(text, calls, logp, message_id=message_id)
-        for index, item in enumerate(output):
-            if item["type"] == "message" and opened:
-                yield event("output_text.done", **place, text=text, logprobs=logp)
-                yield event("content_part.done", **place, part=item["content"][0])
-            else:
-                begun = {**item, "status": "in_progress"} | ({"arguments": ""} if "arguments" in item else {})
-                yield event("output_item.added", output_index=index, item=begun)
-            if item["type"] == "function_call":
-                named = {"item_id": item["id"], "output_index": index}
-                done = {"name": item["name"], "arguments": item["arguments"]}
-                yield event("function_call_arguments.delta", **named, delta=item["arguments"])
-                yield event("function_call_arguments.done", **named, **done)
+        output = []
+        if opened:
+            output.append({**message, "status": "completed", "content": [part()]})
+            yield event("output_text.done", **place, text=text, logprobs=logp)
+            yield event("content_part.done", **place, part=part())
+            yield event("output_item.done", output_index=0, item=output[0])
+        for call in calls:
+            ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
+            item = {"type": "function_call", **ids, **call["function"], "status": "completed"}
+            index, named = len(output), {"item_id": item["id"], "output_index": len(output)}
+            yield event("output_item.added", output_index=index, item=_in_progress(item, arguments=""))
+            yield event("function_call_arguments.delta", **named, delta=item["arguments"])
+            yield event("function_call_arguments.done", **named, **call["function"])
             yield event("output_item.done", output_index=index, item=item)
-        finish = ended["finish_reason"]
-        whole = self._response(last, output=output, finish=finish, usage=last["usage"]) | _ours(last, ended)
+            output.append(item)
+        ours |= {name: head[name] for name in ("weight_version", "logp_of")}
+        if "prompt_token_ids" in head:
+            ours |= {"prompt_token_ids": head["prompt_token_ids"], "token_ids": tokens}
+        whole = self._response(head, output=output, finish=finish) | ours
         yield event("incomplete" if finish == "length" else "completed", response=whole)
 
-    def _response(
-        self, answered: Mapping[str, Any], *, output: list[dict[str, Any]], finish: str | None, usage: Any
-    ) -> dict[str, Any]:
+    def _response(self, head: Mapping[str, Any], *, output: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
+        """The response, from what chunks say of it; `finish` is None while it goes on."""
+        usage = head.get("usage")
         status = {None: "in_progress", "length": "incomplete", "abort": "cancelled"}.get(finish, "completed")
         return {
             "id": self.id,
             "object": "response",
-            "created_at": answered["created"],
-            "model": answered["model"],
+            "created_at": head["created"],
+            "model": head["model"],
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -210,13 +199,18 @@ def _unsupported(param: str, message: str) -> HttpError:
     return HttpError(400, message, param=param, code="unsupported_field")
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool, or the choice of one, as chats write it."""
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _messages(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """The messages of a chat that the items of `input` are."""
+    if given is None:
+        message = "input must be a string or a list of items, each an object"
+        raise HttpError(400, message, param="input", code="missing_field")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        message = f"input must be a string or a list of items; got {shortened(given)}"
-        raise HttpError(400, message, param="input", code="missing_field" if given is None else "invalid_type")
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(given):
         kind = item.get("type", "message")
@@ -236,37 +230,5 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _response_format(text: Any) -> dict[str, Any]:
-    if not isinstance(text, dict) or text.get("verbosity") not in (None, "medium"):
-        raise _unsupported("text", f"text takes a format, and no verbosity; got {shortened(text)}")
-    how = text.get("format") or {"type": "text"}
-    if not isinstance(how, dict):
-        raise HttpError(400, f"text.format must be an object; got {shortened(how)}", param="text", code="invalid_type")
-    if how.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {key: value for key, value in how.items() if key != "type"}}
-    return how
-
-
-def _ours(answered: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """What this package adds to OpenAI's fields."""
-    ours = {name: choice[name] for name in ("weight_versions", "stop_reason")}
-    return ours | {name: answered[name] for name in ("weight_version", "logp_of")}
-
-
-def _output(text: str | None, calls: Any, logp: list[Any], *, message_id: str | None = None) -> list[dict[str, Any]]:
-    """The items of a response: what is said, where anything is or nothing is called, then the calls."""
-    items = []
-    if text or not calls:
-        items.append(_message_item(message_id or f"msg_{uuid.uuid4().hex}", [_part(text or "", logp)]))
-    for call in calls:
-        ids = {"id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"]}
-        items.append({"type": "function_call", **ids, **call["function"], "status": "completed"})
-    return items
-
-
-def _message_item(item_id: str, content: list[dict[str, Any]], *, status: str = "completed") -> dict[str, Any]:
-    return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
-
-
-def _part(text: str, logp: list[Any]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logp}
+def _in_progress(item: Mapping[str, Any], **so_far: Any) -> dict[str, Any]:
+    return {**item, "status": "in_progress", **so_far}

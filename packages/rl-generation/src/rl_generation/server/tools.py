@@ -14,13 +14,11 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast, final
+from typing import Any, Literal, cast, final
 
+from rl_generation.detokenizer import Tokenizer
 from rl_generation.errors import EngineOptionError
 from rl_generation.server.guard import HttpError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "TOOL_FORMATS",
@@ -29,7 +27,6 @@ __all__ = [
     "ToolCall",
     "ToolFormat",
     "ToolUse",
-    "detect_tool_format",
     "overlap",
     "read_tools",
     "tool_format_of",
@@ -47,27 +44,26 @@ HERMES_END = "</tool_call>"
 MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def detect_tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
-    """Return the format that a model's chat template or vocabulary names; None where none is known."""
-    template = tokenizer.chat_template
-    written = " ".join(template.values()) if isinstance(template, dict) else str(template or "")
-    for name, opening in TOOL_FORMATS.items():
-        if opening in written:
-            return name
-    if '"parameters": dictionary of argument name' in written:  # Llama 3.2, whose template has no tag
-        return "llama"
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    return next((name for name, opening in TOOL_FORMATS.items() if opening in added), None)
+def tool_format_of(tokenizer: Tokenizer, name: str | None = None) -> ToolFormat | None:
+    """Return the format of this name, or that which a model's chat template or vocabulary names, or None.
 
-
-def tool_format_of(name: str) -> ToolFormat:
-    """Return the format of this name; EngineOptionError where the embedded engine's server does not know it."""
-    if name not in TOOL_FORMATS:
+    Raises:
+        EngineOptionError: The embedded engine's server knows no format of this name.
+    """
+    if name is not None and name not in TOOL_FORMATS:
         raise EngineOptionError(
             f"tool_format={name!r} is not known: calls are parsed in the formats {', '.join(TOOL_FORMATS)}; over "
             f"vLLM's engine, any parser of vLLM's does"
         )
-    return cast("ToolFormat", name)
+    if name is not None:
+        return cast("ToolFormat", name)
+    template = tokenizer.chat_template
+    written = " ".join(template.values()) if isinstance(template, dict) else str(template or "")
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    named: list[ToolFormat] = [each for each, opening in TOOL_FORMATS.items() if opening in written]
+    if '"parameters": dictionary of argument name' in written:  # Llama 3.2, whose template has no tag
+        named.append("llama")
+    return next(iter([*named, *(each for each, opening in TOOL_FORMATS.items() if opening in added)]), None)
 
 
 @final
@@ -120,14 +116,17 @@ def read_tools(
             raise HttpError(400, message, param=f"tools[{index}]", code="invalid_type")
         functions[function["name"]] = function
     named = None
-    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
-        named = next((name for name in functions if name == choice["function"].get("name")), None)
-    if choice not in (None, "none", "auto", "required") and named is None:
-        message = (
-            f"tool_choice must be 'none', 'auto', 'required', or name one of the functions "
-            f"{sorted(functions)}; got {json.dumps(choice)[:100]}"
-        )
-        raise HttpError(400, message, param="tool_choice", code="invalid_value")
+    match choice:
+        case None | "none" | "auto" | "required":
+            pass
+        case {"type": "function", "function": {"name": str(name)}} if name in functions:
+            named = name
+        case _:
+            message = (
+                f"tool_choice must be 'none', 'auto', 'required', or name one of the functions "
+                f"{sorted(functions)}; got {json.dumps(choice)[:100]}"
+            )
+            raise HttpError(400, message, param="tool_choice", code="invalid_value")
     if choice == "required" and not functions:
         raise HttpError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
     if choice == "none" or not functions:

@@ -19,8 +19,8 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -30,8 +30,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from rl_generation.chat import check_reaches_answer, mark_last_answer, with_required_prefix
-from rl_generation.detokenizer import INCOMPLETE, answer_text, decode
+from rl_generation.chat import Message as ChatMessage
+from rl_generation.chat import put_required_prefix
+from rl_generation.detokenizer import INCOMPLETE, Tokenizer, answer_text, decode
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -40,38 +41,30 @@ from rl_generation.errors import (
     PromptError,
     SampleTimeoutError,
 )
+from rl_generation.model_flags import installed_version
 from rl_generation.requests import Sampling, check_token_ids
 from rl_generation.rollout import VersionSpan
 from rl_generation.server.answers import spans_as_json, to_json
-from rl_generation.server.fields import Fields, is_token_ids
+from rl_generation.server.generation_request import Body, Flag, Integer, TokenIds, read_json
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
-from rl_generation.server.tools import detect_tool_format
+from rl_generation.server.tools import tool_format_of
 from rl_generation.vllm.engine import VllmEngine
 from rl_generation.vllm.options import nearest
-from rl_generation.vllm.preparing import TESTED, installed_version
+from rl_generation.vllm.preparing import TESTED
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ROUTES", "VllmApp"]
 
 LOG = logging.getLogger(__name__)
 
-ROUTES: Mapping[str, str] = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/responses": "POST",
-    "/v1/models": "GET",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-}
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ROUTES = (*GENERATING, "/tokenize", "/detokenize")
 """What reaches vLLM's app."""
 
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-
 PARSERS = {"hermes": "hermes", "llama": "llama3_json", "mistral": "mistral"}
-"""vLLM's parser of each of the formats of calls that `detect_tool_format` knows."""
+"""vLLM's parser of each of the formats of calls that `tool_format_of` knows."""
 
 OURS = (EngineDeadError, SampleTimeoutError, LogpError, ModelError, EngineOptionError, PromptError)
 """Errors of the engine; others are vLLM's, which knows how to answer them."""
@@ -111,6 +104,14 @@ class _Exchange:
     """Why the engine, or what is ours before it, did not answer."""
 
 
+class OurFields(Body):
+    """What is read here of a body; the rest is vLLM's."""
+
+    n: Integer
+    required_prefix_token_ids: TokenIds
+    return_token_ids: Flag = False
+
+
 _exchange: ContextVar[_Exchange] = ContextVar("rl_generation_exchange")
 
 
@@ -134,7 +135,7 @@ class VllmApp:
         self,
         engine: VllmEngine,
         *,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         model_name: str,
         bounds: ServerLimits,
         tool_parser: str | None = None,
@@ -143,25 +144,24 @@ class VllmApp:
             raise EngineOptionError("the engine has no tokenizer, which a server of texts needs: give tokenizer=…")
         self._engine, self._model_name, self._bounds = engine, model_name, bounds
         self._template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
-        self._tool_parser = PARSERS.get(tool_parser or detect_tool_format(tokenizer) or "", tool_parser)
+        self._tool_parser = PARSERS.get(tool_parser or tool_format_of(tokenizer) or "", tool_parser)
         self._known = _check_interface(self._tool_parser)
         self._building, self._llm = asyncio.Lock(), engine.vllm
         self._app = asyncio.run_coroutine_threadsafe(self._build(), engine.loop).result()
 
     def routes(self) -> list[Route]:
         """Return the routes that lead here."""
-        return [Route(path, self, methods=[method]) for path, method in ROUTES.items()]
+        return [Route(path, self, methods=["POST"]) for path in ROUTES]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         path = scope["path"]
-        exchange, body = _Exchange(path=path), b""
-        if scope["method"] == "POST":
-            fields = Fields(await read_body(Request(scope, receive), self._bounds))
-            body = json.dumps(self._read(exchange, fields)).encode()
-            headers = MutableHeaders(raw=list(scope["headers"]))
-            headers["content-length"] = str(len(body))
-            scope = {**scope, "headers": headers.raw}
+        exchange = _Exchange(path=path)
+        fields = read_json(await read_body(Request(scope, receive), self._bounds))
+        body = json.dumps(self._read(exchange, fields)).encode()
+        headers = MutableHeaders(raw=list(scope["headers"]))
+        headers["content-length"] = str(len(body))
+        scope = {**scope, "headers": headers.raw}
         if path in GENERATING:
             try:
                 self._engine.check_ready()  # while the answer still has a status
@@ -181,24 +181,23 @@ class VllmApp:
             if not await answer.fail(error):
                 raise
 
-    def _read(self, exchange: _Exchange, fields: Fields) -> dict[str, Any]:
+    def _read(self, exchange: _Exchange, fields: dict[str, Any]) -> dict[str, Any]:
         """Take what is ours out of a body, refuse what nobody knows, and return the rest for vLLM's app."""
         path, bounds = exchange.path, self._bounds
-        known = self._known[path if path != "/tokenize" or not fields.has("messages") else "/tokenize messages"]
-        body = {name: value for name in known if (value := fields.anything(name)) is not None}
-        if "messages" in known or path == "/v1/responses":
-            exchange.required_prefix = fields.token_ids("required_prefix_token_ids") or ()
+        known = self._known[path if path != "/tokenize" or "messages" not in fields else "/tokenize messages"]
+        read = OurFields.of(fields, others=known)
+        body = {name: value for name, value in fields.items() if name in known and value is not None}
+        if (prefix := read.required_prefix_token_ids) is not None:
+            if "messages" not in known and path != "/v1/responses":
+                message = "required_prefix_token_ids are of a conversation; here send the prompt as token ids"
+                raise HttpError(400, message, param="required_prefix_token_ids", code="unknown_field")
+            exchange.required_prefix = tuple(prefix)
+            vocab_size = self._engine.limits.vocab_size
             try:
-                check_token_ids(
-                    exchange.required_prefix,
-                    vocab_size=self._engine.limits.vocab_size,
-                    name="required_prefix_token_ids",
-                )
+                check_token_ids(prefix, vocab_size=vocab_size, name="required_prefix_token_ids")
             except PromptError as error:
                 raise from_engine(error) from None
-        if path == "/v1/responses":
-            exchange.token_ids = fields.flag("return_token_ids", default=False)
-        fields.refuse_others()
+        exchange.token_ids = path == "/v1/responses" and read.return_token_ids
         if path not in GENERATING:
             return body
         if body.get("use_beam_search"):
@@ -212,9 +211,9 @@ class VllmApp:
                 if body.get(name) not in (None, {"type": "text"}, {"format": {"type": "text"}}):
                     message = f"vLLM 0.30 drops {name} where there are tools: send tool_choice='none', or use vLLM 0.31"
                     raise HttpError(400, message, param=name, code="unsupported_field")
-        exchange.n = fields.integer("n") or 1 if "n" in known else 1
+        exchange.n = read.n or 1 if "n" in known else 1
         prompts = body.get("prompt")
-        count = len(prompts) if isinstance(prompts, list) and not is_token_ids(prompts) else 1
+        count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
         bounds.check_counts(prompts=count, n=exchange.n)
         bounds.check_words(body)
         return body
@@ -244,32 +243,9 @@ class VllmApp:
         arguments.structured_outputs_config = llm.vllm_config.structured_outputs_config
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(arguments, tasks, llm.vllm_config.model_config)
-        with _without_decisions():
-            await init_app_state(_ServedEngine(self._engine, llm), app.state, arguments, tasks)
+        await init_app_state(_ServedEngine(self._engine, llm), app.state, arguments, tasks)
         _require_prefixes(app.state.online_renderer)
         return app
-
-
-@contextmanager
-def _without_decisions() -> Iterator[None]:
-    """Have vLLM make no state for `/v1/systemone`, which is not served here.
-
-    It is made by encoding labels, at which a tokenizer without an unknown token fails, and the whole app with it.
-    """
-    try:
-        from vllm.entrypoints.generate.structured_decisions import api_router
-    except ImportError:  # before 0.32
-        yield
-        return
-
-    def none(_client: Any, state: Any, *_: Any) -> None:
-        state.serving_structured_decisions = None
-
-    made, api_router.init_structured_decisions_state = api_router.init_structured_decisions_state, none
-    try:
-        yield
-    finally:
-        api_router.init_structured_decisions_state = made
 
 
 @final
@@ -373,7 +349,6 @@ class _Answer:
 
     def __init__(self, exchange: _Exchange, send: Send, *, engine: VllmEngine) -> None:
         self._exchange, self._send, self._engine = exchange, send, engine
-        self._version = engine.version
         self._start: Message = {}
         self._streams = self._adds = self._ended = False
         self._held = b""
@@ -385,10 +360,8 @@ class _Answer:
             headers = MutableHeaders(raw=message["headers"])
             kind = headers.get("content-type", "")
             self._streams = kind.startswith("text/event-stream")
-            self._adds = message["status"] == 200 and kind.startswith("application/json")
+            self._adds = message["status"] == 200 and self._exchange.path in GENERATING
             if self._streams:
-                # Of the weights that it begins with; the last chunk of a choice says which tokens are whose.
-                headers["X-Weight-Version"] = str(self._version)
                 headers["Cache-Control"], headers["X-Accel-Buffering"] = "no-store", "no"
                 await self._send(message)
             return
@@ -401,7 +374,11 @@ class _Answer:
                 await self._send({**message, "body": sent + (b"" if more else self._held)})
         elif not more:
             headers = MutableHeaders(raw=self._start["headers"])
-            body = self._whole(self._held) if self._adds else self._held
+            body = self._held
+            if self._adds:
+                said = json.loads(body)
+                self._add(said)
+                body = to_json(said)
             failure = self._exchange.failure
             if failure is not None and self._start["status"] >= 400:  # ours says more than what vLLM makes of it
                 body, self._start["status"] = to_json(failure.body), failure.status
@@ -420,20 +397,6 @@ class _Answer:
         body = b"data: " + to_json(failure.body) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         return True
-
-    def _whole(self, body: bytes) -> bytes:
-        said, exchange = json.loads(body), self._exchange
-        if exchange.path == "/v1/models":
-            own = {"owned_by": "rl-generation", "weight_version": self._version}
-            own |= {"logp_of": self._engine.logp_of, "vocab_size": self._engine.limits.vocab_size}
-            said["data"] = [{**card, **own} for card in said["data"]]
-        elif exchange.path in GENERATING:
-            self._add(said)
-            versions = sorted({span.version for choice in exchange.said.values() for span in choice.spans})
-            MutableHeaders(raw=self._start["headers"])["X-Weight-Version"] = ",".join(map(str, versions))
-        else:
-            return body
-        return to_json(said)
 
     def _event(self, event: bytes) -> bytes:
         before, data, text = event.rpartition(b"data: ")
@@ -486,20 +449,22 @@ def _require_prefixes(online: Any) -> None:
             asked["default_template"], asked["default_template_content_format"]
         ).with_defaults({**(asked["default_template_kwargs"] or {}), "tools": asked.get("tool_dicts")})
 
-        async def encode(those: list[Any]) -> list[int]:
+        async def encode(those: Sequence[ChatMessage]) -> list[int]:
             _, (made,) = await online.renderer.render_chat_async(
-                [those], chat, request.build_tok_params(online.model_config)
+                [list(those)], chat, request.build_tok_params(online.model_config)
             )
             return list(made["prompt_token_ids"])
 
-        tokenizer, ids = online.renderer.tokenizer, list(inputs[0]["prompt_token_ids"])
+        tokenizer, loop = online.renderer.tokenizer, asyncio.get_running_loop()
         try:
-            last, marked = mark_last_answer(messages)
-            exact = with_required_prefix(ids, prefix, tokenizer=tokenizer)
-            other = await encode(marked)
-            if other == ids:
-                other = await encode(messages[:last]) if last else []
-            check_reaches_answer(prefix, ids, other, last=last, tokenizer=tokenizer)
+            exact = await asyncio.to_thread(
+                put_required_prefix,
+                inputs[0]["prompt_token_ids"],
+                prefix,
+                messages=messages,
+                encode=lambda those: asyncio.run_coroutine_threadsafe(encode(those), loop).result(),
+                tokenizer=tokenizer,
+            )
         except PromptError as error:
             param = "required_prefix_token_ids"
             exchange.failure = HttpError(400, str(error), param=param, code="invalid_value")

@@ -18,7 +18,7 @@ from typing import Any, final
 
 from rl_generation.checkpoints import TOKENIZER_FILES, generation_config_of, load_from, place_of
 from rl_generation.errors import EngineOptionError, ModelError
-from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_versions
+from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_version
 from rl_generation.requests import Limits, check_token_ids
 from rl_generation.rollout import LogpOf
 from rl_generation.vllm.options import DUMMY, VllmOptions, engine_arguments, nearest
@@ -135,7 +135,7 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     options = replace(options, model=str(model), tokenizer=tokenizer)
     config = read_config(options)
     load_format = load_format_of(options, config, version=version)
-    quirks = flags_for(str(config.get("model_type", "")), versions={"vllm": version})
+    quirks = flags_for(str(config.get("model_type", "")), version=version)
     skip = not has_tokenizer(options)
     needing = [quirk for quirk in quirks if quirk.flag is ModelFlag.VLLM_TOKENIZER_REQUIRED]
     if skip and needing:
@@ -269,15 +269,10 @@ def check_runtime() -> str:
     if minor > newest:
         warnings.warn(
             f"vLLM {version} is later than {TESTED[-1]}, the last release that this package was tested with; "
-            f"verify the engine before training on it (`python -m rl_generation verify`)",
+            f"verify the engine before training on it",
             stacklevel=2,
         )
     return version
-
-
-def installed_version() -> str | None:
-    """Return vLLM's version without importing it; None where it is not installed."""
-    return installed_versions().get("vllm")
 
 
 def check_interface(llm: type) -> None:
@@ -361,10 +356,9 @@ def load_format_of(options: VllmOptions, config: Mapping[str, Any], *, version: 
     """Return how this version of vLLM reads the weights: as the caller said, or "dummy" for training where it may."""
     if options.load_format is not None:
         return options.load_format
-    needs_checkpoint = ModelFlag.VLLM_LOAD_FORMAT_AUTO.matches(
-        str(config.get("model_type", "")), versions={"vllm": version}
-    )
-    return DUMMY if options.for_training and not needs_checkpoint else "auto"
+    flags = {quirk.flag for quirk in flags_for(str(config.get("model_type", "")), version=version)}
+    dummy = options.for_training and ModelFlag.VLLM_LOAD_FORMAT_AUTO not in flags
+    return DUMMY if dummy else "auto"
 
 
 def _said(config: Mapping[str, Any], *names: str) -> list[Any]:

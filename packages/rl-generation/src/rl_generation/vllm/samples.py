@@ -26,7 +26,7 @@ from rl_generation.errors import (
     TimedOutSample,
 )
 from rl_generation.requests import Limits, Request, Sampling, make_requests
-from rl_generation.rollout import FinishReason, LogpOf, Rollout, RolloutTiming, VersionSpan, in_order
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan, in_order
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.running import RunningLLM, version_of
 
@@ -326,7 +326,6 @@ class Samples:
             **sample.place,
             logp_of=self._logp_of,
             versions=self._versions(sample, output.outputs[0]),
-            timing=timing_of(output.metrics),
         )
 
     def _versions(self, sample: _Sample, completion: Any) -> tuple[VersionSpan, ...]:
@@ -428,7 +427,6 @@ def rollout_of(
     sample_index: int,
     logp_of: LogpOf,
     versions: tuple[VersionSpan, ...],
-    timing: RolloutTiming | None = None,
 ) -> Rollout:
     """Return the answer whose last, or only, `vllm.outputs.CompletionOutput` is `completion`.
 
@@ -450,7 +448,6 @@ def rollout_of(
         finish_reason=cast("FinishReason", completion.finish_reason),
         stop_reason=stop_reason,
         versions=versions,
-        timing=timing if tokens else None,
         prompt_index=prompt_index,
         sample_index=sample_index,
     )
@@ -490,14 +487,6 @@ def logp_hint(options: VllmOptions) -> str:
         ", or, more likely here, it is speculative decoding: vLLM's rejection sampler may give NaN for a sampled "
         "token, on a CPU above all; switch it off, speculative_config=None"
     )
-
-
-def timing_of(stats: Any) -> RolloutTiming | None:
-    """Return where time went, from vLLM's `RequestStateStats`; None where nothing was generated."""
-    if stats is None or not stats.num_generation_tokens:
-        return None
-    first = stats.first_token_latency
-    return RolloutTiming(first_token_s=first, total_s=first + stats.last_token_ts - stats.first_token_ts)
 
 
 def spans_of(

@@ -72,7 +72,7 @@ SCHEDULES = st.lists(
 
 def answers(rollouts):
     """What there is to an answer besides its logp, when it was made, and its prompt's place in the call."""
-    return [replace(rollout, logp=(0.0,) * len(rollout.tokens), timing=None, prompt_index=0) for rollout in rollouts]
+    return [replace(rollout, logp=(0.0,) * len(rollout.tokens), prompt_index=0) for rollout in rollouts]
 
 
 def check_same(rollouts, expected):

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from rl_generation import Rollout, Sampling
-from rl_generation.load_balance import split_prompts
 from rl_generation.requests import make_requests
 from rl_launcher.ray.engine_pool import EngineDiedError, EnginePool, RunningEngine
 from rl_launcher.ray.engine_worker import GenerateReply
+from rl_launcher.ray.load_balance import split_prompts
 from rl_launcher.ray.requests import RequestDispatch
 from rl_launcher.ray.worker_failures import RemoteDiedError
 

@@ -9,7 +9,7 @@ side, a group's, stay together, so that their engine prefills them once.
 import itertools
 from collections.abc import Sequence
 
-from rl_generation.requests import Sampling
+from rl_generation import Sampling
 
 FIRST_SHARE = 0.75
 """Share of the work that is dealt out at once. More leaves less to balance with, less makes batches smaller."""

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_generation import Sampling
-from rl_generation.load_balance import split_prompts
+from rl_launcher.ray.load_balance import split_prompts
 
 SHORT = Sampling(max_new_tokens=4)
 
