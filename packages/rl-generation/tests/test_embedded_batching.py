@@ -140,7 +140,7 @@ def test_the_cache_stays_within_its_bound_and_rows_that_give_way_lose_nothing(qw
     rollouts, streamed = finish(served)
     handle.remove()
     assert max(largest) <= max_cache_tokens
-    assert (served.metrics().preemptions > 0) == (max_cache_tokens > 40)
+    assert (served.metrics().preemptions > 0) == (max_cache_tokens > 64)
     for index, rollout in enumerate(expected):
         answer = rollouts[str(index), 0]
         assert answer.tokens == rollout.tokens == tuple(streamed[str(index), 0][0])
@@ -257,16 +257,6 @@ def test_an_answer_that_copied_its_prompt_is_timed_though_others_came_before_its
     rollouts, _ = finish(served)
     assert len(rollouts) == 4
     assert all(rollout.timing is not None for rollout in rollouts.values())
-
-
-def test_closing_gives_the_buffers_of_answers_back(tiny):
-    served = engine(tiny("llama", max_position_embeddings=10_000), stop_token_ids=[])
-    served.add_request("a", [1, 5], Sampling(max_new_tokens=9_000, seed=0))
-    served.step()
-    batch = served._runner._batch
-    assert batch._tokens.shape[1] < 1000
-    served.close()
-    assert batch._tokens.shape[1] == batch._logp.shape[1] == 0
 
 
 def test_an_answer_that_ends_with_others_beside_it_is_counted_once(qwen3):

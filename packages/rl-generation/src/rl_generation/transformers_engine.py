@@ -21,7 +21,7 @@ import torch
 
 from rl_generation.constraints import make_constraints
 from rl_generation.embedded.choice import ContinuousBatchingChoice, inspect_model, make_runner
-from rl_generation.embedded.continuous_batching import Profile, Row
+from rl_generation.embedded.rows import Row
 from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, check_token_ids, make_requests
@@ -286,8 +286,8 @@ class TransformersEngine:
         with self._turns:
             return EngineMetrics(
                 time_s=monotonic(),
-                running=runner.running,
-                waiting=runner.waiting,
+                running=len(runner.running),
+                waiting=len(runner.waiting),
                 prompt_tokens=runner.counters.prompt_tokens,
                 cached_prompt_tokens=runner.counters.cached_prompt_tokens,
                 generated_tokens=runner.counters.generated_tokens,
@@ -409,7 +409,6 @@ class TransformersEngine:
         for request in requests:
             how = request.sampling
             stops = how.stop_token_ids if how.ignore_eos else self._stop_token_ids + how.stop_token_ids
-            cuts = (0.0, 0, 1.0, 0.0) if how.greedy else (how.temperature, how.top_k, how.top_p, how.min_p)
             constraints = make_constraints(request, limits=self.limits, stop_token_ids=stops)
             answers.append(
                 [
@@ -418,9 +417,8 @@ class TransformersEngine:
                         request=request,
                         sample_index=index,
                         seed=(how.seed or 0) + index,
-                        profile=Profile(*cuts, stops),
+                        stop_token_ids=frozenset(stops),
                         constraints=each,
-                        context=request.prompt,
                     )
                     for index, each in enumerate(constraints)
                 ]

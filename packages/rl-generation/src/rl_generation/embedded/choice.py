@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 
 from rl_generation.embedded.continuous_batching import ContinuousBatching
+from rl_generation.embedded.rows import Runner
 from rl_generation.embedded.slot_model import SlotModel, cache_argument
 from rl_generation.embedded.whole_batches import PROMPT_LENGTHS, WholeBatches, plain_logits, what_differs
 from rl_generation.errors import ModelError
@@ -21,7 +22,7 @@ from rl_generation.rollout import LogpOf
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ContinuousBatchingChoice", "Runner", "Support", "inspect_model", "make_runner"]
+__all__ = ["ContinuousBatchingChoice", "Support", "inspect_model", "make_runner"]
 
 ContinuousBatchingChoice = Literal["auto", "required", "off"]
 """`"auto"` warns where a model cannot have it, `"required"` refuses such a model, `"off"` does without."""
@@ -40,10 +41,6 @@ RAISED = (
     TypeError,
     ValueError,
 )
-
-
-Runner = ContinuousBatching | WholeBatches
-"""A way to generate, for one thread at a time."""
 
 
 @final
