@@ -149,7 +149,7 @@ def test_bench_refuses_misuse(model, capsys, flags, reason):
     [
         ("bench", ["--engine", "transformers", "--engine", "vllm", "--enforce-eager"]),
         ("generate", ["--engine", "vllm", "--input", "nowhere.jsonl", "--output", "nowhere.out"]),
-        ("serve", ["--engine", "vllm", "--own-process"]),
+        ("serve", ["--engine", "vllm"]),
     ],
 )
 def test_an_engine_that_is_not_installed_is_refused_before_anything_is_loaded(capsys, command, flags):

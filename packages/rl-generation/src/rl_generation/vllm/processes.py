@@ -53,7 +53,7 @@ class EngineProcesses:
     """All processes under `roots`, and the shared memory that is theirs alone.
 
     Args:
-        roots: `multiprocessing.Process` objects that the engine started; none where it lives in this process.
+        roots: `multiprocessing.Process` objects that the engine started.
 
     Attributes:
         started: Process id → start of all that were found, living or not.
@@ -124,8 +124,6 @@ class EngineProcesses:
 
 def _below(roots: set[int]) -> dict[int, int]:
     """Process id → start of `roots` and all of their descendants that live."""
-    if not roots:
-        return {}
     stats = {int(each.name): process_stat(int(each.name)) for each in Path("/proc").iterdir() if each.name.isdigit()}
     found: dict[int, int] = {}
     newest = roots
@@ -207,16 +205,15 @@ class EngineFolder:
         mapped = {number for process_id in (*started, os.getpid()) for number in mapped_shared_memory(process_id)}
         text = "".join(f"{number} {file.name}\n" for number, file in _files(mapped).items())
         (self.path / LIST).write_text(text, encoding="utf-8")
-        if started:
-            task = json.dumps([os.getpid(), str(self.path), [*started.items()]])
-            quiet = subprocess.DEVNULL
-            self._keeper = subprocess.Popen(  # noqa: S603 - this Python, and the program above
-                [sys.executable, "-I", "-S", "-c", KEEPER, task],
-                stdin=quiet,
-                stdout=quiet,
-                stderr=quiet,
-                start_new_session=True,
-            )
+        task = json.dumps([os.getpid(), str(self.path), [*started.items()]])
+        quiet = subprocess.DEVNULL
+        self._keeper = subprocess.Popen(  # noqa: S603 - this Python, and the program above
+            [sys.executable, "-I", "-S", "-c", KEEPER, task],
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+        )
 
     def remove(self) -> None:
         """Remove it: the engine has ended in order. A second time does nothing."""
