@@ -13,11 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_generation.child_process import process_stat
 from rl_generation.errors import EngineDeadError, EngineOptionError, TimedOutSample
 from rl_generation.requests import Limits
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.vllm.processes import EngineProcesses
+from rl_generation.vllm.processes import EngineProcesses, process_stat
 from rl_generation.vllm.running import Health
 from rl_generation.vllm.samples import sample_timeout_s, timeout_error
 
@@ -69,8 +68,7 @@ def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd
 
 OWNER = """
 import multiprocessing, os, sys
-from rl_generation.child_process import process_stat
-from rl_generation.vllm.processes import EngineFolder
+from rl_generation.vllm.processes import ChildProcess, EngineFolder
 import holding
 
 if __name__ == "__main__":
@@ -80,7 +78,7 @@ if __name__ == "__main__":
     engine.start()
     memory, _ = ours.recv()
     folder = EngineFolder()
-    folder.watch({engine.pid: process_stat(engine.pid).started})
+    folder.watch({engine.pid: ChildProcess.of(engine.pid)})
     print(engine.pid, folder.path, memory.lstrip("/"), flush=True)
     sys.stdin.read()
 """

@@ -1,6 +1,5 @@
 """Claims about memory: figures of real tensors, and of published models, come out exactly."""
 
-
 import pytest
 import torch
 import transformers

@@ -74,8 +74,11 @@ class EngineMemory:
     layers: tuple[CacheLayer, ...]
     """Those of the fullest stage that keep keys and values; not those that share another layer's."""
 
-    ranks: int = 1
-    """Over which layers are cut, times the stages over which they are divided."""
+    tensor_parallel_size: int = 1
+    """Ranks over which every layer is cut."""
+
+    pipeline_parallel_size: int = 1
+    """Stages over which the layers are divided."""
 
     element_bytes: int
     """Of one element of a weight."""
@@ -144,7 +147,9 @@ class EngineMemory:
 
     def explain(self) -> str:
         """Say it in a few lines for people."""
-        ranks = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        count, stages = self.tensor_parallel_size * self.pipeline_parallel_size, self.pipeline_parallel_size
+        ranks = f" on each of {count} ranks" if count > 1 else ""
+        ranks += f", at the fullest of {stages} stages" if stages > 1 else ""
         sequence, sequences = self.sequence_bytes(self.max_model_len), self.full_length_sequences
         token = f"{_size(self.kv_bytes_per_token)} a token in {len(self.layers)} layers"
         lines = [
@@ -256,7 +261,8 @@ def estimate_memory(
         parameters=parameters,
         weight_bytes=of_a_rank * _dtype(dtype).itemsize,
         layers=tuple(layers[: max(_stage_sizes(len(layers), pipeline_parallel_size))]),
-        ranks=tensor_parallel_size * pipeline_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         element_bytes=_dtype(dtype).itemsize,
         max_model_len=length,
         max_num_seqs=max_num_seqs,
