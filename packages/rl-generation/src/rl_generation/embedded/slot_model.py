@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -196,9 +196,6 @@ class AttentionStep:
     calls: int = 0
     """Layers that have attended so far."""
 
-    head_masks: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """A mask of the model's, and the same for each key head, by the identity of the former and the number of heads."""
-
 
 # Of the forward that runs in this thread: transformers calls the functions below by name and passes them no such thing.
 _STEP: ContextVar[AttentionStep] = ContextVar("rl_generation_attention_step")
@@ -250,57 +247,24 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     step.calls += 1
     scale, softcap = options.get("scaling"), options.get("softcap") if step.softcap else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if attention_mask is None:
-        # Each query sees what is not after it: told so, kernels skip the rest instead of masking it.
-        grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-        return attended.transpose(1, 2).contiguous(), None
     num_rows, num_heads, num_queries, _ = query.shape
     num_shared = num_heads // key.shape[1]
-    one_query = num_queries == 1
-    if one_query and query.dtype == torch.float32 and query.device.type == "cpu":
-        return _attend_by_head(query, key, value, step=step, mask=attention_mask, scale=scale, softcap=softcap), None
-    mask = attention_mask.to(query.dtype)
-    explicit = softcap is not None
-    if one_query or explicit:
-        # Heads that share a key become queries of one head, instead of copies of the cache.
-        query = query.reshape(num_rows, key.shape[1], num_shared * num_queries, -1)
-        mask = mask if one_query else mask.repeat(1, 1, num_shared, 1)
-    if explicit:
-        scores = (query * scale @ key.transpose(2, 3)).float()
-        scores = softcap * (scores / softcap).tanh()
-        attended = (scores + mask).softmax(-1).to(value.dtype) @ value
-    else:
-        grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
-    return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
-
-
-def _attend_by_head(
-    query: Float[Tensor, "N H 1 D"],
-    key: Float[Tensor, "N K C D"],
-    value: Float[Tensor, "N K C E"],
-    *,
-    step: AttentionStep,
-    mask: Float[Tensor, "rows 1 1 C"],
-    scale: float,
-    softcap: float | None,
-) -> Float[Tensor, "N 1 H E"]:
-    """Attend with one query a row, as batches of small products: on the CPU faster than the fused kernel.
-
-    Heads that share a key become queries of one head.
-    """
-    num_rows, num_keys, columns, size = key.shape
-    if (id(mask), num_keys) not in step.head_masks:
-        by_head = mask.to(query.dtype).expand(num_rows, num_keys, 1, columns).reshape(-1, 1, columns)
-        step.head_masks[id(mask), num_keys] = (mask, by_head)
-    by_head = step.head_masks[id(mask), num_keys][1]
-    queries, keys = query.reshape(num_rows * num_keys, -1, size), key.flatten(0, 1).transpose(1, 2)
+    mask = None if attention_mask is None else attention_mask.to(query.dtype)
+    if softcap is None and num_queries > 1:
+        # Where each query sees what is not after it, kernels that are told so skip the rest instead of masking it.
+        attended = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=num_shared > 1
+        )
+        return attended.transpose(1, 2).contiguous(), None
+    # Heads that share a key become queries of one head, instead of copies of the cache.
+    query = query.reshape(num_rows, key.shape[1], num_shared * num_queries, -1)
     if softcap is None:
-        scores = torch.baddbmm(by_head, queries, keys, alpha=scale)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     else:
-        scores = softcap * (torch.bmm(queries, keys) * (scale / softcap)).tanh() + by_head
-    return torch.bmm(scores.softmax(-1), value.flatten(0, 1)).view(num_rows, 1, query.shape[1], -1)
+        scores = softcap * ((query * scale @ key.transpose(2, 3)).float() / softcap).tanh()
+        masked = scores if mask is None else scores + mask.repeat(1, 1, num_shared, 1)
+        attended = masked.softmax(-1).to(value.dtype) @ value
+    return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
 
 @final
