@@ -22,7 +22,7 @@ from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
-from rl_generation.vllm.running import ask_replicas, check_not_importing_main, start, unanswered
+from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start, unanswered
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
     CallOptions,
@@ -101,7 +101,6 @@ class VllmEngine:
         self.ready = ready
         self._logp_of, self._start_version = logp_of, version
         self._restarting = threading.RLock()
-        self._closed = True
         self._start(stop_token_ids)
 
     # -- What it is ----------------------------------------------------------------------------------------------
@@ -405,21 +404,19 @@ class VllmEngine:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.
 
         Samples under way end with EngineDeadError, and adapters are forgotten. `version` is what it was at first, and
-        `vllm` is another one, so that a sink must be made anew too, and its `check` assigned to `ready`.
+        `vllm` and `loop` are others, so that a sink must be made anew too, and its `check` assigned to `ready`.
 
         Raises:
             EngineDeadError: vLLM could not start; its log says why.
         """
         with self._restarting:
-            self._end_running()
+            self._end()
             self._start(self._stop_token_ids)
 
     def close(self) -> None:
         """End the engine, with all of its processes; it can be called again."""
         with self._restarting:
-            self._closed = True
-            self._end_running()
-            self._end_events()
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -432,24 +429,20 @@ class VllmEngine:
     # -- Inside --------------------------------------------------------------------------------------------------
 
     def _start(self, stop_token_ids: Sequence[int] | None) -> None:
-        if self._closed:
-            self._events = EventLoop("rl-generation-vllm")
-            self._end_events = weakref.finalize(self, _elsewhere, self._events, self._events.close)
-        self._closed = True
+        self._events = EventLoop("rl-generation-vllm")
         try:
             self._running = self._events.run(start(self._events, self._prepared, version=self._start_version))
-            self._end_running = weakref.finalize(self, _elsewhere, self._events, self._running.stop)
-            limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
-            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, limits)
+        except BaseException:
+            self._events.close()
+            raise
+        self._end = weakref.finalize(self, _end, self._events, self._running)
+        try:
+            self._limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
+            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, self._limits)
             warn_of_dtype(self._prepared, self.vllm.vllm_config)
         except (PromptError, UserWarning):
-            self.close()
+            self._end()
             raise
-        except BaseException:
-            self._end_events()
-            raise
-        self._closed = False
-        self._limits = limits
         self._samples = Samples(self._running, logp_of=self._logp_of, hint=logp_hint(self._prepared.options))
 
     def _begin(
@@ -499,9 +492,10 @@ class VllmEngine:
         return CALL_TIMEOUT_S if samples_s == math.inf else max(CALL_TIMEOUT_S, samples_s)
 
 
-def _elsewhere(events: EventLoop, end: Callable[[], None]) -> None:
-    """Call `end`, which blocks, in this thread, or in another where garbage is collected on the event loop."""
+def _end(events: EventLoop, running: RunningLLM) -> None:
+    """End an engine, which blocks; in another thread where garbage is collected on the event loop."""
     if events.is_current:
-        threading.Thread(target=end).start()
-    else:
-        end()
+        threading.Thread(target=_end, args=(events, running)).start()
+        return
+    running.stop()
+    events.close()
