@@ -304,6 +304,6 @@ def test_a_prefill_does_without_a_mask_where_that_would_be_a_plain_triangle(tiny
     served = engine(tiny(family))
     served.add_request("a", [1, 5, 6], Sampling(max_new_tokens=2, seed=0))
     served.step()
-    assert served._runner._model.last_step.mask_left_out == left_out
+    assert served._runner._model.cache.step.mask_left_out == left_out
     served.step()
-    assert not served._runner._model.last_step.mask_left_out, "rows being decoded have lengths of their own"
+    assert not served._runner._model.cache.step.mask_left_out, "rows being decoded have lengths of their own"

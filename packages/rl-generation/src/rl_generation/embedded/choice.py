@@ -196,13 +196,13 @@ def _compare(model: SlotModel, *, num_layers: int, vocab_size: int) -> str | Non
     model.cache.resize(slots=len(sequences), columns=max(PROMPT_LENGTHS) + 1)
     rows = torch.arange(len(sequences), device=device)
     prefilled = model.prefill([sequence[:-1] for sequence in sequences], slots=rows, sources=rows)
-    attended = [model.last_step.calls if model.last_step else 0]
+    attended = [model.cache.step.calls if model.cache.step else 0]
     decoded = model.decode(
         torch.tensor([sequence[-1] for sequence in sequences], device=device),
         torch.tensor(PROMPT_LENGTHS, device=device),
         columns=max(PROMPT_LENGTHS) + 1,
     )
-    attended.append(model.last_step.calls if model.last_step else 0)
+    attended.append(model.cache.step.calls if model.cache.step else 0)
     if attended != [num_layers] * 2 or model.cache.layer_indices != set(range(num_layers)):
         return (
             f"of its {num_layers} layers, {min(attended)} attend through the attention interface and "
