@@ -256,13 +256,11 @@ class SlotModel:
     there, and a model that was made from the same config may run in another thread meanwhile.
     """
 
-    def __init__(
-        self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool, record_decoding: bool
-    ) -> None:
+    def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, record_decoding: bool) -> None:
         register_attention()
         self.model = model
         self.cache = SlotCache()
-        self.logits_to_keep = logits_to_keep
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument(model)
         self._pad_token_id = pad_token_id
         _copy_configs(model)
@@ -290,7 +288,7 @@ class SlotModel:
         ends = sorted(set(lengths))
         keep = torch.tensor([end - 1 for end in ends], device=tokens.device)
         logits = self._forward(tokens, positions, columns=columns, logits_to_keep=keep, prefill=(slots, sources))
-        place = {end: index for index, end in enumerate(ends)} if self.logits_to_keep else {e: e - 1 for e in ends}
+        place = {end: index for index, end in enumerate(ends)} if self._keeps_logits else {e: e - 1 for e in ends}
         return logits[torch.arange(len(prompts)), [place[length] for length in lengths]]
 
     @torch.no_grad()
@@ -329,7 +327,7 @@ class SlotModel:
                 position_ids=positions.expand(len(tokens), -1),
                 use_cache=True,
                 **{self._cache_argument: self.cache},
-                **({"logits_to_keep": logits_to_keep} if self.logits_to_keep else {}),
+                **({"logits_to_keep": logits_to_keep} if self._keeps_logits else {}),
             )
         finally:
             for config, implementation in before:
