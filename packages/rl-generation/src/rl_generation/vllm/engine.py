@@ -22,7 +22,7 @@ from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
-from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start, unanswered
+from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
     CallOptions,
@@ -390,15 +390,13 @@ class VllmEngine:
         Raises:
             EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
         """
-        health, core = self._running.health, self.vllm.engine_core
+        running, core = self._running, self.vllm.engine_core
 
         async def ping() -> None:
-            health.check()
-            await health.run(ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}))
+            running.health.check()
+            await ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {})
 
-        with unanswered("check_health", timeout_s):
-            async with asyncio.timeout(timeout_s):
-                await self._events.wait(ping())
+        await self._events.wait(running.call(ping, timeout_s=timeout_s, name="check_health"))
 
     def restart(self) -> None:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.

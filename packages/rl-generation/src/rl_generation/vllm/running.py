@@ -1,7 +1,6 @@
 """An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
-import contextlib
 import functools
 import getpass
 import os
@@ -9,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -27,7 +26,6 @@ __all__ = [
     "ask_replicas",
     "check_not_importing_main",
     "start",
-    "unanswered",
     "version_of",
 ]
 
@@ -78,9 +76,14 @@ class RunningLLM:
 
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
         """Await the answer that `what` asks for, on the engine's loop; EngineDeadError where it died or is late."""
-        with unanswered(name, timeout_s):
+        try:
             async with asyncio.timeout(timeout_s):
                 return await self.health.run(what())
+        except TimeoutError:
+            raise EngineDeadError(
+                f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy "
+                f"or hangs; give it longer, or restart()"
+            ) from None
 
     def stop(self) -> None:
         """End what waits, then all processes, and remove what they leave behind; not from the loop."""
@@ -301,18 +304,6 @@ async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
         return answers
     asked = [core._call_utility_async(method, *arguments, engine=each) for each in core.core_engines]  # noqa: SLF001
     return list(await asyncio.gather(*asked))
-
-
-@contextlib.contextmanager
-def unanswered(name: str, timeout_s: float) -> Iterator[None]:
-    """Make EngineDeadError of the TimeoutError of what waits for an answer of the engine."""
-    try:
-        yield
-    except TimeoutError:
-        raise EngineDeadError(
-            f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy or "
-            f"hangs; give it longer, or restart()"
-        ) from None
 
 
 def check_not_importing_main() -> None:
