@@ -55,6 +55,6 @@ def test_an_exported_folder_is_served_as_it_was_trained(config, tmp_path):
         kv_cache_memory_bytes=32 << 20,
     )
     prompts = [list(range(5 + i, 25 + i)) for i in range(3)]
-    with torch.no_grad(), VllmEngine(options, own_process=False) as engine:
+    with torch.no_grad(), VllmEngine(options) as engine:
         agreement = verify_logp(engine, model, prompts=prompts, sampling=Sampling(max_new_tokens=12, seed=0))
     assert agreement.max_abs_difference <= 1e-4

@@ -65,8 +65,8 @@ def train(policy):
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-def test_every_step_reaches_an_engine_in_this_process_and_its_rollouts_say_which(policy, options):
-    with VllmEngine(options, own_process=False, ready=lambda: sink.check()) as engine:  # noqa: PLW0108
+def test_every_step_reaches_an_engine_and_its_rollouts_say_which(policy, options):
+    with VllmEngine(options, ready=lambda: sink.check()) as engine:  # noqa: PLW0108
         sink = VllmSink(engine.vllm, loop=engine.loop)
         refit = Refit(ModuleSource(policy), sink)
         for version in (1, 2, 3):
@@ -82,12 +82,8 @@ def test_every_step_reaches_an_engine_in_this_process_and_its_rollouts_say_which
         refit.close()
 
 
-# In every change the engine of with_ray/test_async_over_ray.py is refitted so in a process of its own.
-@pytest.mark.parametrize(
-    "own_process", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in-process", "own-process"]
-)
-def test_a_refit_in_flight_keeps_the_answers_that_are_under_way(policy, options, own_process):
-    with VllmEngine(options, own_process=own_process) as engine:
+def test_a_refit_in_flight_keeps_the_answers_that_are_under_way(policy, options):
+    with VllmEngine(options) as engine:
         refit = Refit(ModuleSource(policy), VllmSink(engine.vllm, loop=engine.loop, pause="keep"))
         refit(version=1)
         assert verify_logp(engine, policy, prompts=PROMPTS, sampling=SAMPLING).max_abs_difference <= 1e-4

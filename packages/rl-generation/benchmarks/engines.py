@@ -5,7 +5,7 @@ lengths up to 96 tokens. Every engine has a process of its own and waits while a
 them, in an order that is drawn anew. Figures are medians over the rounds, ratios are medians of each round's ratio.
 
 `core-s/1k` is what 1000 tokens cost on all cores, in all processes: on a machine with other work, believe it before the
-tokens a second. Of vLLM in processes of its own it counts the waiting too, which is a loop there.
+tokens a second. Of vLLM it counts the waiting too, which is a loop there.
 
     python benchmarks/engines.py                         both models; five minutes with vLLM, one without
     python benchmarks/engines.py --models tiny --engines generate embedded
@@ -30,8 +30,7 @@ from workloads import ENVIRONMENT, MODELS, PAD, WORKLOADS, cpu_seconds, has_vllm
 ENGINES = {
     "generate": "transformers.generate, no logp",
     "embedded": "TransformersEngine",
-    "vllm": "VllmEngine, in process",
-    "vllm-own": "VllmEngine, own process",
+    "vllm": "VllmEngine",
 }
 BATCH = 256
 
@@ -101,7 +100,7 @@ def make(name: str, path: str):
         return generate_of_engine(engine), contextlib.closing(engine)
     from rl_generation.vllm import VllmEngine
 
-    engine = VllmEngine(vllm_options(path), own_process=name == "vllm-own", stop_token_ids=[])
+    engine = VllmEngine(vllm_options(path), stop_token_ids=[])
     return generate_of_engine(engine), contextlib.closing(engine)
 
 
@@ -210,7 +209,7 @@ def main() -> None:
     if arguments.serve is not None:
         serve(*arguments.serve)
         return
-    missing = [] if has_vllm() else [name for name in arguments.engines if name.startswith("vllm")]
+    missing = [] if has_vllm() else [name for name in arguments.engines if name == "vllm"]
     names = [name for name in arguments.engines if name not in missing]
     figures = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@ that outlive their engine, and processes that outlive the program. Every kind of
 generates in each cycle and stops with requests under way. What libraries keep once, however often an engine starts, is
 shown as `once` and is no leak.
 
-    python benchmarks/start_stop.py                              50 cycles of the embedded one, 5 of each vLLM; minutes
+    python benchmarks/start_stop.py                              50 cycles of the embedded one, 5 of vLLM; minutes
     python benchmarks/start_stop.py --kinds embedded --cycles 500
 """
 
@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "programs
 import leaks
 import saved_model
 
-CYCLES = {"embedded": 50, "in-process": 5, "own-process": 5}
-GROWTH_BYTES = {"embedded": 8 << 20, "in-process": 64 << 20, "own-process": 64 << 20}
+CYCLES = {"embedded": 50, "vllm": 5}
+GROWTH_BYTES = {"embedded": 8 << 20, "vllm": 64 << 20}
 """Of vLLM: less than one cache of all those that there were."""
 
 
@@ -48,7 +48,7 @@ def measure(kind: str, cycles: int, model: str):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=CYCLES, default=list(CYCLES))
-    parser.add_argument("--cycles", type=int, help="of each; by default {embedded} and {own-process}".format(**CYCLES))
+    parser.add_argument("--cycles", type=int, help="of each; by default {embedded} and {vllm}".format(**CYCLES))
     arguments = parser.parse_args()
     missing = [] if has_vllm() else [kind for kind in arguments.kinds if kind != "embedded"]
     figures = {}

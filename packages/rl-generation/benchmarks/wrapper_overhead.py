@@ -6,22 +6,16 @@ vLLM's side is given its prompts and parameters ready made, and reads nothing of
 them. Of several answers to a prompt, vLLM makes one request, which it divides; ours makes one of each, and so it can
 time out alone. Figures are medians of each round's ratio, with their quartiles.
 
-In process, both have vLLM step until all is done. `outside` is the time on the core before, between and after those
-steps, which is all that a wrapper can change, and its ratio is 1 + (its own - bare vLLM's) / all of bare vLLM's time:
-the noise of the steps, which are the same, is not in it.
+A further row, `bare, each alone`, asks vLLM for every answer by a request of its own, as ours does.
 
-Further rows: `bare, each alone` asks vLLM for every answer by a request of its own, as ours does. `as it comes` is an
-`LLM` without statistics and with the plain parameters that one would write oneself.
-
-    python benchmarks/wrapper_overhead.py                    three minutes; exits 1 if the median is above 1.03
-    python benchmarks/wrapper_overhead.py --kinds in-process --clock outside         on a machine with other work
+    python benchmarks/wrapper_overhead.py                    two minutes; exits 1 if the median is above 1.03
+    python benchmarks/wrapper_overhead.py --clock core       on a machine with other work
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import itertools
 import os
@@ -36,8 +30,7 @@ from pathlib import Path
 from workloads import ENVIRONMENT, MODELS, WORKLOADS, cpu_seconds, has_vllm, save_model, show_json, vllm_options
 
 LIMIT = 1.03
-CLOCKS = ("wall", "core", "outside")
-KINDS = {"in-process": "VllmEngine, in process", "own-process": "VllmEngine, in its own process"}
+CLOCKS = ("wall", "core")
 numbers = itertools.count()
 
 
@@ -80,26 +73,9 @@ def bare(engine, workload):
     return prepare, count
 
 
-def as_it_comes(llm, workload):
-    from vllm import SamplingParams, TokensPrompt
-
-    def prepare(prompts):
-        ready = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        params = SamplingParams(
-            n=workload.n,
-            max_tokens=workload.max_new_tokens,
-            stop_token_ids=list(workload.stops),
-            ignore_eos=True,
-            logprobs=0,
-        )
-        return lambda: llm.generate(ready, params, use_tqdm=False)
-
-    return prepare, count
-
-
-def alone(make, engine, workload):
-    """The same with a request for each answer."""
-    prepare, count_tokens = make(engine, replace(workload, n=1))
+def alone(engine, workload):
+    """Bare vLLM with a request for each answer."""
+    prepare, count_tokens = bare(engine, replace(workload, n=1))
     return lambda prompts: prepare([prompt for prompt in prompts for _ in range(workload.n)]), count_tokens
 
 
@@ -112,37 +88,14 @@ def ours(engine, workload):
     return prepare, lambda rollouts: sum(len(rollout.tokens) for rollout in rollouts)
 
 
-class Steps:
-    """Time on the core in the steps of vLLM engines."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def watch(self, engine, name: str) -> None:
-        step = getattr(engine, name)
-
-        def timed_step():
-            start = cpu_seconds()
-            try:
-                return step()
-            finally:
-                self.seconds += cpu_seconds() - start
-
-        setattr(engine, name, timed_step)
-
-
-steps = Steps()
-
-
 def timed(way, prompts):
-    """Clock → seconds for each token: on the wall, on this process's cores, and there outside of vLLM's steps."""
+    """Clock → seconds for each token: on the wall, and on this process's cores."""
     prepare, tokens_of = way
     call = prepare(prompts)
     gc.collect()
-    inside, cpu, start = steps.seconds, cpu_seconds(), time.perf_counter()
+    cpu, start = cpu_seconds(), time.perf_counter()
     answers = call()
-    wall, core, inside = time.perf_counter() - start, cpu_seconds() - cpu, steps.seconds - inside
-    spent = {"wall": wall, "core": core, **({"outside": core - inside} if inside else {})}
+    spent = {"wall": time.perf_counter() - start, "core": cpu_seconds() - cpu}
     tokens = tokens_of(answers)
     return {clock: seconds / tokens for clock, seconds in spent.items()}
 
@@ -164,66 +117,28 @@ def measure(ways, workload, rounds: int):
 def compare(found):
     """Way → clock → median and quartiles of its ratio to bare vLLM."""
     rows = {}
-    whole = statistics.median(found["bare"]["core"])
     for name, clocks in found.items():
         rows[name] = {"tokens_per_s": 1 / statistics.median(clocks["wall"])}
         for clock, spent in clocks.items():
-            pairs = list(zip(spent, found["bare"][clock], strict=True))
-            ratios = [1 + (a - b) / whole if clock == "outside" else a / b for a, b in pairs]
+            ratios = [a / b for a, b in zip(spent, found["bare"][clock], strict=True)]
             low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
             rows[name][clock] = {"ratio": median, "quartiles": [low, high]}
     return rows
 
 
-@contextlib.contextmanager
-def ways_of(kind: str, path: str):
-    """What makes the ways to compare, of a workload."""
-    from rl_generation.vllm import VllmEngine
-
-    def ways(make, engine, workload):
-        found = {"bare": make(engine, workload), "ours": ours(engine, workload), "bare again": make(engine, workload)}
-        return found if workload.n == 1 else {**found, "bare, each alone": alone(make, engine, workload)}
-
-    if kind == "own-process":
-        with VllmEngine(vllm_options(path), own_process=True, stop_token_ids=[]) as engine:
-            yield lambda workload: ways(bare, engine, workload)
-        return
-    with VllmEngine(vllm_options(path), stop_token_ids=[]) as engine:
-        llm = plain_llm(path)
-        steps.watch(engine.vllm.engine_core.core, "advance")
-        steps.watch(llm.llm_engine, "step")
-        yield lambda workload: {**ways(bare, engine, workload), "as it comes": as_it_comes(llm, workload)}
-        llm.llm_engine.engine_core.shutdown()
+def ways_of(engine, workload):
+    """What is compared."""
+    found = {"bare": bare(engine, workload), "ours": ours(engine, workload), "bare again": bare(engine, workload)}
+    return found if workload.n == 1 else {**found, "bare, each alone": alone(engine, workload)}
 
 
-def plain_llm(path: str):
-    """A second engine in this process, of the same size."""
-    from vllm import LLM
-
-    options = vllm_options(path)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    try:
-        return LLM(
-            model=path,
-            dtype=options.dtype,
-            enforce_eager=options.enforce_eager,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            kv_cache_memory_bytes=options.kv_cache_memory_bytes,
-            skip_tokenizer_init=True,
-        )
-    finally:
-        del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-
-
-def show(kind: str, workload, rows) -> None:
-    print(f"\n{KINDS[kind]}, {workload.name}: {workload.prompts} prompts x {workload.n}")
-    clocks = [clock for clock in CLOCKS if clock in rows["bare"]]
-    print(f"{'':18}{'tokens/s':>10}" + "".join(f"{clock:>9}{'quartiles':>13}" for clock in clocks))
+def show(workload, rows) -> None:
+    print(f"\n{workload.name}: {workload.prompts} prompts x {workload.n}")
+    print(f"{'':18}{'tokens/s':>10}" + "".join(f"{clock:>9}{'quartiles':>13}" for clock in CLOCKS))
     for name, row in rows.items():
         cells = "".join(
             f"{row[clock]['ratio']:9.3f}{row[clock]['quartiles'][0]:8.2f}-{row[clock]['quartiles'][1]:.2f}"
-            for clock in clocks
+            for clock in CLOCKS
         )
         print(f"{name:18}{row['tokens_per_s']:10.0f}{cells}")
 
@@ -231,7 +146,6 @@ def show(kind: str, workload, rows) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="tiny", help="the smaller, the dearer a wrapper")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="which one is judged")
     arguments = parser.parse_args()
@@ -240,22 +154,20 @@ def main() -> int:
         show_json({"benchmark": "wrapper_overhead", "not_installed": ["vllm"]})
         return 0
     os.environ.update(ENVIRONMENT)
+    from rl_generation.vllm import VllmEngine
+
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(arguments.model, Path(folder))
-        for kind in arguments.kinds:
-            with ways_of(kind, path) as ways:
-                figures[kind] = {
-                    workload.name: compare(measure(ways(workload), workload, arguments.rounds))
-                    for workload in WORKLOADS.values()
-                }
-            for name, rows in figures[kind].items():
-                show(kind, WORKLOADS[name], rows)
-    judged = [rows["ours"] for each in figures.values() for rows in each.values()]
-    worst = max(row[arguments.clock if arguments.clock in row else "wall"]["ratio"] for row in judged)
+        with VllmEngine(vllm_options(path), stop_token_ids=[]) as engine:
+            for workload in WORKLOADS.values():
+                found = measure(ways_of(engine, workload), workload, arguments.rounds)
+                figures[workload.name] = compare(found)
+                show(workload, figures[workload.name])
+    worst = max(rows["ours"][arguments.clock]["ratio"] for rows in figures.values())
     print(f"\nours takes at most {worst:.3f} x bare vLLM ({arguments.clock}); the limit is {LIMIT}")
     settings = {"model": arguments.model, "rounds": arguments.rounds, "clock": arguments.clock, "limit": LIMIT}
-    show_json({"benchmark": "wrapper_overhead", **settings, "worst": worst, "holds": worst <= LIMIT, "kinds": figures})
+    show_json({"benchmark": "wrapper_overhead", **settings, "worst": worst, "holds": worst <= LIMIT, **figures})
     return int(worst > LIMIT)
 
 

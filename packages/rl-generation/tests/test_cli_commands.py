@@ -119,7 +119,7 @@ def test_an_option_of_another_engine_is_refused(model, capsys, flags, reason):
     ("command", "flags"),
     [
         ("generate", ["--engine", "vllm", "--input", "nowhere.jsonl", "--output", "nowhere.out"]),
-        ("serve", ["--engine", "vllm", "--own-process"]),
+        ("serve", ["--engine", "vllm"]),
     ],
 )
 def test_an_engine_that_is_not_installed_is_refused_before_anything_is_loaded(capsys, command, flags):

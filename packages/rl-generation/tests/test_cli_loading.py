@@ -129,7 +129,6 @@ def test_code_that_comes_with_a_model_is_not_run_unless_trusted(model):
         ({"engine": "sglang"}, "engine must be one of transformers, vllm;"),
         ({"vllm_kwargs": {"a": 1}}, "vllm_kwargs={'a': 1} means nothing"),
         ({"engine": "vllm", "device": "cpu"}, "device='cpu' means nothing to the engine 'vllm'"),
-        ({"own_process": True}, "own_process=True means nothing to the engine 'transformers'"),
         ({"tokenizer": "x", "with_tokenizer": False}, "contradicts with_tokenizer=False"),
     ],
 )

@@ -140,7 +140,7 @@ def test_the_cache_stays_within_its_bound_and_rows_that_give_way_lose_nothing(qw
     rollouts, streamed = finish(served)
     handle.remove()
     assert max(largest) <= max_cache_tokens
-    assert (served.metrics().preemptions > 0) == (max_cache_tokens > 40)
+    assert (served.metrics().preemptions > 0) == (max_cache_tokens > 64)
     for index, rollout in enumerate(expected):
         answer = rollouts[str(index), 0]
         assert answer.tokens == rollout.tokens == tuple(streamed[str(index), 0][0])
@@ -246,7 +246,7 @@ def test_no_forward_over_prompts_is_larger_than_its_budget(tiny, monkeypatch):
     assert max(rows * columns for rows, columns in fed if columns > 1) == 12
 
 
-def test_an_answer_that_copied_its_prompt_is_timed_though_others_came_before_its_first_token(qwen3):
+def test_an_answer_that_copied_its_prompt_ends_though_others_came_before_its_first_token(qwen3):
     served = engine(qwen3, stop_token_ids=[])
     for names in ("a", "bc", "d"):
         for name in names:
@@ -255,16 +255,6 @@ def test_an_answer_that_copied_its_prompt_is_timed_though_others_came_before_its
         served.step()
     rollouts, _ = finish(served)
     assert len(rollouts) == 4
-
-
-def test_closing_gives_the_buffers_of_answers_back(tiny):
-    served = engine(tiny("llama", max_position_embeddings=10_000), stop_token_ids=[])
-    served.add_request("a", [1, 5], Sampling(max_new_tokens=9_000, seed=0))
-    served.step()
-    batch = served._runner._batch
-    assert batch._tokens.shape[1] < 1000
-    served.close()
-    assert batch._tokens.shape[1] == batch._logp.shape[1] == 0
 
 
 def test_an_answer_that_ends_with_others_beside_it_is_counted_once(qwen3):
@@ -312,6 +302,6 @@ def test_a_prefill_does_without_a_mask_where_that_would_be_a_plain_triangle(tiny
     served = engine(tiny(family))
     served.add_request("a", [1, 5, 6], Sampling(max_new_tokens=2, seed=0))
     served.step()
-    assert served._runner._model.last_step.mask_left_out == left_out
+    assert served._runner._model.cache.step.mask_left_out == left_out
     served.step()
-    assert not served._runner._model.last_step.mask_left_out, "rows being decoded have lengths of their own"
+    assert not served._runner._model.cache.step.mask_left_out, "rows being decoded have lengths of their own"

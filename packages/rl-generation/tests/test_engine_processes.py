@@ -1,7 +1,6 @@
 """Processes that die, what they leave behind, and how long a sample may take; real processes, no vLLM."""
 
 import asyncio
-import math
 import multiprocessing
 import os
 import signal
@@ -14,14 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_generation.child_process import process_stat
 from rl_generation.errors import EngineDeadError, EngineOptionError, TimedOutSample
-from rl_generation.requests import Limits, Sampling
+from rl_generation.requests import Limits
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.vllm import VllmOptions
-from rl_generation.vllm.processes import EngineProcesses
+from rl_generation.vllm.processes import EngineProcesses, process_stat
 from rl_generation.vllm.running import Health
-from rl_generation.vllm.samples import Samples, sample_timeout_s, timeout_error
+from rl_generation.vllm.samples import sample_timeout_s, timeout_error
 
 PATIENCE_S = 60
 PROGRAMS = Path(__file__).parent / "programs"
@@ -71,8 +68,7 @@ def test_what_a_killed_process_leaves_in_shared_memory_is_removed(process, capfd
 
 OWNER = """
 import multiprocessing, os, sys
-from rl_generation.child_process import process_stat
-from rl_generation.vllm.processes import EngineFolder
+from rl_generation.vllm.processes import ChildProcess, EngineFolder
 import holding
 
 if __name__ == "__main__":
@@ -82,7 +78,7 @@ if __name__ == "__main__":
     engine.start()
     memory, _ = ours.recv()
     folder = EngineFolder()
-    folder.watch({engine.pid: process_stat(engine.pid).started})
+    folder.watch({engine.pid: ChildProcess.of(engine.pid)})
     print(engine.pid, folder.path, memory.lstrip("/"), flush=True)
     sys.stdin.read()
 """
@@ -186,18 +182,11 @@ def test_a_timeout_that_is_no_time_is_refused(monkeypatch, value):
         sample_timeout_s()
 
 
-def test_the_limit_of_a_sample_is_the_calls_or_the_engines_or_that_of_its_kind_of_call(monkeypatch):
-    def limit(engines, **call):
-        made = {"options": VllmOptions(model="m"), "limits": LIMITS, "stop_token_ids": (), "logp_of": "sampled"}
-        samples = Samples(None, **made, timeout_s=engines)
-        return samples.admit([[5]], Sampling(max_new_tokens=1), **call)[1].timeout_s
-
+def test_the_limit_of_a_sample_may_come_from_the_environment(monkeypatch):
     monkeypatch.delenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", raising=False)
     assert sample_timeout_s() is None
-    assert (limit(None), limit(None, otherwise_s=math.inf)) == (600, math.inf)
     monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "12.5")
     assert sample_timeout_s() == 12.5
-    assert (limit(12.5), limit(12.5, otherwise_s=math.inf), limit(12.5, timeout_s=2.0)) == (12.5, 12.5, 2.0)
 
 
 def test_a_timeout_says_what_was_reached_what_is_kept_and_what_to_do():

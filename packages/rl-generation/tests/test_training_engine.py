@@ -53,19 +53,17 @@ def test_a_spec_crosses_processes_and_moves_to_another_folder():
     assert spec_of().with_model("elsewhere").vllm is None
 
 
-def test_a_synchronous_vllm_engine_waits_for_its_batch_and_an_asynchronous_one_has_a_process_and_limits(monkeypatch):
+def test_a_synchronous_vllm_engine_waits_for_its_batch_and_an_asynchronous_one_has_limits(monkeypatch):
     def made(**changes):
         options = VllmOptions(model="model", kv_cache_memory_bytes=1 << 20, **changes.pop("options", {}))
-        engine = make_training_engine(spec_of(vllm=options, **changes), ready=lambda: None)
-        return engine["own_process"], engine["timeout_s"]
+        return make_training_engine(spec_of(vllm=options, **changes), ready=lambda: None)["timeout_s"]
 
     monkeypatch.setattr("rl_generation.vllm.VllmEngine", lambda _options, **given: given)
     monkeypatch.delenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", raising=False)
-    assert made() == (False, math.inf)
-    assert made(options={"tensor_parallel_size": 2}) == (True, math.inf)
-    assert made(asynchronous=True) == (True, None)
+    assert made() == made(options={"tensor_parallel_size": 2}) == math.inf
+    assert made(asynchronous=True) is None
     monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "12.5")
-    assert made() == (False, 12.5)
+    assert made() == 12.5
 
 
 def test_options_of_another_engine_are_refused():

@@ -29,6 +29,7 @@ from rl_generation.vllm.preparing import (
 )
 from rl_generation.vllm.running import RunningLLM, Statistics, version_of
 from rl_generation.vllm.samples import (
+    Sample,
     check_for_vllm,
     check_timeout,
     logp_hint,
@@ -36,8 +37,6 @@ from rl_generation.vllm.samples import (
     rollout_of,
     spans_of,
 )
-
-PLACE = {"prompt_index": 4, "sample_index": 2}
 
 
 class Bytes:
@@ -252,10 +251,15 @@ def completion(tokens=(5, 6, 7), logp=(-1.0, -2.0, -3.0), **changes):
     return SimpleNamespace(token_ids=list(tokens), logprobs=flat(tokens, logp), **ended | changes)
 
 
-def rollout(said, *, version, seams=(), logp_of="sampled", **changes):
-    tokens, versions = said.token_ids, spans_of(said, len(said.token_ids), version, seams=seams)
-    logp = logp_of_tokens(said, **PLACE)
-    return rollout_of(said, tokens=tokens, logp=logp, **PLACE, logp_of=logp_of, versions=versions, **changes)
+def sample(tokens=(), logp=()):
+    asked = {"prompt": (1,), "params": None, "timeout_s": 1.0}
+    return Sample(prompt_index=4, index=2, tokens=list(tokens), logp=list(logp), **asked)
+
+
+def rollout(said, *, version, seams=(), logp_of="sampled"):
+    ended = sample(said.token_ids, logp_of_tokens(sample(), said))
+    versions = spans_of(said, len(said.token_ids), version, seams=seams)
+    return rollout_of(ended, SimpleNamespace(outputs=[said]), logp_of=logp_of, versions=versions)
 
 
 def test_an_answer_keeps_tokens_logp_ends_and_versions():
@@ -326,12 +330,12 @@ def test_a_commit_under_an_engine_that_goes_on_is_refused_where_vllm_does_not_sa
 )
 def test_a_log_probability_that_is_missing_or_not_finite_is_an_error_and_never_a_zero(found, message):
     with pytest.raises(LogpError, match=message):
-        logp_of_tokens(SimpleNamespace(token_ids=(5, 6, 7), logprobs=found), **PLACE, start=10)
+        logp_of_tokens(sample(range(10)), SimpleNamespace(token_ids=(5, 6, 7), logprobs=found))
 
 
 def test_dictionaries_of_log_probabilities_are_read_too():
     found = [{9: SimpleNamespace(logprob=-9.0), token: SimpleNamespace(logprob=-float(token))} for token in (5, 6)]
-    assert logp_of_tokens(SimpleNamespace(token_ids=(5, 6), logprobs=found), **PLACE) == (-5.0, -6.0)
+    assert logp_of_tokens(sample(), SimpleNamespace(token_ids=(5, 6), logprobs=found)) == (-5.0, -6.0)
 
 
 def test_an_answer_that_vllm_gave_up_is_an_error():
@@ -361,9 +365,9 @@ def test_a_script_without_its_guard_is_named_where_processes_did_not_start(tmp_p
     script = tmp_path / "train.py"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     assert not main_guard_hint()
-    script.write_text("VllmEngine(options, own_process=True)")
+    script.write_text("VllmEngine(options)")
     assert "import the script that makes it, train.py: make it under `if __name__" in main_guard_hint()
-    script.write_text('if __name__ == "__main__":\n    VllmEngine(options, own_process=True)')
+    script.write_text('if __name__ == "__main__":\n    VllmEngine(options)')
     assert not main_guard_hint()
 
 
@@ -426,7 +430,7 @@ def test_explain_says_what_waits_for_a_refit():
     assert prepared.unfed
     assert not _prepared(options).unfed
     limits = Limits(vocab_size=40, max_length=9, max_length_name="max_model_len")
-    text = prepared.explain(kind="vLLM", limits=limits, dtype="float32", logp_of="raw", stop_token_ids=(), version=None)
+    text = prepared.explain(limits=limits, dtype="float32", logp_of="raw", stop_token_ids=(), version=None)
     for part in ("the first refit feeds it", "none: no refit has been committed", "tensor 2, pipeline 1", "block_size"):
         assert part in text
 

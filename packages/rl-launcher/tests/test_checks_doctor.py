@@ -237,6 +237,7 @@ from rl_generation.vllm.processes import EngineFolder
 folder, memory = EngineFolder(), shared_memory.SharedMemory(create=True, size=4096)
 resource_tracker.unregister(memory._name, "shared_memory")  # as where Python's tracker was killed, too
 folder.watch({})
+folder._keeper.kill()  # and the process that would remove it
 print(folder.path, f"/dev/shm/{memory.name.lstrip('/')}", flush=True)
 sys.stdin.read()
 """

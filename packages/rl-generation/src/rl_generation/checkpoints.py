@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rl_generation.errors import EngineOptionError, ModelError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 __all__ = [
     "TOKENIZER_FILES",
-    "device_of",
     "generation_config_of",
     "load_config",
     "load_from",
@@ -71,9 +69,14 @@ def load_model(
         ModelError: There is none, it lacks weights, or transformers cannot load it.
         EngineOptionError: The dtype or the device is unknown.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
-    target = device_of(device)
+    try:
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=target)
+    except (AssertionError, RuntimeError) as error:
+        raise EngineOptionError(f"device={device!r} cannot be used here: {error}") from None
     model, report = load_from(
         AutoModelForCausalLM.from_pretrained,
         place_of(model_name, ("config.json",), what="model"),
@@ -193,39 +196,21 @@ def model_identity(model_name: str, config: Any) -> str:
     return f"sha256:{total.hexdigest()}"
 
 
-def device_of(name: str | None) -> "torch.device":
-    """Return the device of that name; for None the first GPU, or the CPU where there is none.
-
-    Raises:
-        EngineOptionError: torch does not know it, or it is not here.
-    """
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise EngineOptionError(f"device={name!r} cannot be used here: {error}") from None
-    return device
-
-
 def generation_config_of(model_name: str, revision: str | None) -> Any:
     """Return the generation config of a folder or hub id; None where there is none, ModelError where it is broken."""
     from transformers import GenerationConfig
-
-    folder = Path(model_name).expanduser()
-    if folder.is_dir():
-        if not (folder / "generation_config.json").is_file():
-            return None
-        return load_from(GenerationConfig.from_pretrained, str(folder), what="generation config")
     from transformers.utils.hub import cached_file
 
+    folder = Path(model_name).expanduser()
     found = cached_file(
-        model_name, "generation_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        str(folder) if folder.is_dir() else model_name,
+        "generation_config.json",
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
     )
-    return None if found is None else load_from(GenerationConfig.from_pretrained, str(Path(found).parent), what="it")
+    if found is None:
+        return None
+    return load_from(GenerationConfig.from_pretrained, str(Path(found).parent), what="generation config")
 
 
 def _dtype_of(name: str) -> Any:

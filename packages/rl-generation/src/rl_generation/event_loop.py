@@ -7,9 +7,8 @@ actors come and go with loops of their own, or with none. Knows of engines only 
 import asyncio
 import concurrent.futures
 import contextlib
-import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar, final
 
 from rl_generation.errors import EngineDeadError
@@ -82,18 +81,6 @@ class EventLoop:
         pumping.add_done_callback(lambda _: hand_over(_END))
         try:
             while (item := await received.get()) is not _END:
-                yield item
-            pumping.result()
-        finally:
-            pumping.cancel()
-
-    def drain(self, items: Callable[[], AsyncGenerator[T, None]]) -> Iterator[T]:
-        """Yield what `items` yields on this loop, in a thread without one; closing this iterator closes that one."""
-        received = queue.SimpleQueue[Any]()
-        pumping = self.start(_pump(items, received.put))
-        pumping.add_done_callback(lambda _: received.put(_END))
-        try:
-            while (item := received.get()) is not _END:
                 yield item
             pumping.result()
         finally:

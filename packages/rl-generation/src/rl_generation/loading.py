@@ -33,7 +33,7 @@ EMBEDDED = (
 """Fields of a spec that `load_transformers_engine` takes."""
 
 FOREIGN = {
-    "transformers": ("own_process", "vllm_kwargs"),
+    "transformers": ("vllm_kwargs",),
     "vllm": ("device", "continuous_batching", "max_cache_tokens"),
 }
 """Fields of a spec that mean nothing to an engine."""
@@ -86,9 +86,6 @@ class EngineSpec:
     max_cache_tokens: int | None = None
     """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
 
-    own_process: bool = False
-    """Of vLLM: True puts it into a process of its own, where it works beside this one."""
-
     vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Of vLLM: fields of `VllmOptions`, such as `tensor_parallel_size`, and any other arguments of its EngineArgs."""
 
@@ -137,7 +134,7 @@ def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
     # The config and the tokenizer first: they are refused at once, an engine after half a minute.
     load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     tokenizer = tokenizer_of(spec)
-    return VllmEngine(vllm_options_of(spec), logp_of=spec.logp_of, own_process=spec.own_process), tokenizer
+    return VllmEngine(vllm_options_of(spec), logp_of=spec.logp_of), tokenizer
 
 
 def vllm_options_of(spec: EngineSpec) -> "VllmOptions":

@@ -16,9 +16,8 @@ import bisect
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
@@ -50,10 +49,8 @@ LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 """In the name of a parameter."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheLayer:
-    """What one layer keeps of a token, on one rank."""
+class CacheLayer(NamedTuple):
+    """What one layer keeps, on one rank."""
 
     token_bytes: int
     """Of one token."""
@@ -68,8 +65,6 @@ class EngineMemory:
     """Bytes on one rank; `estimate_memory` makes it."""
 
     model_type: str
-    """Of the config."""
-
     parameters: int
     """Of the whole model, tied ones once."""
 
@@ -79,7 +74,7 @@ class EngineMemory:
     layers: tuple[CacheLayer, ...]
     """Those of the fullest stage that keep keys and values; not those that share another layer's."""
 
-    tensor_parallel_size: int
+    tensor_parallel_size: int = 1
     """Ranks over which every layer is cut."""
 
     pipeline_parallel_size: int = 1
@@ -113,13 +108,14 @@ class EngineMemory:
 
     def sequence_bytes(self, length: int) -> int:
         """Of a prompt and its answer, `length` tokens together, at their fullest, in whole blocks."""
-        if not self.layers:
-            return 0
-        size = self._group_size()
-        return sum(
-            -(-count // size) * self._blocks(layer, length) * size * self.block_size * layer.token_bytes
-            for layer, count in Counter(self.layers).items()
-        )
+        total = 0
+        for layer, count in Counter(self.layers).items():
+            kept, extra = length, 0
+            if layer.window is not None:
+                kept, extra = min(length, layer.window - 1 + self.max_num_batched_tokens), 1
+            groups, blocks = -(-count // self._group_size), -(-kept // self.block_size) + extra
+            total += groups * self._group_size * blocks * self.block_size * layer.token_bytes
+        return total
 
     @property
     def full_length_sequences(self) -> float | None:
@@ -129,7 +125,7 @@ class EngineMemory:
         """
         if self.kv_cache_bytes is None or not self.layers:
             return None
-        return self._usable_bytes() / self.sequence_bytes(self.max_model_len)
+        return self._usable_bytes / self.sequence_bytes(self.max_model_len)
 
     @property
     def kv_cache_tokens(self) -> int | None:
@@ -138,7 +134,7 @@ class EngineMemory:
         if sequences is None:
             return None
         if len(set(self.layers)) == 1 and self.layers[0].window is None:
-            return self._usable_bytes() // self.kv_bytes_per_token
+            return self._usable_bytes // self.kv_bytes_per_token
         return int(sequences * self.max_model_len)
 
     @property
@@ -147,15 +143,13 @@ class EngineMemory:
         if self.kv_cache_bytes is None or not self.layers:
             return None
         # sequence_bytes never falls with the length.
-        room, lengths = self._usable_bytes(), range(1, self.max_model_len + 1)
-        return bisect.bisect_right(lengths, room, key=self.sequence_bytes)
+        return bisect.bisect_right(range(1, self.max_model_len + 1), self._usable_bytes, key=self.sequence_bytes)
 
     def explain(self) -> str:
         """Say it in a few lines for people."""
-        count = self.tensor_parallel_size * self.pipeline_parallel_size
+        count, stages = self.tensor_parallel_size * self.pipeline_parallel_size, self.pipeline_parallel_size
         ranks = f" on each of {count} ranks" if count > 1 else ""
-        if self.pipeline_parallel_size > 1:
-            ranks += f", at the fullest of {self.pipeline_parallel_size} stages"
+        ranks += f", at the fullest of {stages} stages" if stages > 1 else ""
         sequence, sequences = self.sequence_bytes(self.max_model_len), self.full_length_sequences
         token = f"{_size(self.kv_bytes_per_token)} a token in {len(self.layers)} layers"
         lines = [
@@ -175,26 +169,22 @@ class EngineMemory:
             lines.append(f"  at most  {most} for max_num_seqs={self.max_num_seqs} of that length")
         return "\n".join([*lines, *(f"  note     {note}" for note in self.notes)])
 
+    @property
     def _group_size(self) -> int:
         """Layers in a group: as many as the rarest kind has, or the commonest where that wastes less."""
         counts = Counter(self.layers).values()
         return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
+    @property
     def _usable_bytes(self) -> int:
         """What whole blocks take of the cache."""
         assert self.kv_cache_bytes is not None
-        block = self._group_size() * self.block_size * max(layer.token_bytes for layer in self.layers)
+        block = self._group_size * self.block_size * max(layer.token_bytes for layer in self.layers)
         return self.kv_cache_bytes // block * block
-
-    def _blocks(self, layer: CacheLayer, length: int) -> int:
-        if layer.window is None:
-            return -(-length // self.block_size)
-        kept = min(length, layer.window - 1 + self.max_num_batched_tokens)
-        return -(-kept // self.block_size) + 1
 
 
 def estimate_memory(
-    config: "PretrainedConfig | Mapping[str, Any]",
+    config: "PretrainedConfig",
     *,
     dtype: str | torch.dtype,
     tensor_parallel_size: int = 1,
@@ -209,7 +199,7 @@ def estimate_memory(
     """Say what an engine of this model takes on each rank. Loads no weights and needs no device.
 
     Args:
-        config: Of a causal language model of transformers, or the dictionary in its `config.json`.
+        config: Of a causal language model of transformers.
         dtype: Of the weights.
         tensor_parallel_size: Ranks over which every layer is cut.
         pipeline_parallel_size: Stages over which the layers are divided.
@@ -225,8 +215,7 @@ def estimate_memory(
         EngineOptionError: The heads do not divide over the ranks, there are fewer layers than stages, or a number is
             impossible.
     """
-    known = _as_config(config)
-    text = known.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     length = max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
     sizes = {
         "max_model_len": length,
@@ -237,23 +226,41 @@ def estimate_memory(
     for name, value in sizes.items():
         if value < 1:
             raise EngineOptionError(f"{name} must be at least 1, and the config has no limit of its own; got {value}")
-    parameters, of_a_rank = _count_parameters(known, ranks=tensor_parallel_size, stages=pipeline_parallel_size)
-    weight_bytes = of_a_rank * _dtype(dtype).itemsize
-    cache = _dtype(dtype if kv_cache_dtype is None or kv_cache_dtype == "auto" else kv_cache_dtype)
-    kinds = _layer_kinds(text)
-    layers = _cache_layers(text, kinds, item_bytes=cache.itemsize, ranks=tensor_parallel_size)
+    key_value_heads = _key_value_heads(text)
+    parameters, of_a_rank = _count_parameters(
+        config, ranks=tensor_parallel_size, stages=pipeline_parallel_size, key_value_heads=key_value_heads
+    )
+
+    # What each layer keeps, in transformers' words; one that keeps nothing, or shares another's, is left out.
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds is None:
+        windowed = getattr(text, "sliding_window", None) is not None
+        kinds = ["sliding_attention" if windowed else "full_attention"] * int(text.num_hidden_layers)
+    shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
+    kinds = [kind for kind in kinds[: len(kinds) - shared] if kind not in {"mlp", "moe"}]
+    if latent := getattr(text, "kv_lora_rank", None):
+        elements = int(latent) + int(text.qk_rope_head_dim)
+    else:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        elements = 2 * max(1, key_value_heads // tensor_parallel_size) * int(head_dim)
+    element = _dtype(dtype if kv_cache_dtype is None or kv_cache_dtype == "auto" else kv_cache_dtype).itemsize
+    layers = [
+        CacheLayer(elements * element, None if kind in FULL else int(getattr(text, WINDOW[kind])))
+        for kind in kinds
+        if kind in FULL or kind in WINDOW
+    ]
     notes = []
     if stateful := len(kinds) - len(layers):
         notes.append(
             f"{stateful} layers keep a state in place of keys and values (Mamba, linear attention), not counted"
         )
-    if getattr(known, "quantization_config", None):
+    if getattr(config, "quantization_config", None):
         notes.append("the config says that the checkpoint is quantised; the weights are counted as if it were not")
     return EngineMemory(
-        model_type=known.model_type,
+        model_type=config.model_type,
         parameters=parameters,
-        weight_bytes=weight_bytes,
-        layers=layers[: max(_stage_sizes(len(layers), pipeline_parallel_size))],
+        weight_bytes=of_a_rank * _dtype(dtype).itemsize,
+        layers=tuple(layers[: max(_stage_sizes(len(layers), pipeline_parallel_size))]),
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         element_bytes=_dtype(dtype).itemsize,
@@ -267,13 +274,7 @@ def estimate_memory(
 
 
 def default_cpu_cache_bytes(
-    config: "PretrainedConfig | Mapping[str, Any]",
-    *,
-    dtype: str | torch.dtype,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
+    config: "PretrainedConfig", *, dtype: str | torch.dtype, max_num_seqs: int | None = None, **sizes: int | None
 ) -> int:
     """Size of vLLM's cache on a CPU where nobody gave one, in bytes on each rank.
 
@@ -284,19 +285,11 @@ def default_cpu_cache_bytes(
     Args:
         config: as of `estimate_memory`, with the errors of that.
         dtype: of keys and values.
-        tensor_parallel_size: ranks over which every layer is sharded.
-        pipeline_parallel_size: stages over which the layers are divided.
-        max_model_len: tokens of a prompt and its response together; None is the model's own limit.
         max_num_seqs: responses generated at once.
+        sizes: `max_model_len`, `tensor_parallel_size` and `pipeline_parallel_size`, as of `estimate_memory`.
     """
-    memory = estimate_memory(
-        config,
-        dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        max_model_len=max_model_len,
-        block_size=CPU_BLOCK_TOKENS,
-    )
+    given: dict[str, Any] = {**sizes, "dtype": dtype, "block_size": CPU_BLOCK_TOKENS}
+    memory = estimate_memory(config, **given)
     one = memory.sequence_bytes(memory.max_model_len)
     wanted = max(one * min(max_num_seqs or 8, 8), 256 * 2**20)
     # vLLM keeps one block for itself: a cache of exactly one sequence would not hold it.
@@ -331,60 +324,11 @@ def _size(size: int) -> str:
     return f"{size} bytes"
 
 
-# ---- what a config says
-
-
 def _key_value_heads(text: "PretrainedConfig") -> int:
-    """How many heads keys and values have."""
     for name in ("num_key_value_heads", "num_kv_heads", "num_attention_heads"):
-        found = getattr(text, name, None)
-        if found:
+        if found := getattr(text, name, None):
             return int(found)
     raise ModelError(f"the config of {text.model_type!r} does not say how many attention heads the model has")
-
-
-def _layer_kinds(text: "PretrainedConfig") -> tuple[str, ...]:
-    """What each layer keeps, in transformers' words; a layer that keeps nothing, or shares another's, is left out."""
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    if kinds is None:
-        window = getattr(text, "sliding_window", None)
-        kinds = ["full_attention" if window is None else "sliding_attention"] * int(text.num_hidden_layers)
-    shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
-    return tuple(kind for kind in kinds[: len(kinds) - shared] if kind not in {"mlp", "moe"})
-
-
-def _cache_layers(
-    text: "PretrainedConfig", kinds: tuple[str, ...], *, item_bytes: int, ranks: int
-) -> tuple[CacheLayer, ...]:
-    """Find the layers that keep keys and values, and what one rank keeps of a token in each."""
-    latent = getattr(text, "kv_lora_rank", None)
-    if latent:
-        token_bytes = (int(latent) + int(text.qk_rope_head_dim)) * item_bytes
-    else:
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        token_bytes = 2 * max(1, _key_value_heads(text) // ranks) * int(head_dim) * item_bytes
-    return tuple(
-        CacheLayer(token_bytes=token_bytes, window=None if kind in FULL else int(getattr(text, WINDOW[kind])))
-        for kind in kinds
-        if kind in FULL or kind in WINDOW
-    )
-
-
-def _as_config(config: "PretrainedConfig | Mapping[str, Any]") -> "PretrainedConfig":
-    """Return a config as it is, or make one of the dictionary in a `config.json`."""
-    from transformers import AutoConfig
-
-    if not isinstance(config, Mapping):
-        return config
-    options = dict(config)
-    if "model_type" not in options:
-        raise ModelError(f"a config needs a model_type; this one has {sorted(options)}")
-    model_type = options.pop("model_type")
-    try:
-        made: PretrainedConfig = AutoConfig.for_model(model_type, **options)
-    except ValueError as error:
-        raise ModelError(f"transformers does not know model_type={model_type!r}: {error}") from error
-    return made
 
 
 def _stage_sizes(num_layers: int, stages: int) -> list[int]:
@@ -395,7 +339,7 @@ def _stage_sizes(num_layers: int, stages: int) -> list[int]:
     return sizes
 
 
-def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int = 1) -> tuple[int, int]:
+def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int, key_value_heads: int) -> tuple[int, int]:
     """Count the parameters of the whole model, and those of one rank of the fullest stage.
 
     Matrices are cut over the ranks, those of keys and values over as many as there are heads; vectors, routers and the
@@ -407,13 +351,12 @@ def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int = 1
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     if heads % ranks:
         raise EngineOptionError(f"{heads} attention heads do not divide over tensor_parallel_size={ranks}")
-    shared_by = min(ranks, _key_value_heads(text))
     model = meta_model(config)
     embedding = model.get_input_embeddings()
     whole, in_layers, before, after = 0, dict[int, int](), 0, 0
     for name, parameter in model.named_parameters():
         module = name.split(".")[-2] if "." in name else name
-        cut = shared_by if module in KEYS_AND_VALUES else ranks
+        cut = min(ranks, key_value_heads) if module in KEYS_AND_VALUES else ranks
         if parameter.dim() < 2 or module in WHOLE_ON_EVERY_RANK:
             cut = 1
         whole += parameter.numel()

@@ -125,7 +125,7 @@ class TrainingEngineSpec:
     """Makes it a vLLM engine; None is the transformers engine of this package."""
 
     asynchronous: bool = False
-    """Of vLLM: serve many callers at once, from a process of its own."""
+    """Of vLLM: serve many callers at once."""
 
     in_flight: bool = False
     """Of an asynchronous engine: a refit pauses responses and continues them with the new weights, instead of waiting
@@ -192,7 +192,6 @@ def make_training_engine(
     ready: Callable[[], None],
     model: Any = None,
     tokenizer: Any = None,
-    own_process: bool | None = None,
 ) -> Any:
     """Make the engine: a `TransformersEngine` or a `VllmEngine`.
 
@@ -202,8 +201,6 @@ def make_training_engine(
         model: Of the transformers engine: an `nn.Module` to take over, with its weights. None makes one of zeros.
         tokenizer: Of the transformers engine, where `spec.reads_text`; None loads the model's. vLLM reads the one in
             the model's folder.
-        own_process: Of a vLLM engine: whether it gets a process of its own; None gives it one if it is asynchronous or
-            has several ranks. vLLM would take over the default process group of a trainer in the same process.
 
     Raises:
         EngineOptionError: vLLM is missing or refuses an option.
@@ -251,11 +248,7 @@ def make_training_engine(
             options = replace(options, kv_cache_memory_bytes=default_cpu_cache_bytes(config, dtype=dtype, **shape))
     # A synchronous caller waits for its whole batch, however long that is, unless somebody says otherwise.
     timeout_s = None if spec.asynchronous else sample_timeout_s() or math.inf
-    if own_process is None:
-        own_process = spec.asynchronous or options.tensor_parallel_size * options.pipeline_parallel_size > 1
-    return VllmEngine(
-        options, own_process=own_process, stop_token_ids=spec.stop_token_ids, ready=ready, timeout_s=timeout_s
-    )
+    return VllmEngine(options, stop_token_ids=spec.stop_token_ids, ready=ready, timeout_s=timeout_s)
 
 
 def _zeros(spec: TrainingEngineSpec) -> Any:

@@ -10,18 +10,22 @@ about 1e-6 in a logit of a float32 model, by enough to change drawn tokens of a 
 take one each from the engine's generator.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from time import monotonic
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
 from rl_generation.constraints import make_constraints
-from rl_generation.embedded.choice import ContinuousBatchingChoice, inspect_model, make_runner
-from rl_generation.embedded.continuous_batching import Profile, Row
+from rl_generation.embedded.choice import inspect_model, why_not_continuous
+from rl_generation.embedded.continuous_batching import ContinuousBatching
+from rl_generation.embedded.rows import Row, Runner
+from rl_generation.embedded.slot_model import SlotModel
+from rl_generation.embedded.whole_batches import WholeBatches
 from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, check_token_ids, make_requests
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["TransformersEngine"]
+
+CPU_CACHE_BYTES = 4 << 30
 
 
 @final
@@ -77,7 +83,7 @@ class TransformersEngine:
         max_batch_size: int = 256,
         max_cache_tokens: int | None = None,
         logp_of: LogpOf = "sampled",
-        continuous_batching: ContinuousBatchingChoice = "auto",
+        continuous_batching: Literal["auto", "required", "off"] = "auto",
         record_decoding: bool = True,
         seed: int = 0,
         version: int = 0,
@@ -110,16 +116,32 @@ class TransformersEngine:
         self._unfinished: Counter[str] = Counter()
         self._news: list[tuple[str, RolloutDelta]] = []
         self._lost: BaseException | None = None
-        self._runner = make_runner(
-            model,
-            support=self._support,
-            choice=continuous_batching,
-            record_decoding=record_decoding,
-            pad_token_id=pad_token_id,
-            max_batch_size=max_batch_size,
-            max_cache_tokens=max_cache_tokens,
-            logp_of=logp_of,
-        )
+
+        # How it generates.
+        slots = SlotModel(model, pad_token_id=pad_token_id, record_decoding=record_decoding)
+        off = "continuous_batching='off'" if continuous_batching == "off" else None
+        reason = off or why_not_continuous(slots, self._support)
+        same: dict[str, Any] = {
+            "max_batch_size": max_batch_size,
+            "vocab_size": self._support.vocab_size,
+            "logp_of": logp_of,
+        }
+        if reason is None:
+            free = CPU_CACHE_BYTES if model.device.type != "cuda" else torch.cuda.mem_get_info(model.device)[0] // 2
+            cache_tokens = max_cache_tokens or free // slots.cache.token_bytes
+            self._runner: Runner = ContinuousBatching(slots, max_cache_tokens=cache_tokens, **same)
+        elif continuous_batching == "required":
+            raise ModelError(
+                f"continuous_batching='required', but {reason}: pass 'auto' to take model.generate instead"
+            )
+        else:
+            if off is None:
+                warnings.warn(
+                    f"{reason}: the engine takes model.generate instead of continuous batching, which is slower; pass "
+                    f"continuous_batching='off' to agree",
+                    stacklevel=2,
+                )
+            self._runner = WholeBatches(model, reason=reason, pad_token_id=pad_token_id, **same)
         self.commit_version(version)
 
     @property
@@ -286,8 +308,8 @@ class TransformersEngine:
         with self._turns:
             return EngineMetrics(
                 time_s=monotonic(),
-                running=runner.running,
-                waiting=runner.waiting,
+                running=len(runner.running),
+                waiting=len(runner.waiting),
                 prompt_tokens=runner.counters.prompt_tokens,
                 cached_prompt_tokens=runner.counters.cached_prompt_tokens,
                 generated_tokens=runner.counters.generated_tokens,
@@ -409,7 +431,6 @@ class TransformersEngine:
         for request in requests:
             how = request.sampling
             stops = how.stop_token_ids if how.ignore_eos else self._stop_token_ids + how.stop_token_ids
-            cuts = (0.0, 0, 1.0, 0.0) if how.greedy else (how.temperature, how.top_k, how.top_p, how.min_p)
             constraints = make_constraints(request, limits=self.limits, stop_token_ids=stops)
             answers.append(
                 [
@@ -418,9 +439,8 @@ class TransformersEngine:
                         request=request,
                         sample_index=index,
                         seed=(how.seed or 0) + index,
-                        profile=Profile(*cuts, stops),
+                        stop_token_ids=frozenset(stops),
                         constraints=each,
-                        context=request.prompt,
                     )
                     for index, each in enumerate(constraints)
                 ]

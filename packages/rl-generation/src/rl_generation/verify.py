@@ -346,7 +346,22 @@ def compare_logp(
             batch = rows[start : start + at_once]
             expected = _plain_logp(reference, [(asked[rollout.prompt_index], rollout) for rollout in batch]).tolist()
             places = [(rollout, step) for rollout in batch for step in range(len(rollout.tokens))]
-            differences += [_difference(*place, logp) for place, logp in zip(places, expected, strict=True)]
+            for (rollout, step), logp in zip(places, expected, strict=True):
+                if math.isnan(logp):
+                    raise LogpError(
+                        f"the plain forward gives NaN at token {step} of sample {rollout.sample_index} of prompt "
+                        f"{rollout.prompt_index}; look at the weights"
+                    )
+                differences.append(
+                    TokenDifference(
+                        prompt_index=rollout.prompt_index,
+                        sample_index=rollout.sample_index,
+                        step=step,
+                        token=rollout.tokens[step],
+                        engine_logp=rollout.logp[step],
+                        model_logp=logp,
+                    )
+                )
     if not any(math.isfinite(each.model_logp) for each in differences):
         raise LogpError(
             f"all {len(differences)} tokens are outside the plain forward's support: is this the same model?"
@@ -396,22 +411,6 @@ def _plain_logp(model: "PreTrainedModel", pairs: Sequence[tuple[Request, Rollout
         samplings = [request.sampling for request, rollout in pairs for _ in rollout.tokens]
         drawn = sampled_logits(drawn, SamplingTensors.of(samplings, vocab_size=drawn.shape[-1], device=drawn.device))
     return raw_logp(drawn, answers)
-
-
-def _difference(rollout: Rollout, step: int, expected: float) -> TokenDifference:
-    if math.isnan(expected):
-        raise LogpError(
-            f"the plain forward gives NaN at token {step} of sample {rollout.sample_index} of prompt "
-            f"{rollout.prompt_index}; look at the weights"
-        )
-    return TokenDifference(
-        prompt_index=rollout.prompt_index,
-        sample_index=rollout.sample_index,
-        step=step,
-        token=rollout.tokens[step],
-        engine_logp=rollout.logp[step],
-        model_logp=expected,
-    )
 
 
 # ---- watching a run

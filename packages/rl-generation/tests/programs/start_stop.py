@@ -2,7 +2,7 @@
 
     python start_stop.py KIND CYCLES MODEL
 
-KIND: `embedded` (and a `Streamer` over it), `in-process` or `own-process`. MODEL: the folder of a checkpoint.
+KIND: `embedded` (and a `Streamer` over it) or `vllm`. MODEL: the folder of a checkpoint.
 Prints one line of JSON: what was held before the first time and after each, and which objects outlived theirs.
 """
 
@@ -81,11 +81,11 @@ def options(path: str):
     )
 
 
-def of_vllm(path: str, *, own_process: bool) -> list[object]:
+def of_vllm(path: str) -> list[object]:
     """Asked for whole answers and for streams, and stopped while it works."""
     from rl_generation.vllm import VllmEngine
 
-    with VllmEngine(options(path), own_process=own_process) as engine:
+    with VllmEngine(options(path)) as engine:
         check(engine.generate(PROMPTS, SAMPLING))
         asyncio.run(read(engine))
         engine.submit(PROMPTS[0], ENDLESS, seed=0)
@@ -93,11 +93,7 @@ def of_vllm(path: str, *, own_process: bool) -> list[object]:
         return [engine, engine.vllm]
 
 
-KINDS: dict[str, Callable[[str], list[object]]] = {
-    "embedded": embedded,
-    "in-process": lambda path: of_vllm(path, own_process=False),
-    "own-process": lambda path: of_vllm(path, own_process=True),
-}
+KINDS: dict[str, Callable[[str], list[object]]] = {"embedded": embedded, "vllm": of_vllm}
 
 
 def check(rollouts) -> None:

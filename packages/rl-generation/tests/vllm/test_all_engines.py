@@ -1,4 +1,4 @@
-"""What all engines have in common: one policy behind the embedded engine, vLLM in this process, and vLLM in its own.
+"""What all engines have in common: one policy behind the embedded engine and vLLM.
 
 The policy recites a story (see `families`), so that what a greedy answer holds, and where a stop string or a bad word
 must end or turn it, is written down here and not taken from an engine.
@@ -28,7 +28,7 @@ from rl_generation.vllm import VllmEngine, VllmOptions
 
 TOLERANCE = 1e-4
 FAIR = 1e-6  # a fair sample fails so often, and without a seed each run draws another
-EVERY = pytest.mark.parametrize("name", ["embedded", "vllm", "vllm_apart"])
+EVERY = pytest.mark.parametrize("name", ["embedded", "vllm"])
 ONCE, UPON, TIME, CAF, HALF, SECOND_HALF, LAST_BYTE, OP, END = (STORY[i] for i in (0, 1, 3, 6, 7, 8, 14, -3, -2))
 ASCII = range(4, 98)  # tokens of one printable character
 BARE_TIME = families.tokenizer().encode("time")[0]
@@ -53,8 +53,8 @@ def engines(policy, tmp_path_factory):
     )
     policy.config.max_position_embeddings = families.MAX_LENGTH  # of the embedded engine: one limit for all
     embedded = TransformersEngine(policy, stop_token_ids=[families.EOS], pad_token_id=0, tokenizer=families.tokenizer())
-    with VllmEngine(options, own_process=True) as apart, VllmEngine(options) as vllm:
-        yield {"embedded": embedded, "vllm": vllm, "vllm_apart": apart}
+    with VllmEngine(options) as vllm:
+        yield {"embedded": embedded, "vllm": vllm}
 
 
 @pytest.fixture

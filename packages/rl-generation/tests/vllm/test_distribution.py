@@ -2,8 +2,7 @@
 
 Under "raw" that is the softmax of the model whatever was cut, and under "sampled" the distribution drawn from.
 
-The embedded engine and vLLM, in this process, serve the same checkpoint. vLLM in its own process is compared in
-`test_all_engines`.
+The embedded engine and vLLM serve the same checkpoint.
 """
 
 from importlib.util import find_spec

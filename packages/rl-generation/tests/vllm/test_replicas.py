@@ -25,7 +25,7 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 def test_options_that_vllm_refuses_are_named_and_leave_nothing(checkpoints):
     before = taken()
     with pytest.raises(EngineOptionError, match=r"(?s)vLLM refuses these options: .*Sleep mode is not supported"):
-        VllmEngine(tiny.options(checkpoints("qwen3"), enable_sleep_mode=True), own_process=True)
+        VllmEngine(tiny.options(checkpoints("qwen3"), enable_sleep_mode=True))
     assert taken() <= before
 
 
@@ -43,7 +43,7 @@ def test_two_replicas_are_one_engine(checkpoints, tmp_path):
     )
 
     async def inside():
-        with VllmEngine(options, own_process=True) as engine:
+        with VllmEngine(options) as engine:
             await ask(engine, tmp_path)
             return engine.process_ids, shared_memory(engine.process_ids)
 
@@ -56,13 +56,13 @@ def test_two_replicas_are_one_engine(checkpoints, tmp_path):
 @pytest.mark.slow
 def test_the_stages_of_a_pipeline_are_one_model(checkpoints):
     prompts = tiny.prompts(8)
-    with VllmEngine(tiny.options(checkpoints("qwen3"), pipeline_parallel_size=2), own_process=True) as engine:
+    with VllmEngine(tiny.options(checkpoints("qwen3"), pipeline_parallel_size=2)) as engine:
         check(tiny.policy("qwen3", 0), prompts, engine.generate(prompts, GREEDY))
 
 
 async def ask(engine, folder):
     model, prompts = tiny.policy("qwen3", 0), tiny.prompts(8)
-    check(model, prompts, await engine.generate_async(prompts, GREEDY))
+    check(model, prompts, await asyncio.to_thread(engine.generate, prompts, GREEDY))
     assert engine.metrics().generated_tokens == 8 * 12
     adapter, merged = save_adapter(folder)
     check(merged, prompts, engine.generate(prompts, GREEDY, lora=adapter))

@@ -1,4 +1,4 @@
-"""Real vLLM with one worker, in this process and in its own: the same claims of both.
+"""Real vLLM with one worker.
 
 What it samples, who may call it, whom a request touches, what a timeout, an abort and a pause cost, what new weights
 change, and what is refused.
@@ -29,10 +29,9 @@ from rl_generation.errors import (
     ModelError,
     PromptError,
     SampleTimeoutError,
-    TimedOutSample,
 )
 from rl_generation.requests import Sampling
-from rl_generation.rollout import Rollout, VersionSpan
+from rl_generation.rollout import VersionSpan
 from rl_generation.vllm import VllmEngine
 from rl_generation.vllm.preparing import installed_version
 
@@ -50,23 +49,19 @@ def model():
     return tiny.policy("qwen3", 0)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in-process", "own-process"])
-def own_process(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def engine(checkpoints, own_process):
+def engine(checkpoints):
     before = taken()
     options = tiny.options(
         checkpoints("qwen3"),
         worker_extension_cls="weights_worker.WeightsWorker",
         vllm_kwargs={"block_size": 32},
     )
-    engine = VllmEngine(options, own_process=own_process)
+    engine = VllmEngine(options)
     yield engine
     processes, sockets, files = engine.process_ids, folder(engine), shared_memory(engine.process_ids)
-    assert bool(processes) == any(each.is_socket() for each in sockets.iterdir()) == own_process
+    assert processes
+    assert any(each.is_socket() for each in sockets.iterdir())
     engine.close()
     engine.close()
     assert living(processes) == []
@@ -287,7 +282,7 @@ def test_threads_and_loops_share_it(engine):
 
     async def inside():
         blocking = engine.generate(prompts, FREE)  # blocks this loop, and works
-        both = await asyncio.gather(*(engine.generate_async(prompts, FREE) for _ in range(2)))
+        both = await asyncio.gather(*(asyncio.to_thread(engine.generate, prompts, FREE) for _ in range(2)))
         return [blocking, *both]
 
     found = asyncio.run(inside())
@@ -302,13 +297,6 @@ def test_a_blocking_call_on_the_loop_that_it_waits_for_is_refused(engine):
 
     with pytest.raises(RuntimeError, match="was made on the event loop that it waits for"):
         asyncio.run_coroutine_threadsafe(blocking(), engine.loop).result(60)
-
-
-def test_answers_come_as_they_are_completed(engine):
-    rollouts = list(engine.as_completed([[5, 6], [7, 8], [9]], [LONG, SHORT, SHORT]))
-    assert all(isinstance(each, Rollout) for each in rollouts)
-    assert sorted(each.prompt_index for each in rollouts) == [0, 1, 2]
-    assert rollouts[-1].prompt_index == 0
 
 
 def test_it_is_what_servers_and_trainers_ask_for(engine):
@@ -339,9 +327,14 @@ def test_metrics_count_tokens_shared_prefixes_and_ends(engine):
     assert (after.running, after.waiting, after.version) == (0, 0, 0)
 
 
-def test_explain_says_what_it_is(engine, own_process):
-    place = "vLLM, in its own processes" if own_process else "vLLM, in this process"
-    for part in (place, installed_version(), "max_model_len", "512 tokens", "sampled", "load_format"):
+def test_explain_says_what_it_is(engine):
+    for part in (
+        f"vLLM {installed_version()}, in its own processes",
+        "max_model_len",
+        "512 tokens",
+        "sampled",
+        "load_format",
+    ):
         assert part in engine.explain()
 
 
@@ -357,7 +350,7 @@ def test_leaving_early_aborts_what_is_unfinished(engine):
         await stream.aclose()
 
     async def cancel():
-        task = asyncio.create_task(engine.generate_async([[5, 6]], LONG))
+        task = asyncio.create_task(asyncio.wait_for(asyncio.wrap_future(engine.submit([5, 6], LONG, seed=0)), 60))
         await asyncio.to_thread(until, lambda: unfinished(engine))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -368,11 +361,7 @@ def test_leaving_early_aborts_what_is_unfinished(engine):
     until(lambda: unfinished(engine) == 0)
     assert asyncio.run(cancel())
     until(lambda: unfinished(engine) == 0)
-    completed = engine.as_completed([[5], [6]], [SHORT, LONG])
-    assert next(completed).prompt_index == 0
-    completed.close()
-    until(lambda: unfinished(engine) == 0)
-    until(lambda: engine.metrics().finished["abort"] == before + 3)
+    until(lambda: engine.metrics().finished["abort"] == before + 2)
 
 
 def test_an_abort_ends_answers_as_they_are(engine):
@@ -427,9 +416,9 @@ def test_a_timeout_costs_one_sample(engine):
 def test_each_of_n_samples_has_its_own_time(engine):
     both = Sampling(max_new_tokens=3, n=2, ignore_eos=True)
     engine.pause(mode="keep")
-    found = list(engine.as_completed([[5, 6]], both, timeout_s=0.2))
-    assert sorted(each.sample_index for each in found) == [0, 1]
-    assert all(isinstance(each, TimedOutSample) for each in found)
+    with pytest.raises(SampleTimeoutError) as caught:
+        engine.generate([[5, 6]], both, timeout_s=0.2)
+    assert sorted(each.sample_index for each in caught.value.timed_out) == [0, 1]
     with pytest.raises(SampleTimeoutError, match="having reached 0 tokens, and so did 1 other"):
         asyncio.run(deltas(engine, [5, 6], both, timeout_s=0.2))
     engine.resume()
@@ -448,9 +437,7 @@ def test_an_interrupt_of_who_waits_aborts_what_was_asked_for_and_touches_no_othe
     assert len(engine.generate([[5]], SHORT)) == 1
 
 
-def test_an_engine_that_hangs_is_found_out(engine, own_process):
-    if not own_process:
-        pytest.skip("a process that hangs is this one")
+def test_an_engine_that_hangs_is_found_out(engine):
     (core, *_) = engine.process_ids
     os.kill(core, signal.SIGSTOP)
     try:
@@ -622,9 +609,8 @@ def test_nothing_is_begun_before_everything_is_checked(engine):
         ([[5]], [SHORT, SHORT], "got 2 for 1 prompts"),
         ([[5]], Sampling(max_new_tokens=3, temperature=2.5), "vLLM goes up to 2"),
     ):
-        for ask in (engine.generate, engine.as_completed):
-            with pytest.raises(PromptError, match=message):
-                ask(prompts, sampling)
+        with pytest.raises(PromptError, match=message):
+            engine.generate(prompts, sampling)
     with pytest.raises(PromptError, match="prompt 0 is empty"):
         engine.stream([], SHORT)
     for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
@@ -648,9 +634,8 @@ def test_whoever_vouches_for_the_weights_is_asked_each_time(engine):
 
     engine.ready = refuse
     try:
-        for ask in (engine.generate, engine.as_completed):
-            with pytest.raises(ModelError, match="torn"):
-                ask([[5]], SHORT)
+        with pytest.raises(ModelError, match="torn"):
+            engine.generate([[5]], SHORT)
         with pytest.raises(ModelError, match="torn"):
             engine.stream([5], SHORT)
     finally:

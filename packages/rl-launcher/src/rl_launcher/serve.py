@@ -101,7 +101,7 @@ def serving(
             if not sinks or sinks[0].version is None:
                 raise ModelError("the engine has no weights yet: no refit has been committed")
 
-        engine = make_training_engine(spec, ready=ready, own_process=True)
+        engine = make_training_engine(spec, ready=ready)
         stack.callback(engine.close)
         streaming: Any = engine
         in_turn: dict[str, Any] = {}

@@ -16,7 +16,6 @@ to the bit and on other tokens, before it relies on it.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, final
 
 import torch
@@ -36,7 +35,7 @@ METADATA = {
 CONVERSIONS = frozenset({"to", "contiguous", "float", "type_as", "half", "bfloat16", "double", "type"})
 # Uses of a shape before it is recorded, which takes as long as some five forwards and saves half of each.
 USES_BEFORE = 4
-MAX_RECORDINGS, MAX_CODE = 256, 16
+MAX_RECORDINGS = 256
 
 
 class NotRecordableError(Exception):
@@ -59,22 +58,11 @@ def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: It
         NotRecordableError: A replay would not do what the forward does.
     """
     recorder = _Recorder(inputs, live)
-    with recorder:
+    with _ValueDependence(), recorder:  # type: ignore[no-untyped-call]
         output = forward(*inputs)
-    text = recorder.text(output)
-    if text not in _CODE:
-        # The same calls were looked into before, whatever numbers they had.
-        with _ValueDependence():  # type: ignore[no-untyped-call]
-            forward(*inputs)
-        while len(_CODE) >= MAX_CODE:
-            del _CODE[next(iter(_CODE))]
-        _CODE[text] = compile(text, "<recorded forward>", "exec")
-    exec(_CODE[text], recorder.constants)  # noqa: S102 - its text is names alone
+    exec(recorder.text(output), recorder.constants)  # noqa: S102 - its text is names and numbers alone
     replay: Recording = recorder.constants["replay"]
     return replay
-
-
-_CODE: dict[str, CodeType] = {}
 
 
 @final
@@ -85,9 +73,9 @@ class _ValueDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
-            raise NotRecordableError(f"it asks for the value of a tensor ({func})")
+            raise NotRecordableError("it asks for the value of a tensor")
         if torch.Tag.dynamic_output_shape in func.tags:
-            raise NotRecordableError(f"the shape of a result depends on values ({func})")
+            raise NotRecordableError("the shape of a result depends on values")
         return func(*args, **(kwargs or {}))
 
 
@@ -114,8 +102,11 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
+        try:
+            result = func(*args, **kwargs)
+        except NotRecordableError as error:
+            raise NotRecordableError(f"{error} ({resolve_name(func) or name})") from None
         if isinstance(result, Tensor):
             if name in CONVERSIONS and args and result is args[0]:
                 return result
@@ -135,10 +126,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def text(self, output: Tensor) -> str:
-        """The lines as a function `replay` over `constants`; each intermediate result is given back after its last use.
-
-        Numbers are among the constants, so that shapes that make the same calls have the same text.
-        """
+        """The lines as a function `replay` over `constants`, which gives each result back after its last use."""
         returned = self._expression(output)
         after: dict[int, list[str]] = {}
         for name, line in self._last_use.items():
@@ -178,12 +166,8 @@ class _Recorder(TorchFunctionMode):
                 )
             self._use(name)
             return name
-        if value is None or type(value) is bool:
+        if value is None or type(value) in (bool, int):
             return repr(value)
-        if type(value) is int:  # a name for each, also of equal ones
-            name = f"n{len(self.constants)}"
-            self.constants[name] = value
-            return name
         if _holds_tensor(value):
             if type(value) is tuple:
                 return f"({''.join(f'{self._expression(each)}, ' for each in value)})"

@@ -13,8 +13,7 @@ V vocabulary.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -33,6 +32,42 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION", "AttentionStep", "SlotCache", "SlotModel", "cache_argument", "register_attention"]
 
 
+ATTENTION = "rl_generation_slots"
+
+# Arguments of other attention functions that change the result, and that this one does not know.
+UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class AttentionStep:
+    """One forward: of whole prompts, or of one token of each of the first N slots."""
+
+    positions: Int[Tensor, "positions S"]
+    """Of the queries; one row stands for all of them where they are alike."""
+
+    columns: int
+    """C: columns of the cache that are looked at; all `positions` are below."""
+
+    dtype: torch.dtype
+    """Of the additive masks."""
+
+    softcap: bool
+    """Whether to cap scores where the model asks for it; some of transformers' own attention functions do not."""
+
+    prefill: tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]] | None = None
+    """Of whole prompts: slots, and of each the prompt of which it keeps a copy."""
+
+    mask_left_out: bool = False
+    """Whether the model was told to do without a mask, since it would be the triangle that kernels know."""
+
+    calls: int = 0
+    """Layers that have attended so far."""
+
+    places: dict[int, Tensor] = field(default_factory=dict)
+    """Where the new token of each head lies among all tokens of a layer, by the number of heads."""
+
+
 @final
 class SlotCache:
     """Keys and values of all layers, `slots` × `columns` tokens of each; storage appears with the first forward."""
@@ -45,10 +80,8 @@ class SlotCache:
         self.columns = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._token_bytes: dict[int, int] = {}
-        self._seen = 0
-        self._prefill: tuple[Tensor, Tensor] | None = None
-        self._positions = torch.empty(0, dtype=torch.int64)
-        self._places: dict[int, Tensor] = {}
+        self.step: AttentionStep | None = None
+        """The forward that runs, or the last one."""
 
     @property
     def token_bytes(self) -> int:
@@ -82,23 +115,6 @@ class SlotCache:
             for kept in layer:
                 kept[to, :, :columns] = kept[source, :, :columns]
 
-    def begin(
-        self,
-        *,
-        columns: int,
-        positions: Int[Tensor, " N"] | None = None,
-        prefill: tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]] | None = None,
-    ) -> None:
-        """Expect a forward that sees `columns`: of prompts, or of one token of each of the first N slots.
-
-        With `prefill`, `(slots, prompts)`, it runs whole prompts, and `slots[i]` keeps a copy of prompt `prompts[i]`.
-        Otherwise the new tokens are at `positions`, all below `columns`.
-        """
-        self._seen, self._prefill = columns, prefill
-        self._places.clear()
-        if positions is not None:
-            self._positions = positions
-
     # -- what models call
 
     def update(
@@ -114,27 +130,34 @@ class SlotCache:
             self._layers[layer_idx] = (self._allocate(key), self._allocate(value))
             self._token_bytes[layer_idx] = key[0, :, 0].nbytes + value[0, :, 0].nbytes
         keys, values = self._layers[layer_idx]
-        if self._prefill is not None:
-            slots, prompts = self._prefill
+        step = self.step
+        assert step is not None
+        if step.prefill is not None:
+            slots, prompts = step.prefill
             keys[slots, :, : key.shape[2]] = key[prompts]
             values[slots, :, : key.shape[2]] = value[prompts]
             return key, value
         num_rows, num_heads = key.shape[:2]
-        place = self._place(num_heads)
+        place = step.places.get(num_heads)
+        if place is None:  # layers with as many heads share it
+            firsts = torch.arange(0, num_rows * num_heads * self.columns, self.columns, device=key.device)
+            place = step.places[num_heads] = firsts + step.positions.expand(-1, num_heads).reshape(-1)
         keys.view(-1, key.shape[3]).index_copy_(0, place, key.reshape(-1, key.shape[3]))
         values.view(-1, value.shape[3]).index_copy_(0, place, value.reshape(-1, value.shape[3]))
-        return keys[:num_rows, :, : self._seen], values[:num_rows, :, : self._seen]
+        return keys[:num_rows, :, : step.columns], values[:num_rows, :, : step.columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this forward's; 0 for a prefill."""
-        return 0 if self._prefill is not None else self._seen - 1
+        assert self.step is not None
+        return 0 if self.step.prefill is not None else self.step.columns - 1
 
     # The same, by its newer name.
     get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that a mask covers, and the first of them."""
-        return self._seen, 0
+        assert self.step is not None
+        return self.step.columns, 0
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -143,15 +166,6 @@ class SlotCache:
 
     def __len__(self) -> int:
         return len(self._layers)
-
-    def _place(self, num_heads: int) -> Int[Tensor, " NK"]:
-        """Where the new token of each head lies among all tokens of a layer; layers with as many heads share it."""
-        if num_heads not in self._places:
-            positions = self._positions
-            end = len(positions) * num_heads * self.columns
-            firsts = torch.arange(0, end, self.columns, device=positions.device)
-            self._places[num_heads] = firsts + positions[:, None].expand(-1, num_heads).reshape(-1)
-        return self._places[num_heads]
 
     def _allocate(self, like: Tensor) -> Tensor:
         # Zeros: a NaN in what nobody has written yet would pass through the mask.
@@ -162,42 +176,6 @@ class SlotCache:
         slots, columns = min(self.slots, kept.shape[0]), min(self.columns, kept.shape[2])
         larger[:slots, :, :columns] = kept[:slots, :, :columns]
         return larger
-
-
-ATTENTION = "rl_generation_slots"
-
-# Arguments of other attention functions that change the result, and that this one does not know.
-UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class AttentionStep:
-    """What one forward attends to."""
-
-    positions: Int[Tensor, "rows S"]
-    """Of the queries; one row stands for all of them where they are alike."""
-
-    columns: int
-    """C: columns of the cache that are looked at."""
-
-    dtype: torch.dtype
-    """Of the additive masks."""
-
-    softcap: bool
-    """Whether to cap scores where the model asks for it; some of transformers' own attention functions do not."""
-
-    from_start: bool
-    """Whether the queries, more than one, are at all columns from the first on: a prefill."""
-
-    mask_left_out: bool = False
-    """Whether the model was told to do without a mask, since it would be the triangle that kernels know."""
-
-    calls: int = 0
-    """Layers that have attended so far."""
-
-    head_masks: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """A mask of the model's, and the same for each key head, by the identity of the former and the number of heads."""
 
 
 # Of the forward that runs in this thread: transformers calls the functions below by name and passes them no such thing.
@@ -220,7 +198,7 @@ def _mask(
 
     causal: Any = causal_mask_function
     step = _STEP.get()
-    if allow_is_causal_skip and mask_function is causal and step.from_start and not step.softcap:
+    if allow_is_causal_skip and mask_function is causal and step.prefill and step.columns > 1 and not step.softcap:
         step.mask_left_out = True
         return None
     queries = step.positions[:, None, :, None]
@@ -250,57 +228,24 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     step.calls += 1
     scale, softcap = options.get("scaling"), options.get("softcap") if step.softcap else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if attention_mask is None:
-        # Each query sees what is not after it: told so, kernels skip the rest instead of masking it.
-        grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-        return attended.transpose(1, 2).contiguous(), None
     num_rows, num_heads, num_queries, _ = query.shape
     num_shared = num_heads // key.shape[1]
-    one_query = num_queries == 1
-    if one_query and query.dtype == torch.float32 and query.device.type == "cpu":
-        return _attend_by_head(query, key, value, step=step, mask=attention_mask, scale=scale, softcap=softcap), None
-    mask = attention_mask.to(query.dtype)
-    explicit = softcap is not None
-    if one_query or explicit:
-        # Heads that share a key become queries of one head, instead of copies of the cache.
-        query = query.reshape(num_rows, key.shape[1], num_shared * num_queries, -1)
-        mask = mask if one_query else mask.repeat(1, 1, num_shared, 1)
-    if explicit:
-        scores = (query * scale @ key.transpose(2, 3)).float()
-        scores = softcap * (scores / softcap).tanh()
-        attended = (scores + mask).softmax(-1).to(value.dtype) @ value
-    else:
-        grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
-    return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
-
-
-def _attend_by_head(
-    query: Float[Tensor, "N H 1 D"],
-    key: Float[Tensor, "N K C D"],
-    value: Float[Tensor, "N K C E"],
-    *,
-    step: AttentionStep,
-    mask: Float[Tensor, "rows 1 1 C"],
-    scale: float,
-    softcap: float | None,
-) -> Float[Tensor, "N 1 H E"]:
-    """Attend with one query a row, as batches of small products: on the CPU faster than the fused kernel.
-
-    Heads that share a key become queries of one head.
-    """
-    num_rows, num_keys, columns, size = key.shape
-    if (id(mask), num_keys) not in step.head_masks:
-        by_head = mask.to(query.dtype).expand(num_rows, num_keys, 1, columns).reshape(-1, 1, columns)
-        step.head_masks[id(mask), num_keys] = (mask, by_head)
-    by_head = step.head_masks[id(mask), num_keys][1]
-    queries, keys = query.reshape(num_rows * num_keys, -1, size), key.flatten(0, 1).transpose(1, 2)
+    mask = None if attention_mask is None else attention_mask.to(query.dtype)
+    if softcap is None and num_queries > 1:
+        # Where each query sees what is not after it, kernels that are told so skip the rest instead of masking it.
+        attended = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=num_shared > 1
+        )
+        return attended.transpose(1, 2).contiguous(), None
+    # Heads that share a key become queries of one head, instead of copies of the cache.
+    query = query.reshape(num_rows, key.shape[1], num_shared * num_queries, -1)
     if softcap is None:
-        scores = torch.baddbmm(by_head, queries, keys, alpha=scale)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     else:
-        scores = softcap * (torch.bmm(queries, keys) * (scale / softcap)).tanh() + by_head
-    return torch.bmm(scores.softmax(-1), value.flatten(0, 1)).view(num_rows, 1, query.shape[1], -1)
+        scores = softcap * ((query * scale @ key.transpose(2, 3)).float() / softcap).tanh()
+        masked = scores if mask is None else scores + mask.repeat(1, 1, num_shared, 1)
+        attended = masked.softmax(-1).to(value.dtype) @ value
+    return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
 
 @final
@@ -311,38 +256,20 @@ class SlotModel:
     there, and a model that was made from the same config may run in another thread meanwhile.
     """
 
-    def __init__(
-        self, model: "PreTrainedModel", *, pad_token_id: int, logits_to_keep: bool, record_decoding: bool
-    ) -> None:
+    def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, record_decoding: bool) -> None:
         register_attention()
         self.model = model
         self.cache = SlotCache()
-        self.logits_to_keep = logits_to_keep
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument(model)
         self._pad_token_id = pad_token_id
         _copy_configs(model)
         self._configs = _distinct_configs(model)
         # Answers agree with the model's own forward, which under this name leaves the cap out.
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
-        self.last_step: AttentionStep | None = None
         self.decoding = RecordedDecoding(
             model, why_not=_unknown_module(model) if record_decoding else "record_decoding=False"
         )
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Run a forward inside; outside, the model attends as it did before."""
-        if self._configs[0] is not self.model.config:  # another engine over this model has copied them since
-            self._configs = _distinct_configs(self.model)
-        # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
-        before = [(config, config._attn_implementation) for config in self._configs]  # noqa: SLF001
-        try:
-            for config, _ in before:
-                config._attn_implementation = ATTENTION  # noqa: SLF001
-            yield
-        finally:
-            for config, implementation in before:
-                config._attn_implementation = implementation  # noqa: SLF001
 
     # Not inference_mode: some rotary embeddings replace their buffers inside forward, and an inference tensor left
     # there would refuse the in-place copy of the next refit.
@@ -358,11 +285,10 @@ class SlotModel:
             [[*prompt, *[self._pad_token_id] * (columns - len(prompt))] for prompt in prompts], device=self.model.device
         )
         positions = torch.arange(columns, device=tokens.device)[None]
-        self.cache.begin(columns=columns, prefill=(slots, sources))
         ends = sorted(set(lengths))
         keep = torch.tensor([end - 1 for end in ends], device=tokens.device)
-        logits = self._forward(tokens, positions, columns=columns, logits_to_keep=keep)
-        place = {end: index for index, end in enumerate(ends)} if self.logits_to_keep else {e: e - 1 for e in ends}
+        logits = self._forward(tokens, positions, columns=columns, logits_to_keep=keep, prefill=(slots, sources))
+        place = {end: index for index, end in enumerate(ends)} if self._keeps_logits else {e: e - 1 for e in ends}
         return logits[torch.arange(len(prompts)), [place[length] for length in lengths]]
 
     @torch.no_grad()
@@ -370,7 +296,6 @@ class SlotModel:
         """Run one token of each of the first N slots; all `positions` are below `columns`."""
 
         def forward(tokens: Tensor, positions: Tensor, *_: Tensor) -> Tensor:
-            self.cache.begin(columns=columns, positions=positions)
             return self._forward(tokens[:, None], positions[:, None], columns=columns, logits_to_keep=1)[:, -1]
 
         # The strides of the cache are part of what is recorded.
@@ -384,25 +309,29 @@ class SlotModel:
         *,
         columns: int,
         logits_to_keep: int | Tensor,
+        prefill: tuple[Tensor, Tensor] | None = None,
     ) -> Float[Tensor, "rows kept V"]:
-        self.last_step = AttentionStep(
-            positions=positions,
-            columns=columns,
-            dtype=self.model.dtype,
-            softcap=self._softcap,
-            from_start=positions.shape[1] == columns > 1,
+        if self._configs[0] is not self.model.config:  # another engine over this model has copied them since
+            self._configs = _distinct_configs(self.model)
+        self.cache.step = AttentionStep(
+            positions=positions, columns=columns, dtype=self.model.dtype, softcap=self._softcap, prefill=prefill
         )
-        token = _STEP.set(self.last_step)
+        token = _STEP.set(self.cache.step)
+        # transformers' own way in, `set_attn_implementation`, looks for kernels and warns.
+        before = [(config, config._attn_implementation) for config in self._configs]  # noqa: SLF001
         try:
-            with self._running():
-                output = self.model(
-                    input_ids=tokens,
-                    position_ids=positions.expand(len(tokens), -1),
-                    use_cache=True,
-                    **{self._cache_argument: self.cache},
-                    **({"logits_to_keep": logits_to_keep} if self.logits_to_keep else {}),
-                )
+            for config, _ in before:
+                config._attn_implementation = ATTENTION  # noqa: SLF001
+            output = self.model(
+                input_ids=tokens,
+                position_ids=positions.expand(len(tokens), -1),
+                use_cache=True,
+                **{self._cache_argument: self.cache},
+                **({"logits_to_keep": logits_to_keep} if self._keeps_logits else {}),
+            )
         finally:
+            for config, implementation in before:
+                config._attn_implementation = implementation  # noqa: SLF001
             _STEP.reset(token)
         logits: Tensor = output.logits
         return logits

@@ -9,15 +9,13 @@ Axes: N rows, S tokens so far, V vocabulary.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_generation.embedded.continuous_batching import Batch, Counters, News, Row
-from rl_generation.errors import LogpError
+from rl_generation.embedded.rows import News, Row, Runner
 from rl_generation.rollout import LogpOf
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ LOW_PRECISION_TOLERANCE = 0.1
 
 
 @final
-class WholeBatches:
+class WholeBatches(Runner):
     """Runs one batch of up to `max_batch_size` rows a step, to its end; `reason` says why it is not continuous."""
 
     def __init__(
@@ -45,74 +43,24 @@ class WholeBatches:
         vocab_size: int,
         logp_of: LogpOf,
     ) -> None:
-        self.counters = Counters()
+        super().__init__(max_batch_size=max_batch_size, vocab_size=vocab_size, device=model.device, logp_of=logp_of)
         self._model, self._reason, self._pad_token_id = model, reason, pad_token_id
-        self._logp_of, self._version = logp_of, 0
         self._use_cache = _cache_is_right(model, pad_token_id=pad_token_id, vocab_size=vocab_size)
-        self._waiting: deque[Row] = deque()
-        self._batch = Batch(capacity=max_batch_size, vocab_size=vocab_size, device=model.device, logp_of=logp_of)
-
-    @property
-    def max_cache_tokens(self) -> None:
-        """`generate` knows no bound."""
-        return None
-
-    @property
-    def running(self) -> int:
-        """Answers being generated: none between two steps."""
-        return 0
-
-    @property
-    def waiting(self) -> int:
-        """Answers that wait for their batch."""
-        return len(self._waiting)
-
-    @property
-    def cache_usage(self) -> float:
-        """`generate` keeps no cache between two steps."""
-        return 0.0
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Take answers in; they start in this order, those with prompts of one length together."""
-        self._waiting.extend(rows)
 
     def advance(self, *, stream: bool) -> list[News]:
         """Run the next batch to its end."""
-        if not self._waiting:
+        if not self.waiting:
             return []
-        rows = self._next_batch()
-        self._batch.clear()
-        self._batch.place(rows, range(len(rows)))
-        self._batch.settle()
+        length = len(self.waiting[0].request.prompt)
+        rows = [row for row in self.waiting if len(row.request.prompt) == length][: self._max_batch_size]
+        taken = set(rows)
+        self.waiting = deque(row for row in self.waiting if row not in taken)
         for row in rows:
-            row.mark_version(self._version, start=0)
-        ended = self._generate(rows)
-        self.counters.prompt_tokens += sum(len(row.request.prompt) for row in rows)
-        self.counters.generated_tokens += sum(len(row.tokens) for row in ended)
-        news = [row.ended(logp_of=self._logp_of, version=self._version) for row in ended]
-        if not stream:
-            return news
-        return [
-            (row, end)
-            if isinstance(end, LogpError)
-            else (row, replace(end, tokens=tuple(row.tokens), logp=tuple(row.logp), top_logp=tuple(row.top_logp)))
-            for row, end in news
-        ]
-
-    def abort(self, owner: object) -> list[News]:
-        """Take the answers that somebody wanted out: none of them has begun."""
-        aborted = [row for row in self._waiting if row.owner == owner]
-        self._waiting = deque(row for row in self._waiting if row.owner != owner)
-        return [row.ended(logp_of=self._logp_of, version=self._version) for row in aborted]
-
-    def commit_version(self, version: int) -> None:
-        """From here on, tokens are made by the weights of `version`."""
-        self._version = version
-
-    def clear(self) -> None:
-        """Forget all answers."""
-        self._waiting.clear()
-        self._batch.clear()
+            row.mark_version(self._version)
+        self._generate(rows)
+        self.counters.prompt_tokens += length * len(rows)
+        self.counters.generated_tokens += sum(len(row.tokens) for row in rows)
+        return self._news(rows)
 
     def explain(self) -> list[str]:
         """How it generates, in lines for people."""
@@ -124,25 +72,19 @@ class WholeBatches:
             f"cache: {cache}",
         ]
 
-    def _next_batch(self) -> list[Row]:
-        length = len(self._waiting[0].request.prompt)
-        rows = [row for row in self._waiting if len(row.request.prompt) == length][: self._batch.capacity]
-        taken = set(rows)
-        self._waiting = deque(row for row in self._waiting if row not in taken)
-        return rows
-
-    def _generate(self, rows: list[Row]) -> list[Row]:
+    def _generate(self, rows: list[Row]) -> None:
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
-        ended: list[Row] = []
+        draw = self._draw([*rows])
 
-        def draw(_: Int[Tensor, "N S"], logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-            tokens, _logp, finished = self._batch.draw(logits, None)
-            ended.extend(finished)
-            return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        def only_the_drawn(_: Int[Tensor, "N S"], logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+            for row in draw(logits):
+                draw.rows[draw.rows.index(row)] = None
+            tokens = torch.tensor([[row.last_token] for row in rows], device=logits.device)
+            return torch.full_like(logits, -torch.inf).scatter_(1, tokens, 0.0)
 
         def all_ended(seen: Int[Tensor, "N S"], *_: object, **__: object) -> Bool[Tensor, " N"]:
-            return torch.full((len(seen),), self._batch.num_alive == 0, device=seen.device)
+            return torch.full((len(seen),), not any(draw.rows), device=seen.device)
 
         _bare_generate(
             self._model,
@@ -150,10 +92,9 @@ class WholeBatches:
             max_new_tokens=max(row.request.sampling.max_new_tokens for row in rows),
             pad_token_id=self._pad_token_id,
             use_cache=self._use_cache,
-            logits_processor=LogitsProcessorList([draw]),
+            logits_processor=LogitsProcessorList([only_the_drawn]),
             stopping_criteria=StoppingCriteriaList([all_ended]),
         )
-        return ended
 
 
 def _bare_generate(

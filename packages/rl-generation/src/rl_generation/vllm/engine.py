@@ -1,37 +1,40 @@
 """vLLM: whole answers in the caller's thread, or one request, stream or call at a time from any thread and event loop.
 
-One engine with two faces. Inside is vLLM's `AsyncLLM` on an event loop in a thread of its own; its core lives there
-too, or in processes of its own, whose death this process survives. Does not know how new weights are made; who refits
-talks to `vllm` through `loop`.
+One engine with two faces. Inside is vLLM's `AsyncLLM` on an event loop in a thread of its own; its core is in processes
+of its own, whose death this process survives. Does not know how new weights are made; who refits talks to `vllm`
+through `loop`.
 """
 
 import asyncio
 import math
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
-from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError, TimedOutSample
+from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.event_loop import EventLoop
-from rl_generation.requests import Limits, Request, Sampling
+from rl_generation.requests import Limits, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
 from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.options import VllmOptions
+from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
-from rl_generation.vllm.running import ask_replicas, check_not_importing_main, start, unanswered
+from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
     CallOptions,
-    Manner,
     Prompts,
+    Sample,
     Samples,
     Samplings,
+    check_for_vllm,
     check_timeout,
+    logp_hint,
     sample_timeout_s,
+    to_sampling_params,
 )
 
 __all__ = ["Pause", "VllmEngine"]
@@ -49,23 +52,17 @@ CALL_TIMEOUT_S = 600.0
 class VllmEngine:
     """A `RequestEngine` and a `StreamingEngine` over vLLM, which any number of threads and event loops may call.
 
-    `generate`, `submit`, `pause` and the like block, or return futures; `generate_async`, `stream`, `abort` and
-    `check_health` are awaited, on any loop. All requests share the running batch. New weights are written between
+    `generate`, `submit`, `pause` and the like block, or return futures; `stream`, `abort` and `check_health` are
+    awaited, on any loop. All requests share the running batch. New weights are written between
     `pause` and `resume`, or when nothing is under way.
 
     Every sample is a request of its own. Where it has a time limit, it is aborted when that has passed since it was
     submitted to vLLM, its wait for a place in the batch included; the others go on. When a process of the engine dies,
     whatever waits ends with EngineDeadError within seconds. The engine ends with `close`, with this object, or with the
-    program.
-
-    In process, vLLM takes this process's default process group, and makes `torch.set_num_threads` do nothing on a CPU.
-    One engine at a time can be in process, of one replica, and while one of its steps runs nothing else of it does.
+    program, whose main module must be importable without running (`if __name__ == "__main__":`).
 
     Args:
         options: The model and how it is served.
-        own_process: True gives vLLM's engine core a process of its own: half a minute more to start, but it can be
-            killed and restarted, and works beside this one. The main module of the program must then be importable
-            without running (`if __name__ == "__main__":`).
         stop_token_ids: The engine's own stop tokens; None takes the checkpoint's eos tokens and its tokenizer's.
         logp_of: Which distribution the logp of a rollout refers to.
         ready: Asked before each call generates; raises to refuse, as `check` of rl-refit's sink does.
@@ -85,7 +82,6 @@ class VllmEngine:
         self,
         options: VllmOptions,
         *,
-        own_process: bool = False,
         stop_token_ids: Sequence[int] | None = None,
         logp_of: LogpOf = "sampled",
         ready: Callable[[], None] | None = None,
@@ -96,22 +92,15 @@ class VllmEngine:
         given: object = options
         if not isinstance(given, VllmOptions):
             raise EngineOptionError(f"options must be VllmOptions(model={given!r}); got {type(given).__name__}")
-        if options.data_parallel_size > 1 and not own_process:
-            raise EngineOptionError(
-                f"in process, vLLM has one replica; for data_parallel_size={options.data_parallel_size} give "
-                f"own_process=True, or make one engine in each of several processes"
-            )
         if timeout_s is None:
             self._timeout_s = sample_timeout_s()
         else:
             self._timeout_s = math.inf if timeout_s == math.inf else check_timeout(timeout_s)
-        if own_process:
-            check_not_importing_main()
+        check_not_importing_main()
         self._prepared = prepare(options, logp_of=logp_of)
         self.ready = ready
-        self._own_process, self._logp_of, self._start_version = own_process, logp_of, version
+        self._logp_of, self._start_version = logp_of, version
         self._restarting = threading.RLock()
-        self._closed = True
         self._start(stop_token_ids)
 
     # -- What it is ----------------------------------------------------------------------------------------------
@@ -139,7 +128,7 @@ class VllmEngine:
     @property
     def limits(self) -> Limits:
         """What it can be asked for."""
-        return self._samples.limits
+        return self._limits
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -148,7 +137,7 @@ class VllmEngine:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Of the processes that the engine started; none in process with one rank."""
+        """Of the processes that the engine started."""
         return self._running.process_ids
 
     @property
@@ -174,7 +163,6 @@ class VllmEngine:
     def explain(self) -> str:
         """Return which engine this is, with which limits, sizes and quirks. For people."""
         return self._prepared.explain(
-            kind=f"vLLM, {'in its own processes' if self._own_process else 'in this process'}",
             limits=self.limits,
             dtype=self.vllm.vllm_config.model_config.dtype,
             logp_of=self._logp_of,
@@ -209,13 +197,8 @@ class VllmEngine:
             EngineDeadError: A process of the engine is gone; what had finished is in `rollouts`.
             LogpError: A log-probability is missing or not finite; all answers of the call are lost.
         """
-        requests, manner = self._begin(prompts, sampling, otherwise_s=math.inf, **how)
-        return self._events.run(self._samples.generate(requests, manner))
-
-    async def generate_async(self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]) -> list[Rollout]:
-        """`generate`, awaited on any event loop; cancelling it aborts what is unfinished."""
-        requests, manner = self._begin(prompts, sampling, **how)
-        return await self._events.wait(self._samples.generate(requests, manner))
+        samples = self._begin(prompts, sampling, otherwise_s=math.inf, **how)
+        return self._events.run(self._samples.generate(samples))
 
     def submit(
         self, prompt: Sequence[int], sampling: Sampling, *, seed: int, **how: Unpack[CallOptions]
@@ -236,21 +219,15 @@ class VllmEngine:
         """
         try:
             check_single(sampling)
-            requests, manner = self._begin([prompt], [sampling.for_request(seed)], **how)
-            return self._events.start(self._answer(requests, manner))
+            samples, running = self._begin([prompt], [sampling.for_request(seed)], **how), self._samples
+
+            async def answer() -> Rollout:
+                (rollout,) = await running.generate(samples)
+                return rollout
+
+            return self._events.start(answer())
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
             return failed_request(error)
-
-    def as_completed(
-        self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]
-    ) -> Iterator[Rollout | TimedOutSample]:
-        """Yield answers as they become whole, and samples that were not done in time; ending it aborts the others.
-
-        Raises what `generate` raises, a timeout excepted.
-        """
-        requests, manner = self._begin(prompts, sampling, **how)
-        samples = self._samples
-        return self._events.drain(lambda: samples.as_completed(requests, manner))
 
     def stream(
         self, prompt: Sequence[int], sampling: Sampling, **how: Unpack[CallOptions]
@@ -265,9 +242,8 @@ class VllmEngine:
         Raises:
             What `generate` raises; a timeout, once the other samples have ended.
         """
-        requests, manner = self._begin([prompt], [sampling], **how)
-        samples = self._samples
-        return self._events.iterate(lambda: samples.stream(requests[0], manner))
+        samples, running = self._begin([prompt], [sampling], streaming=True, **how), self._samples
+        return self._events.iterate(lambda: running.stream(samples))
 
     def outputs(
         self, prompt: Any, params: Sequence[Any], *, lora_request: Any = None, **how: Any
@@ -288,9 +264,10 @@ class VllmEngine:
             What `stream` raises, a PromptError excepted: what vLLM refuses, it says itself.
         """
         self.check_ready()
-        samples = self._samples
-        manner = Manner(timeout_s=self._timeout_s or DEFAULT_TIMEOUT_S, lora=lora_request)
-        return self._events.iterate(lambda: samples.outputs(prompt, params, manner=manner, how=how))
+        same: dict[str, Any] = {"timeout_s": self._timeout_s or DEFAULT_TIMEOUT_S, "lora": lora_request, "how": how}
+        samples = [Sample(prompt=dict(prompt), params=each, index=index, **same) for index, each in enumerate(params)]
+        running = self._samples
+        return self._events.iterate(lambda: running.outputs(samples))
 
     async def abort(self) -> int:
         """Abort every sample that is under way, and return how many.
@@ -413,35 +390,31 @@ class VllmEngine:
         Raises:
             EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
         """
-        health, core = self._running.health, self.vllm.engine_core
+        running, core = self._running, self.vllm.engine_core
 
         async def ping() -> None:
-            health.check()
-            await health.run(ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}))
+            running.health.check()
+            await ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {})
 
-        with unanswered("check_health", timeout_s):
-            async with asyncio.timeout(timeout_s):  # here: a step in this process keeps the loop of the engine
-                await self._events.wait(ping())
+        await self._events.wait(running.call(ping, timeout_s=timeout_s, name="check_health"))
 
     def restart(self) -> None:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.
 
         Samples under way end with EngineDeadError, and adapters are forgotten. `version` is what it was at first, and
-        `vllm` is another one, so that a sink must be made anew too, and its `check` assigned to `ready`.
+        `vllm` and `loop` are others, so that a sink must be made anew too, and its `check` assigned to `ready`.
 
         Raises:
             EngineDeadError: vLLM could not start; its log says why.
         """
         with self._restarting:
-            self._end_running()
+            self._end()
             self._start(self._stop_token_ids)
 
     def close(self) -> None:
         """End the engine, with all of its processes; it can be called again."""
         with self._restarting:
-            self._closed = True
-            self._end_running()
-            self._end_events()
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -454,42 +427,58 @@ class VllmEngine:
     # -- Inside --------------------------------------------------------------------------------------------------
 
     def _start(self, stop_token_ids: Sequence[int] | None) -> None:
-        if self._closed:
-            self._events = EventLoop("rl-generation-vllm")
-            self._end_events = weakref.finalize(self, _elsewhere, self._events, self._events.close)
-        self._closed = True
+        self._events = EventLoop("rl-generation-vllm")
         try:
-            self._running = self._events.run(
-                start(self._events, self._prepared, own_process=self._own_process, version=self._start_version)
-            )
-            self._end_running = weakref.finalize(self, _elsewhere, self._events, self._running.stop)
-            limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
-            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, limits)
+            self._running = self._events.run(start(self._events, self._prepared, version=self._start_version))
+        except BaseException:
+            self._events.close()
+            raise
+        self._end = weakref.finalize(self, _end, self._events, self._running)
+        try:
+            self._limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
+            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, self._limits)
             warn_of_dtype(self._prepared, self.vllm.vllm_config)
         except (PromptError, UserWarning):
-            self.close()
+            self._end()
             raise
-        except BaseException:
-            self._end_events()
-            raise
-        self._closed = False
-        self._samples = Samples(
-            self._running,
-            options=self._prepared.options,
-            limits=limits,
-            stop_token_ids=self._stop_token_ids,
-            logp_of=self._logp_of,
-            timeout_s=self._timeout_s,
-        )
+        self._samples = Samples(self._running, logp_of=self._logp_of, hint=logp_hint(self._prepared.options))
 
-    def _begin(self, prompts: Prompts, sampling: Samplings, **how: Any) -> tuple[list[Request], Manner]:
-        """Refuse what cannot be answered; nothing is begun before everything is checked."""
+    def _begin(
+        self,
+        prompts: Prompts,
+        sampling: Samplings,
+        *,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
+        otherwise_s: float = DEFAULT_TIMEOUT_S,
+        streaming: bool = False,
+    ) -> list[Sample]:
+        """Make the samples of a call; nothing is begun before everything is checked.
+
+        Each may take `timeout_s`, or what the engine was made with, or else `otherwise_s`.
+        """
         self.check_ready()
-        return self._samples.admit(prompts, sampling, **how)
-
-    async def _answer(self, requests: Sequence[Request], manner: Manner) -> Rollout:
-        (rollout,) = await self._samples.generate(requests, manner)
-        return rollout
+        requests = make_requests(prompts, sampling, self._limits)
+        for request in requests:
+            check_for_vllm(request, self._limits)
+        if lora is not None:
+            check_lora(lora, self._prepared.options)
+        limit_s = self._timeout_s or otherwise_s if timeout_s is None else check_timeout(timeout_s)
+        adapter, own = None if lora is None else lora.request(), self._stop_token_ids
+        return [
+            Sample(
+                prompt=request.prompt,
+                params=to_sampling_params(
+                    request.sampling, stop_token_ids=own, sample_index=index, streaming=streaming
+                ),
+                prompt_index=request.prompt_index,
+                index=index,
+                timeout_s=limit_s,
+                lora=adapter,
+            )
+            for request in requests
+            for index in range(request.sampling.n)
+        ]
 
     def _call(self, what: Callable[[], Coroutine[Any, Any, T]], *, name: str, timeout_s: float | None = None) -> T:
         return self._events.run(self._running.call(what, timeout_s=self._limit(timeout_s), name=name))
@@ -501,9 +490,10 @@ class VllmEngine:
         return CALL_TIMEOUT_S if samples_s == math.inf else max(CALL_TIMEOUT_S, samples_s)
 
 
-def _elsewhere(events: EventLoop, end: Callable[[], None]) -> None:
-    """Call `end`, which blocks, in this thread, or in another where garbage is collected on the event loop."""
+def _end(events: EventLoop, running: RunningLLM) -> None:
+    """End an engine, which blocks; in another thread where garbage is collected on the event loop."""
     if events.is_current:
-        threading.Thread(target=end).start()
-    else:
-        end()
+        threading.Thread(target=_end, args=(events, running)).start()
+        return
+    running.stop()
+    events.close()

@@ -151,7 +151,7 @@ class VllmOptions(BasicVllmOptions):
     until it has, the engine refuses to generate."""
 
     data_parallel_size: int = 1
-    """Replicas of the whole engine; more answers more prompts at once. Above 1 asks for `own_process=True`."""
+    """Replicas of the whole engine; more answers more prompts at once."""
 
     enable_sleep_mode: bool = False
     """True lets `sleep` free the device's memory for a trainer; vLLM refuses it on a CPU, which has no such memory."""

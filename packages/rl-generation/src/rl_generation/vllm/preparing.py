@@ -89,7 +89,6 @@ class Prepared:
     def explain(
         self,
         *,
-        kind: str,
         limits: Limits,
         dtype: object,
         logp_of: LogpOf,
@@ -100,7 +99,7 @@ class Prepared:
         options = self.options
         expert = ", experts whole on their ranks" if options.enable_expert_parallel else ""
         rows = {
-            "engine": f"{kind} (vLLM {self.vllm_version})",
+            "engine": f"vLLM {self.vllm_version}, in its own processes",
             "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
             "load_format": self.load_format + (" (the first refit feeds it)" if self.unfed else ""),
             "dtype": str(dtype).removeprefix("torch."),

@@ -5,7 +5,7 @@ Python's tracker would keep until this program ends. Where this program itself i
 others and removes it, and where that is killed, too, the next engine on the machine: each engine has an `EngineFolder`,
 which is locked while its program lives, and lists the shared memory of its processes.
 
-Linux only.
+Linux only. Run as a program, this file is that small process, so it imports Python's own modules alone.
 """
 
 import contextlib
@@ -19,18 +19,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, final
-
-from rl_generation.child_process import process_stat
+from typing import Any, NamedTuple, final
 
 __all__ = [
     "SHARED_MEMORY",
+    "ChildProcess",
     "EngineFolder",
     "EngineProcesses",
     "abandoned",
     "mapped_shared_memory",
+    "process_stat",
     "remove_abandoned",
     "unmapped",
 ]
@@ -48,20 +49,71 @@ KILL_TIMEOUT_S = 30.0
 """How long a process that was killed may take to end; only one that waits in the kernel takes that long."""
 
 
+class ProcessStat(NamedTuple):
+    """What /proc knows of a living process."""
+
+    parent: int
+    started: int
+    """In clock ticks since the machine started."""
+
+    state: str
+    """"T" or "t" where a signal (SIGSTOP) or a debugger has stopped it."""
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """Return what is known of a process; None if there is none, or a zombie."""
+    try:
+        row = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if row[0] in "ZX" else ProcessStat(parent=int(row[1]), started=int(row[19]), state=row[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcess:
+    """A process of this node; the start time tells it from a later process with the same pid."""
+
+    pid: int
+    started: int | None
+    """In clock ticks since the machine started; None if it had ended already."""
+
+    @classmethod
+    def of(cls, pid: int) -> "ChildProcess":
+        """Return the process that has this pid now."""
+        stat = process_stat(pid)
+        return cls(pid, None if stat is None else stat.started)
+
+    def alive(self) -> bool:
+        """Whether it is still running."""
+        stat = process_stat(self.pid)
+        return stat is not None and stat.started == self.started
+
+    def stopped(self) -> bool:
+        """Whether a signal (SIGSTOP) or a debugger has stopped it."""
+        stat = process_stat(self.pid)
+        return stat is not None and stat.started == self.started and stat.state in "Tt"
+
+    def kill(self) -> None:
+        """Kill it, if its pid is still its own."""
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(self.pid, signal.SIGKILL)
+
+
 @final
 class EngineProcesses:
     """All processes under `roots`, and the shared memory that is theirs alone.
 
     Args:
-        roots: `multiprocessing.Process` objects that the engine started; none where it lives in this process.
+        roots: `multiprocessing.Process` objects that the engine started.
 
     Attributes:
-        started: Process id → start of all that were found, living or not.
+        started: By process id, all that were found, living or not.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.roots = tuple(roots)
-        self.started: dict[int, int] = {}
+        self.started: dict[int, ChildProcess] = {}
         self._files: dict[int, Path] = {}
         self.survey()
         # Of Python's naming, only what they have now: later, a worker may have mapped what is a trainer's.
@@ -86,18 +138,17 @@ class EngineProcesses:
                     how = f"killed by {signal.Signals(-code).name}"
                 return f"{root.name} (process {root.pid}) of the engine is dead: {how}"
         for process_id, title in self._workers.items():  # how a worker ended is known to its parent alone
-            if not self._lives(process_id):
+            if not self.started[process_id].alive():
                 return f"{title} (process {process_id}) of the engine is dead; vLLM's log may say of what"
         return None
 
     def end(self, *, timeout_s: float = 10.0) -> None:
         """Wait until all have ended, kill those that have not, and remove what they left in shared memory."""
-        self._wait(timeout_s)
-        for process_id in filter(self._lives, self.started):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGKILL)
+        _wait(self.started.values(), timeout_s)
+        for process in self.started.values():
+            process.kill()
         # A worker is no child of this process, and on a busy machine one that was killed needs a while to end.
-        self._wait(KILL_TIMEOUT_S)
+        _wait(self.started.values(), KILL_TIMEOUT_S)
         for root in self.roots:
             root.join(timeout_s)
         self.remove_leftovers()
@@ -112,25 +163,20 @@ class EngineProcesses:
                     if file.name.startswith(prefix):
                         resource_tracker.unregister(f"/{file.name.removeprefix('sem.')}", kind)
 
-    def _wait(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while any(map(self._lives, self.started)) and time.monotonic() < deadline:
-            time.sleep(0.02)
 
-    def _lives(self, process_id: int) -> bool:
-        stat = process_stat(process_id)
-        return stat is not None and stat.started == self.started[process_id]
+def _wait(processes: Iterable[ChildProcess], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.alive() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
-def _below(roots: set[int]) -> dict[int, int]:
-    """Process id → start of `roots` and all of their descendants that live."""
-    if not roots:
-        return {}
+def _below(roots: set[int]) -> dict[int, ChildProcess]:
+    """By process id, `roots` and all of their descendants that live."""
     stats = {int(each.name): process_stat(int(each.name)) for each in Path("/proc").iterdir() if each.name.isdigit()}
-    found: dict[int, int] = {}
+    found: dict[int, ChildProcess] = {}
     newest = roots
     while newest:
-        found |= {process_id: stat.started for process_id in newest if (stat := stats.get(process_id)) is not None}
+        found |= {pid: ChildProcess(pid, stat.started) for pid in newest if (stat := stats.get(pid)) is not None}
         newest = {process_id for process_id, stat in stats.items() if stat and stat.parent in newest} - found.keys()
     return found
 
@@ -143,40 +189,6 @@ def _title(process_id: int) -> str:
 
 
 # -- Where this program is killed -------------------------------------------------------------------------------------
-
-KEEPER = """
-import json, os, shutil, signal, sys, time
-
-def started(process_id):
-    try:
-        with open(f"/proc/{process_id}/stat") as file:
-            after = file.read().rpartition(")")[2].split()
-        return None if after[0] == "Z" else int(after[19])
-    except OSError:
-        return None
-
-parent, folder, processes = json.loads(sys.argv[1])
-while os.getppid() == parent:
-    time.sleep(0.5)
-for process_id, start in processes:
-    if started(process_id) == start:
-        os.kill(process_id, signal.SIGKILL)
-until = time.monotonic() + 30
-while any(started(process_id) == start for process_id, start in processes) and time.monotonic() < until:
-    time.sleep(0.1)
-try:
-    lines = open(f"{folder}/shared_memory").read().splitlines()
-except OSError:
-    lines = []
-for line in lines:
-    number, _, name = line.partition(" ")
-    try:
-        if str(os.stat(f"/dev/shm/{name}").st_ino) == number:
-            os.unlink(f"/dev/shm/{name}")
-    except OSError:
-        pass
-shutil.rmtree(folder, ignore_errors=True)
-"""
 
 
 @final
@@ -198,8 +210,8 @@ class EngineFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unlocked.rename(self.path / OWNER)
 
-    def watch(self, started: Mapping[int, int]) -> None:
-        """List the shared memory that this process and these (process id → start) have mapped now, and keep them.
+    def watch(self, started: Mapping[int, ChildProcess]) -> None:
+        """List the shared memory that this process and these have mapped now, and keep them.
 
         vLLM's processes would outlive a program that is killed, so that a process of its own looks twice a second
         whether this one lives. Once it does not, it kills the others and removes what is listed, and the folder.
@@ -207,16 +219,15 @@ class EngineFolder:
         mapped = {number for process_id in (*started, os.getpid()) for number in mapped_shared_memory(process_id)}
         text = "".join(f"{number} {file.name}\n" for number, file in _files(mapped).items())
         (self.path / LIST).write_text(text, encoding="utf-8")
-        if started:
-            task = json.dumps([os.getpid(), str(self.path), [*started.items()]])
-            quiet = subprocess.DEVNULL
-            self._keeper = subprocess.Popen(  # noqa: S603 - this Python, and the program above
-                [sys.executable, "-I", "-S", "-c", KEEPER, task],
-                stdin=quiet,
-                stdout=quiet,
-                stderr=quiet,
-                start_new_session=True,
-            )
+        task = json.dumps([os.getpid(), str(self.path), [[each.pid, each.started] for each in started.values()]])
+        quiet = subprocess.DEVNULL
+        self._keeper = subprocess.Popen(  # noqa: S603 - this Python, and this file
+            [sys.executable, "-I", "-S", __file__, task],
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+        )
 
     def remove(self) -> None:
         """Remove it: the engine has ended in order. A second time does nothing."""
@@ -225,6 +236,29 @@ class EngineFolder:
             self._keeper.wait()
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def keep(parent: int, folder: str, started: Iterable[tuple[int, int]]) -> None:
+    """Wait until process `parent` is gone; then kill these, and remove the folder and the shared memory listed there.
+
+    An engine that ends in order kills whoever waits here.
+    """
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    processes = [ChildProcess(*each) for each in started]
+    for process in processes:
+        process.kill()
+    _wait(processes, KILL_TIMEOUT_S)
+    for file in _listed(Path(folder), _files(None)):
+        file.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listed(folder: Path, there: Mapping[int, Path]) -> list[Path]:
+    """Of the files that are there, by inode, those that the folder of an engine lists."""
+    text = (folder / LIST).read_text(encoding="utf-8") if (folder / LIST).exists() else ""
+    named = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
+    return [file for number, file in there.items() if named.get(str(number)) == file.name]
 
 
 def abandoned(parent: Path | None = None) -> dict[Path, list[Path]]:
@@ -236,10 +270,7 @@ def abandoned(parent: Path | None = None) -> dict[Path, list[Path]]:
     for owner in (parent or Path(tempfile.gettempdir())).glob(f"{FOLDER}*/{OWNER}"):
         with contextlib.suppress(OSError), owner.open("r+") as file:  # another user's, or locked by its living owner
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            listed = owner.with_name(LIST).read_text(encoding="utf-8") if owner.with_name(LIST).exists() else ""
-            named = dict(line.split(" ", 1) for line in listed.splitlines() if " " in line)
-            free = unmapped()
-            found[owner.parent] = [file for number, file in free.items() if named.get(str(number)) == file.name]
+            found[owner.parent] = _listed(owner.parent, unmapped())
     return found
 
 
@@ -291,3 +322,7 @@ def _files(numbers: Collection[int] | None, *, prefixes: tuple[str, ...] = (*KIN
         if entry.name.startswith(prefixes) and (numbers is None or entry.inode() in numbers):
             found[entry.inode()] = Path(entry.path)
     return found
+
+
+if __name__ == "__main__":
+    keep(*json.loads(sys.argv[1]))

@@ -1,16 +1,14 @@
 """An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
-import contextlib
 import functools
-import gc
 import getpass
 import os
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -28,7 +26,6 @@ __all__ = [
     "ask_replicas",
     "check_not_importing_main",
     "start",
-    "unanswered",
     "version_of",
 ]
 
@@ -44,9 +41,6 @@ SETTLED_S = 30.0
 
 SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
-
-EXTERNAL_LAUNCHER = "external_launcher"
-"""The executor that runs in ranks which the caller has started, with a process group of theirs."""
 
 
 @final
@@ -82,15 +76,19 @@ class RunningLLM:
 
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
         """Await the answer that `what` asks for, on the engine's loop; EngineDeadError where it died or is late."""
-        with unanswered(name, timeout_s):
+        try:
             async with asyncio.timeout(timeout_s):
                 return await self.health.run(what())
+        except TimeoutError:
+            raise EngineDeadError(
+                f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy "
+                f"or hangs; give it longer, or restart()"
+            ) from None
 
     def stop(self) -> None:
         """End what waits, then all processes, and remove what they leave behind; not from the loop."""
         resources, handler = self.llm.engine_core.resources, self.llm.output_handler
         timeout_s = SHUTDOWN_TIMEOUT_S if self.health.death is None else 1.0
-        context = getattr(resources, "ctx", None)  # of ZeroMQ; none where the engine lives in this process
 
         async def end() -> None:
             self._processes.survey()
@@ -98,9 +96,6 @@ class RunningLLM:
             if handler is not None:
                 handler.cancel()  # else it logs the end of the engine as a failure
             await asyncio.sleep(0)
-            if context is None:  # in the thread that it lived in
-                self.llm.shutdown()
-                gc.collect()
 
         async def settle() -> None:
             """Let vLLM's own tasks end, and with them the sockets that they hold."""
@@ -110,15 +105,13 @@ class RunningLLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
         self._events.run(end())
-        if context is not None:
-            self.llm.shutdown(timeout=timeout_s)
+        self.llm.shutdown(timeout=timeout_s)
         self._processes.end(timeout_s=timeout_s)
-        if context is not None:
-            self._events.run(settle())
-            # vLLM leaves the threads of its context running. Their end waits for sockets, so not for ever.
-            ending = threading.Thread(target=context.term, daemon=True, name="rl-generation-zmq")
-            ending.start()
-            ending.join(PATIENCE_S)
+        self._events.run(settle())
+        # vLLM leaves the threads of its ZeroMQ context running. Their end waits for sockets, so not for ever.
+        ending = threading.Thread(target=resources.ctx.term, daemon=True, name="rl-generation-zmq")
+        ending.start()
+        ending.join(PATIENCE_S)
         self._folder.remove()
 
     async def _commit(self, new_version: str) -> None:
@@ -159,7 +152,7 @@ class Health:
 
     Args:
         llm: The `AsyncLLM`.
-        processes: Its processes; none where it lives in this one.
+        processes: Its processes.
     """
 
     def __init__(self, llm: Any, processes: EngineProcesses) -> None:
@@ -229,10 +222,8 @@ class Health:
         """Where vLLM says that its engine failed, which may come before a process has ended, or without that."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
         while self.death is None and self._llm.errored:
-            if not self._processes.roots or asyncio.get_running_loop().time() > deadline:
-                cause = getattr(self._llm.engine_core, "failure", None)  # of a core in this process
-                said = "and its log says why" if cause is None else f"in a step: {type(cause).__name__}: {cause}"
-                self.end(f"vLLM's engine failed, {said}; restart() makes a new engine")
+            if asyncio.get_running_loop().time() > deadline:
+                self.end("vLLM's engine failed, and its log says why; restart() makes a new engine")
                 return
             await asyncio.sleep(PERIOD_S)
             self._look()
@@ -315,18 +306,6 @@ async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
     return list(await asyncio.gather(*asked))
 
 
-@contextlib.contextmanager
-def unanswered(name: str, timeout_s: float) -> Iterator[None]:
-    """Make EngineDeadError of the TimeoutError of what waits for an answer of the engine."""
-    try:
-        yield
-    except TimeoutError:
-        raise EngineDeadError(
-            f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy or "
-            f"hangs; give it longer, or restart()"
-        ) from None
-
-
 def check_not_importing_main() -> None:
     """Raise EngineOptionError where an engine is just starting this process, which runs the caller's script again."""
     if getattr(process.current_process(), "_inheriting", False):
@@ -336,36 +315,30 @@ def check_not_importing_main() -> None:
         )
 
 
-async def start(events: EventLoop, prepared: Prepared, *, own_process: bool, version: int) -> RunningLLM:
+async def start(events: EventLoop, prepared: Prepared, *, version: int) -> RunningLLM:
     """Start an engine on `events`, whose loop this runs on; returns once it has loaded its model.
 
     Raises:
-        EngineOptionError: vLLM refuses the options, or this process has a process group of somebody else's.
+        EngineOptionError: vLLM refuses the options.
         EngineDeadError: It could not start.
     """
-    from vllm import AsyncEngineArgs, envs
+    from vllm import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     check_interface(AsyncLLM)
     statistics, folder = Statistics(), EngineFolder()
     arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
-    variables = {"VLLM_RPC_BASE_PATH": str(folder.path), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(own_process))}
-    place: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    variables = {
+        "VLLM_RPC_BASE_PATH": str(folder.path),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        # What its processes leave among temporary files goes with the folder, but not compiled kernels.
+        "TMPDIR": str(folder.path),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kernels)),
+    }
     try:
-        if own_process:  # what its processes leave among temporary files goes with the folder, but not compiled kernels
-            kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-            variables["TMPDIR"] = str(folder.path)
-            variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(kernels))
-        else:
-            from rl_generation.vllm.in_process import check_process_group, core_in_this_process
-
-            external = prepared.arguments.get("distributed_executor_backend") == EXTERNAL_LAUNCHER
-            if not external:
-                check_process_group()
-            place = core_in_this_process(owns_process_group=not external, folder=folder.path)
-        envs.disable_envs_cache()  # an engine in this process may have frozen what it read
-        with environment(variables), place:
+        with environment(variables):
             llm = AsyncLLM.from_engine_args(
                 arguments,
                 usage_context=UsageContext.LLM_CLASS,  # of the batch sizes that vLLM chooses, those for throughput
@@ -386,20 +359,16 @@ async def start(events: EventLoop, prepared: Prepared, *, own_process: bool, ver
         if isinstance(error, ValueError):
             raise refusal(error) from error
         if isinstance(error, RuntimeError):
-            hint = main_guard_hint() if own_process else ""
-            raise EngineDeadError(f"vLLM's engine did not start, and its log says why: {error}{hint}") from error
+            raise EngineDeadError(
+                f"vLLM's engine did not start, and its log says why: {error}{main_guard_hint()}"
+            ) from error
         raise
     running.fed = not prepared.unfed
     return running
 
 
 def _roots(core: Any) -> list[Any]:
-    """The `multiprocessing.Process` objects that vLLM started: its engines, and what coordinates them.
-
-    Of a core in this process: its workers, where it has several.
-    """
-    if (inside := getattr(core, "core", None)) is not None:
-        return [worker.proc for worker in getattr(inside.model_executor, "workers", None) or ()]
+    """The `multiprocessing.Process` objects that vLLM started: its engines, and what coordinates them."""
     roots = list(getattr(core.resources.engine_manager, "processes", ()))
     if core.resources.coordinator is not None:
         roots.append(core.resources.coordinator.proc)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast, final
 
@@ -25,12 +25,12 @@ from rl_generation.errors import (
     SampleTimeoutError,
     TimedOutSample,
 )
-from rl_generation.requests import Limits, Request, Sampling, make_requests
+from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan, in_order
-from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
+from rl_generation.vllm.options import LoraAdapter, VllmOptions
 from rl_generation.vllm.running import RunningLLM, version_of
 
-__all__ = ["CallOptions", "Manner", "Prompts", "Samples", "Samplings", "check_for_vllm", "to_sampling_params"]
+__all__ = ["CallOptions", "Prompts", "Sample", "Samples", "Samplings", "check_for_vllm", "to_sampling_params"]
 
 Prompts = Sequence[Sequence[int]]
 """Token ids."""
@@ -79,76 +79,47 @@ class CallOptions(TypedDict, total=False):
     """Of each sample; None is the engine's."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
-    """What holds for all samples of a call."""
-
-    timeout_s: float
-    """Of each sample, from its submission; may be infinite."""
-
-    lora: Any = None
-    """vLLM's LoRARequest; None for the model as it is."""
+_numbers: Iterator[int] = itertools.count()
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Sample:
-    """One answer under way."""
+class Sample:
+    """One answer, and what there is of it."""
 
-    id: str
-    """vLLM's name for it."""
-    prompt_index: int
-    index: int
-    manner: Manner
     prompt: Any
+    """Token ids, or as vLLM's renderer made it."""
     params: Any
     """vLLM's SamplingParams, whose `n` is 1, and which ask for the sampled token's logp."""
+    prompt_index: int = 0
+    index: int
+    timeout_s: float
+    """From its submission; may be infinite."""
+    lora: Any = None
+    """vLLM's LoRARequest; None for the model as it is."""
     how: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `AsyncLLM.generate`."""
+    id: str = field(default_factory=lambda: f"rl-generation-{next(_numbers)}")
+    """vLLM's name for it."""
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     expired: bool = False
     """Whether it was aborted because its time was over."""
 
-    @property
-    def place(self) -> dict[str, int]:
-        """In the call."""
-        return {"prompt_index": self.prompt_index, "sample_index": self.index}
-
-
-_HandOn = Callable[[_Sample, Any, tuple[float, ...]], Any]
-"""Of a sample, vLLM's next output of it and the logp of its new tokens, makes what a caller gets; None is nothing."""
-
 
 @final
 class Samples:
-    """The samples of one engine. `admit` is called from any thread, and all else on the event loop of the engine.
+    """Runs samples on one engine, on its event loop.
 
     Args:
         running: The engine.
-        options: What it was made with.
-        limits: What it can be asked for.
-        stop_token_ids: Its own.
         logp_of: Which distribution its logp refer to.
-        timeout_s: Of a sample, where its call does not say; None where nobody has set one.
+        hint: What to add to a LogpError.
     """
 
-    def __init__(
-        self,
-        running: RunningLLM,
-        *,
-        options: VllmOptions,
-        limits: Limits,
-        stop_token_ids: Sequence[int],
-        logp_of: LogpOf,
-        timeout_s: float | None,
-    ) -> None:
-        self.limits = limits
-        self._running, self._options, self._timeout_s = running, options, timeout_s
-        self._stop_token_ids, self._logp_of = tuple(stop_token_ids), logp_of
-        self._under_way: dict[str, _Sample] = {}
-        self._numbers = itertools.count()
+    def __init__(self, running: RunningLLM, *, logp_of: LogpOf, hint: str) -> None:
+        self._running, self._logp_of, self._hint = running, logp_of, hint
+        self._under_way: dict[str, Sample] = {}
         self._aborting: set[asyncio.Task[None]] = set()
 
     @property
@@ -156,57 +127,33 @@ class Samples:
         """How many vLLM has that nobody has got to the end of."""
         return len(self._under_way)
 
-    def admit(
-        self,
-        prompts: Prompts,
-        sampling: Samplings,
-        *,
-        lora: LoraAdapter | None = None,
-        timeout_s: float | None = None,
-        otherwise_s: float = DEFAULT_TIMEOUT_S,
-    ) -> tuple[list[Request], Manner]:
-        """Return what a call comes to, or refuse it; `otherwise_s` is for each sample where nobody has set a limit."""
-        requests = make_requests(prompts, sampling, self.limits)
-        for request in requests:
-            check_for_vllm(request, self.limits)
-        if lora is not None:
-            check_lora(lora, self._options)
-        limit_s = self._timeout_s or otherwise_s if timeout_s is None else check_timeout(timeout_s)
-        return requests, Manner(timeout_s=limit_s, lora=None if lora is None else lora.request())
-
-    async def generate(self, requests: Sequence[Request], manner: Manner) -> list[Rollout]:
+    async def generate(self, samples: Sequence[Sample]) -> list[Rollout]:
         """Answer all of them, in order; raise what `VllmEngine.generate` says."""
-        return in_order([rollout async for rollout in self._run_all(self._samples(requests, manner), self._whole)])
 
-    def as_completed(
-        self, requests: Sequence[Request], manner: Manner
-    ) -> AsyncGenerator[Rollout | TimedOutSample, None]:
-        """Yield each answer when it is whole, and each sample that was not done in time; raise as `generate` does."""
-        return self._run_all(self._samples(requests, manner), self._whole, yield_late=True)
+        def whole(sample: Sample, output: Any, _: tuple[float, ...]) -> Rollout | None:
+            return self._rollout(sample, output) if output.finished else None
 
-    def stream(self, request: Request, manner: Manner) -> AsyncGenerator[RolloutDelta, None]:
+        return in_order([rollout async for rollout in self._run_all(samples, whole)])
+
+    def stream(self, samples: Sequence[Sample]) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens as they come; raise as `generate` does, a timeout after the end of the other samples."""
 
-        def delta(sample: _Sample, output: Any, logp: tuple[float, ...]) -> RolloutDelta | None:
-            new, whole = tuple(output.outputs[0].token_ids), self._whole(sample, output, logp)
-            if not new and whole is None:
+        def delta(sample: Sample, output: Any, logp: tuple[float, ...]) -> RolloutDelta | None:
+            new, rollout = tuple(output.outputs[0].token_ids), None
+            if output.finished:
+                rollout = self._rollout(sample, output)
+            elif not new:
                 return None
-            return RolloutDelta(sample_index=sample.index, tokens=new, logp=logp, rollout=whole)
+            return RolloutDelta(sample_index=sample.index, tokens=new, logp=logp, rollout=rollout)
 
-        return self._run_all(self._samples([request], manner, streaming=True), delta)
+        return self._run_all(samples, delta)
 
-    def outputs(
-        self, prompt: Any, params: Sequence[Any], *, manner: Manner, how: Mapping[str, Any]
-    ) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
-        """Yield what vLLM itself puts out for several answers to one prompt; see `VllmEngine.outputs`."""
+    def outputs(self, samples: Sequence[Sample]) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
+        """Yield what vLLM itself puts out; see `VllmEngine.outputs`."""
 
-        def hand_on(sample: _Sample, output: Any, _logp: tuple[float, ...]) -> Any:
-            return sample.index, output, self._versions(sample, output.outputs[0]) if output.finished else ()
+        def hand_on(sample: Sample, output: Any, _: tuple[float, ...]) -> tuple[int, Any, tuple[VersionSpan, ...]]:
+            return sample.index, output, self._spans(sample, output) if output.finished else ()
 
-        samples = [
-            self._sample(0, index, manner, prompt=dict(prompt), params=each, how=how)
-            for index, each in enumerate(params)
-        ]
         return self._run_all(samples, hand_on)
 
     async def abort(self) -> int:
@@ -216,34 +163,10 @@ class Samples:
         await self._running.llm.abort(chosen)
         return len(chosen)
 
-    def _sample(self, prompt_index: int, index: int, manner: Manner, **asked: Any) -> _Sample:
-        name = f"rl-generation-{next(self._numbers)}"
-        return _Sample(id=name, prompt_index=prompt_index, index=index, manner=manner, **asked)
-
-    def _samples(self, requests: Sequence[Request], manner: Manner, *, streaming: bool = False) -> list[_Sample]:
-        from vllm.inputs import tokens_input
-
-        return [
-            self._sample(
-                request.prompt_index,
-                index,
-                manner,
-                prompt=tokens_input(list(request.prompt)),
-                params=to_sampling_params(
-                    request.sampling, stop_token_ids=self._stop_token_ids, sample_index=index, streaming=streaming
-                ),
-            )
-            for request in requests
-            for index in range(request.sampling.n)
-        ]
-
     async def _run_all(
-        self, samples: Sequence[_Sample], hand_on: _HandOn, *, yield_late: bool = False
+        self, samples: Sequence[Sample], hand_on: Callable[[Sample, Any, tuple[float, ...]], Any]
     ) -> AsyncGenerator[Any, None]:
-        """Run samples beside one another, and yield what `hand_on` makes of their outputs, as it comes.
-
-        A sample that was not done in time is yielded too, with `yield_late`; else it is an error, once all have ended.
-        """
+        """Run samples beside one another, and yield what `hand_on` makes of their outputs, unless it is None."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         tasks = [self._running.health.start(self._run(sample, hand_on, queue.put_nowait)) for sample in samples]
         for task in tasks:
@@ -258,11 +181,9 @@ class Samples:
                     ended += 1
                     if item.cancelled() or item.exception() is not None:
                         await self._raise(item, rollouts)
-                    item = item.result()
-                    if item is not None:
-                        late.append(item)
-                    if item is None or not yield_late:
-                        continue
+                    if (lost := item.result()) is not None:
+                        late.append(lost)
+                    continue
                 whole = item.rollout if isinstance(item, RolloutDelta) else item
                 if isinstance(whole, Rollout):
                     rollouts.append(whole)
@@ -273,30 +194,35 @@ class Samples:
                 task.cancel()
             if pending:
                 await asyncio.wait(pending, timeout=PATIENCE_S)
-        if late and not yield_late:
-            raise timeout_error(late, in_order(rollouts), timeout_s=samples[0].manner.timeout_s)
+        if late:
+            raise timeout_error(late, in_order(rollouts), timeout_s=samples[0].timeout_s)
 
-    async def _run(self, sample: _Sample, hand_on: _HandOn, put: Callable[[Any], None]) -> TimedOutSample | None:
+    async def _run(
+        self, sample: Sample, hand_on: Callable[..., Any], put: Callable[[Any], None]
+    ) -> TimedOutSample | None:
         """Submit a sample, and put what comes of it, until it is finished, aborted or expired."""
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        llm, manner = self._running.llm, sample.manner
+        llm, late = self._running.llm, None
+        prompt = sample.prompt if isinstance(sample.prompt, dict) else tokens_input(list(sample.prompt))
         in_pieces = sample.params.output_kind is RequestOutputKind.DELTA
-        timer = asyncio.get_running_loop().call_later(manner.timeout_s, self._expire, sample)
+        timer = asyncio.get_running_loop().call_later(sample.timeout_s, self._expire, sample)
         self._under_way[sample.id] = sample
-        late = None
         try:
-            answering = llm.generate(sample.prompt, sample.params, sample.id, lora_request=manner.lora, **sample.how)
+            answering = llm.generate(prompt, sample.params, sample.id, lora_request=sample.lora, **sample.how)
             async with contextlib.aclosing(answering) as outputs:  # which aborts it where a logp is broken
                 async for output in outputs:
                     completion = output.outputs[0]
                     if not in_pieces:
                         sample.tokens, sample.logp = [], []
-                    logp = logp_of_tokens(completion, **sample.place, start=len(sample.tokens))
+                    logp = logp_of_tokens(sample, completion)
                     sample.tokens.extend(completion.token_ids)
                     sample.logp.extend(logp)
                     if sample.expired and completion.finish_reason == "abort":
-                        late = TimedOutSample(**sample.place, tokens=tuple(sample.tokens))
+                        late = TimedOutSample(
+                            prompt_index=sample.prompt_index, sample_index=sample.index, tokens=tuple(sample.tokens)
+                        )
                     elif (item := hand_on(sample, output, logp)) is not None:
                         put(item)
         except asyncio.CancelledError:
@@ -308,29 +234,19 @@ class Samples:
             self._running.seams.pop(sample.id, None)
         return late
 
-    def _expire(self, sample: _Sample) -> None:
+    def _expire(self, sample: Sample) -> None:
         sample.expired = True
         self._running.statistics.count_aborted(1)
         aborting = asyncio.create_task(self._running.llm.abort(sample.id))
         self._aborting.add(aborting)
         aborting.add_done_callback(self._aborting.discard)
 
-    def _whole(self, sample: _Sample, output: Any, _logp: tuple[float, ...]) -> Rollout | None:
-        """The answer that ends with `output`."""
-        if not output.finished:
-            return None
-        return rollout_of(
-            output.outputs[0],
-            tokens=sample.tokens,
-            logp=sample.logp,
-            **sample.place,
-            logp_of=self._logp_of,
-            versions=self._versions(sample, output.outputs[0]),
-        )
-
-    def _versions(self, sample: _Sample, completion: Any) -> tuple[VersionSpan, ...]:
+    def _spans(self, sample: Sample, output: Any) -> tuple[VersionSpan, ...]:
         seams = self._running.seams.get(sample.id, ())
-        return spans_of(completion, len(sample.tokens), self._running.version, seams=seams)
+        return spans_of(output.outputs[0], len(sample.tokens), self._running.version, seams=seams)
+
+    def _rollout(self, sample: Sample, output: Any) -> Rollout:
+        return rollout_of(sample, output, logp_of=self._logp_of, versions=self._spans(sample, output))
 
     async def _raise(self, task: "asyncio.Task[Any]", rollouts: Sequence[Rollout]) -> None:
         """Raise why `task` did not come to its end."""
@@ -339,7 +255,7 @@ class Samples:
         except EngineDeadError as error:
             raise EngineDeadError(str(error), rollouts=in_order(rollouts)) from error.__cause__
         except LogpError as error:
-            raise LogpError(f"{error}{logp_hint(self._options)}") from error
+            raise LogpError(f"{error}{self._hint}") from error
 
 
 # -- What is asked of vLLM --------------------------------------------------------------------------------------------
@@ -418,24 +334,16 @@ def to_sampling_params(
 # -- What vLLM generated ----------------------------------------------------------------------------------------------
 
 
-def rollout_of(
-    completion: Any,
-    *,
-    tokens: Sequence[int],
-    logp: Sequence[float],
-    prompt_index: int,
-    sample_index: int,
-    logp_of: LogpOf,
-    versions: tuple[VersionSpan, ...],
-) -> Rollout:
-    """Return the answer whose last, or only, `vllm.outputs.CompletionOutput` is `completion`.
+def rollout_of(sample: Sample, output: Any, *, logp_of: LogpOf, versions: tuple[VersionSpan, ...]) -> Rollout:
+    """Return the answer whose last, or only, `vllm.RequestOutput` is `output`.
 
     Raises:
         ModelError: vLLM gave the answer up.
     """
+    completion, tokens = output.outputs[0], sample.tokens
     if completion.finish_reason not in ("stop", "length", "abort"):
         raise ModelError(
-            f"vLLM ended answer {sample_index} to prompt {prompt_index} with finish_reason="
+            f"vLLM ended answer {sample.index} to prompt {sample.prompt_index} with finish_reason="
             f"{completion.finish_reason!r} after {len(tokens)} tokens; its log says why"
         )
     stop_reason = completion.stop_reason if completion.finish_reason == "stop" else None
@@ -443,27 +351,25 @@ def rollout_of(
         stop_reason = tokens[-1]
     return Rollout(
         tokens=tuple(tokens),
-        logp=tuple(logp),
+        logp=tuple(sample.logp),
         logp_of=logp_of,
         finish_reason=cast("FinishReason", completion.finish_reason),
         stop_reason=stop_reason,
         versions=versions,
-        prompt_index=prompt_index,
-        sample_index=sample_index,
+        prompt_index=sample.prompt_index,
+        sample_index=sample.index,
     )
 
 
-def logp_of_tokens(completion: Any, *, prompt_index: int, sample_index: int, start: int = 0) -> tuple[float, ...]:
-    """Return the log-probability of each token of `completion`, which begin at position `start` of the answer.
+def logp_of_tokens(sample: Sample, completion: Any) -> tuple[float, ...]:
+    """Return the log-probability of each token of `completion`, which come after those that `sample` has.
 
     Raises:
         LogpError: One is missing, NaN or infinite.
     """
     tokens, found = completion.token_ids, completion.logprobs
     flat = getattr(found, "logprobs", None)
-    if flat is not None and found.token_ids == list(tokens):
-        values = tuple(flat)
-    elif flat is not None:  # one entry a token, since only the chosen one was asked for
+    if flat is not None:  # one entry a token, since only the chosen one was asked for
         pairs = zip(flat, found.token_ids, tokens, strict=False)
         values = tuple(value for value, of, token in pairs if of == token)
     else:
@@ -473,10 +379,11 @@ def logp_of_tokens(completion: Any, *, prompt_index: int, sample_index: int, sta
         fault = f"has {len(values)} log-probabilities for {len(tokens)} tokens"
     elif not all(map(math.isfinite, values)):
         place = next(i for i, value in enumerate(values) if not math.isfinite(value))
-        fault = f"has log-probability {values[place]} for token {tokens[place]} at position {start + place}"
+        position = len(sample.tokens) + place
+        fault = f"has log-probability {values[place]} for token {tokens[place]} at position {position}"
     else:
         return values
-    raise LogpError(f"answer {sample_index} to prompt {prompt_index} {fault}: the model's logits are broken")
+    raise LogpError(f"answer {sample.index} to prompt {sample.prompt_index} {fault}: the model's logits are broken")
 
 
 def logp_hint(options: VllmOptions) -> str:

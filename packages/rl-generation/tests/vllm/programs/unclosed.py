@@ -1,8 +1,8 @@
 """A program that ends with an engine open and a request under way.
 
-python unclosed.py OWN_PROCESS MODEL
+python unclosed.py MODEL
 
-OWN_PROCESS: 0 or 1. Prints the ids of the engine's processes.
+Prints the ids of the engine's processes.
 """
 
 import sys
@@ -14,8 +14,8 @@ from rl_generation.vllm import VllmEngine
 
 
 def main():
-    own_process, model = sys.argv[1:]
-    engine = VllmEngine(tiny.options(model), own_process=own_process == "1")
+    (model,) = sys.argv[1:]
+    engine = VllmEngine(tiny.options(model))
     under_way = engine.submit([5, 6], Sampling(max_new_tokens=480, ignore_eos=True), seed=0)
     engine.generate([[5]], Sampling(max_new_tokens=3))
     print(*engine.process_ids, flush=True)

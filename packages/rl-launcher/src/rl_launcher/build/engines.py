@@ -102,16 +102,13 @@ def weight_source(policy: Backend) -> StateDictSource:
     return StateDictSource.from_shards(policy.shards(), buffers=policy.skeleton_buffers())
 
 
-def make_engine(
-    spec: TrainingEngineSpec, *, model: Any = None, tokenizer: Any = None, own_process: bool | None = None
-) -> MadeEngine:
+def make_engine(spec: TrainingEngineSpec, *, model: Any = None, tokenizer: Any = None) -> MadeEngine:
     """Make the engine and its sink. Without `model` it refuses to generate before its first refit.
 
     Args:
         spec: what it is made of.
         model: for the transformers engine, a model with weights to take over.
         tokenizer: see `make_training_engine`.
-        own_process: see `make_training_engine`.
 
     Raises:
         ValueError: what the engine refuses.
@@ -123,7 +120,7 @@ def make_engine(
         if spec.vllm is None and model is None and sink.version is None:
             raise ModelError("the engine has no weights yet: no refit has been committed")
 
-    engine = make_training_engine(spec, ready=ready, model=model, tokenizer=tokenizer, own_process=own_process)
+    engine = make_training_engine(spec, ready=ready, model=model, tokenizer=tokenizer)
     sink = make_sink(spec, engine)
     return MadeEngine(engine=engine, sink=sink, close=engine.close)
 
@@ -136,7 +133,7 @@ def make_sink(spec: TrainingEngineSpec, engine: Any) -> WeightSink | EngineSink:
 
 
 def make_in_process(spec: TrainingEngineSpec, *, model: Any, tokenizer: Any) -> MadeEngine:
-    """Make the engine for a policy of this process; vLLM gets a process of its own beside it.
+    """Make the engine for a policy of this process.
 
     Args:
         spec: what it is made of.
@@ -155,6 +152,6 @@ def make_in_process(spec: TrainingEngineSpec, *, model: Any, tokenizer: Any) -> 
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             spec = spec.with_model(folder)
-        made = make_engine(spec, own_process=True)
+        made = make_engine(spec)
         cleanup.callback(made.close)
         return MadeEngine(engine=made.engine, sink=made.sink, close=cleanup.pop_all().close)

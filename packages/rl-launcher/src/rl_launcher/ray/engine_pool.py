@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_generation import TrainingEngineSpec
-from rl_generation.child_process import ChildProcess
 from rl_generation.requests import Limits
+from rl_generation.vllm.processes import ChildProcess
 from rl_launcher.errors import Refusal, RestartableError
 from rl_launcher.ray.cluster import LOOPBACK
 from rl_launcher.ray.engine_worker import EngineInfo, EngineWorker

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rl_generation import EngineDeadError, Rollout, SampleTimeoutError, Sampling, TrainingEngineSpec
-from rl_generation.child_process import ChildProcess
 from rl_generation.requests import Limits
+from rl_generation.vllm.processes import ChildProcess
 from rl_launcher.build.engines import make_engine
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.worker_failures import Failure

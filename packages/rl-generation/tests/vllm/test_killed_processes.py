@@ -29,7 +29,6 @@ SHORT = Sampling(max_new_tokens=3, temperature=0.0, ignore_eos=True)
 LONG = Sampling(max_new_tokens=480, temperature=0.0, ignore_eos=True)
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-"""vLLM's n-gram proposer must not be loaded here: vLLM could not start in process afterwards."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def engine(checkpoints):
         speculative_config=None if version("vllm").startswith("0.30.") else SPECULATION,
         worker_extension_cls="weights_worker.WeightsWorker",
     )
-    engine = VllmEngine(options, own_process=True, version=3)
+    engine = VllmEngine(options, version=3)
     engine.all_processes, engine.all_folders, engine.all_files = set(), set(), set()
     remember(engine)
     yield engine
