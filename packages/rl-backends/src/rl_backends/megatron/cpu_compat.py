@@ -225,10 +225,13 @@ def _applied() -> Iterator[None]:
                 _restore_all()
 
 
+_resolve = functools.cache(pkgutil.resolve_name)
+
+
 def _replace_all() -> None:
     for name, value in {**ATTRIBUTES, **ABSENT_ATTRIBUTES}.items():
         module_name, _, attribute = name.rpartition(".")
-        module = pkgutil.resolve_name(module_name)
+        module = _resolve(module_name)
         original = getattr(module, attribute, _ABSENT)
         if name in ABSENT_ATTRIBUTES and original is not _ABSENT:
             continue
@@ -238,6 +241,7 @@ def _replace_all() -> None:
         setattr(module, attribute, _only_inside(value, original) if isinstance(value, FunctionType) else value)
 
 
+@functools.cache
 def _only_inside(replacement: Callable[..., Any], original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def answer(*args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -51,6 +52,24 @@ class FixedRotary(RotaryEmbedding):  # type: ignore[misc]
         if group.size() > 1 and not packed_seq:
             table = get_pos_emb_on_this_cp_rank(table, 0, group)
         return table
+
+
+def _linear(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As torch's own layer; and the bias, where somebody else adds it."""
+    added, left = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+    return F.linear(input_, self.weight, added), left
+
+
+class WholeColumns(ColumnParallelLinear):  # type: ignore[misc]
+    """Of one tensor-parallel rank: no steps of autograd in Python for collectives over nobody else."""
+
+    forward = _linear
+
+
+class WholeRows(RowParallelLinear):  # type: ignore[misc]
+    """Of one tensor-parallel rank, likewise."""
+
+    forward = _linear
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -317,11 +317,12 @@ def build_gpt_model(
     Matrices are 0 and norms 1, nothing is drawn at random: whoever loads replaces all but the padding of embeddings.
     """
     require_megatron()
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from rl_backends.megatron.decoder import Decoder, GatedMLP
+    from rl_backends.megatron.decoder import Decoder, GatedMLP, WholeColumns, WholeRows
 
     engine = uses_transformer_engine(config)
     layers = transformer_config(architecture, config, transformer_engine=engine)
@@ -350,9 +351,12 @@ def build_gpt_model(
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
         )
+    # In place of what was built, as a spec with another class than Megatron's would not be given its process group.
+    replaced: dict[type, type] = {} if engine else {MLP: GatedMLP}
+    if not engine and groups.tp.size() == 1 and not layers.gradient_accumulation_fusion:
+        replaced |= {ColumnParallelLinear: WholeColumns, RowParallelLinear: WholeRows}
     for module in model.modules():
-        if not engine and type(module) is MLP:  # a spec with another class would not be given its process group
-            module.__class__ = GatedMLP
+        module.__class__ = replaced.get(type(module), type(module))
     if architecture.num_labels and model.post_process:
         # A value or reward head in the place of the output layer; the same on every tensor-parallel rank, each of
         # which reads whole hidden states and so has the whole gradient of it.
