@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rl_backends.kernels.cpu import swiglu
 from rl_backends.megatron.rope import Rope
 
 
@@ -72,31 +72,6 @@ class WholeRows(RowParallelLinear):  # type: ignore[misc]
     forward = _linear
 
 
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, of both in one tensor [..., 2 I], into whose gradient backward writes both halves.
-
-    Autograd would make each by itself, and copy them together.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        activated = F.silu(gate)
-        ctx.save_for_backward(gate_and_up, activated)
-        return activated * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gate_and_up, activated = ctx.saved_tensors
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_and_up)
-        of_gate, of_up = out.chunk(2, dim=-1)
-        torch.mul(gradients[0], activated, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=of_gate)
-        return out
-
-
 class GatedMLP(MLP):  # type: ignore[misc]
     """SwiGLU without the copy that Megatron's plain code makes to add an offset of 0."""
 
@@ -104,8 +79,7 @@ class GatedMLP(MLP):  # type: ignore[misc]
         """[s, b, h] to the same, and no bias."""
         if self.config.bias_activation_fusion or per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **kwargs)
-        activated = _SwiGLU.apply(self.linear_fc1(hidden_states)[0])  # type: ignore[no-untyped-call]
-        return self.linear_fc2(activated)
+        return self.linear_fc2(swiglu(self.linear_fc1(hidden_states)[0]))
 
 
 class DenseLayer(TransformerLayer):  # type: ignore[misc]

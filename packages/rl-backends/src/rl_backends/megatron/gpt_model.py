@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
-from rl_backends.kernels.rms_norm import rms_norm, runs_here
+from rl_backends.kernels.cpu import rms_norm, runs_here
 from rl_backends.megatron.architecture import Architecture
 from rl_backends.megatron.attention import TorchAttention
 from rl_backends.megatron.config import MegatronConfig
