@@ -72,6 +72,14 @@ class WholeRows(RowParallelLinear):  # type: ignore[misc]
     forward = _linear
 
 
+class WholeGateAndUp(ColumnParallelLinear):  # type: ignore[misc]
+    """Gives each by itself: a CPU reads the halves of rows half as fast as rows, and they are read six times."""
+
+    def forward(self, input_: Tensor) -> tuple[tuple[Tensor, ...], None]:
+        """[s, b, h] to gate and up, [s, b, I] each."""
+        return tuple(F.linear(input_, half) for half in self.weight.chunk(2)), None
+
+
 class GatedMLP(MLP):  # type: ignore[misc]
     """SwiGLU without the copy that Megatron's plain code makes to add an offset of 0."""
 
@@ -79,7 +87,8 @@ class GatedMLP(MLP):  # type: ignore[misc]
         """[s, b, h] to the same, and no bias."""
         if self.config.bias_activation_fusion or per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **kwargs)
-        return self.linear_fc2(swiglu(self.linear_fc1(hidden_states)[0]))
+        gate_and_up = self.linear_fc1(hidden_states)[0]
+        return self.linear_fc2(swiglu(*gate_and_up) if isinstance(gate_and_up, tuple) else swiglu(gate_and_up))
 
 
 class DenseLayer(TransformerLayer):  # type: ignore[misc]

@@ -322,7 +322,7 @@ def build_gpt_model(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from rl_backends.megatron.decoder import Decoder, GatedMLP, WholeColumns, WholeRows
+    from rl_backends.megatron.decoder import Decoder, GatedMLP, WholeColumns, WholeGateAndUp, WholeRows
 
     engine = uses_transformer_engine(config)
     layers = transformer_config(architecture, config, transformer_engine=engine)
@@ -353,10 +353,14 @@ def build_gpt_model(
         )
     # In place of what was built, as a spec with another class than Megatron's would not be given its process group.
     replaced: dict[type, type] = {} if engine else {MLP: GatedMLP}
+    apart = False
     if not engine and groups.tp.size() == 1 and not layers.gradient_accumulation_fusion:
         replaced |= {ColumnParallelLinear: WholeColumns, RowParallelLinear: WholeRows}
+        apart = config.device == "cpu" and not (architecture.num_experts or layers.bias_activation_fusion)
     for module in model.modules():
         module.__class__ = replaced.get(type(module), type(module))
+        if apart and type(module) is GatedMLP:
+            module.linear_fc1.__class__ = WholeGateAndUp
     if architecture.num_labels and model.post_process:
         # A value or reward head in the place of the output layer; the same on every tensor-parallel rank, each of
         # which reads whole hidden states and so has the whole gradient of it.
