@@ -311,9 +311,10 @@ class RowsOnCpu:
 
 def _parts(tensor: Tensor, blocks: list[tuple[int, int]], *, key_heads: int) -> list[Tensor]:
     """[places with padding, D] -> [n * K, queries or tokens, D] of each block, views of it."""
-    heads = len(tensor) // sum(count * length for count, length in blocks)
-    split = torch.split(tensor, [count * length * heads for count, length in blocks])
-    return [part.view(count * key_heads, -1, tensor.shape[1]) for part, (count, _) in zip(split, blocks, strict=True)]
+    places, size = tensor.shape
+    heads = places // sum(count * length for count, length in blocks)
+    split = tensor.split_with_sizes([count * length * heads for count, length in blocks])
+    return [part.view(count * key_heads, -1, size) for part, (count, _) in zip(split, blocks, strict=True)]
 
 
 def attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *, rows: RowsOnCpu, scale: float) -> Tensor:
@@ -356,7 +357,8 @@ class _AttentionOnCpu(torch.autograd.Function):
                 )
                 o.copy_(attended)
             kept.append(weights)
-        ctx.save_for_backward(*padded, out, *kept)
+        any_long = any(length > LONGEST_MULTIPLIED for _, length in blocks)
+        ctx.save_for_backward(*padded, out if any_long else None, *kept)
         ctx.rows, ctx.scale = rows, scale
         return out.index_select(0, rows.places(heads)[0]).view(query.shape).to(query.dtype)
 
@@ -366,12 +368,13 @@ class _AttentionOnCpu(torch.autograd.Function):
         query, key, value, out, *kept = ctx.saved_tensors
         padded = (query, key, value)
         rows, scale, (num_tokens, heads, size) = ctx.rows, ctx.scale, grad.shape
-        key_heads = heads * len(key) // len(query)
+        key_heads = heads * key.shape[0] // query.shape[0]
         _, taken, counted = rows.places(heads)
-        grad_out = grad.reshape(-1, size).index_select(0, taken).to(out.dtype).mul_(counted)
+        grad_out = grad.reshape(-1, size).index_select(0, taken).to(query.dtype).mul_(counted)
         gradients = [torch.empty_like(each) for each in padded]
         blocks = rows.blocks(heads)
-        parts = (_parts(each, blocks, key_heads=key_heads) for each in (*padded, grad_out, *gradients, out))
+        given = (*padded, grad_out, *gradients, grad_out if out is None else out)
+        parts = (_parts(each, blocks, key_heads=key_heads) for each in given)
         for (count, length), weights, *part in zip(blocks, kept, *parts, strict=True):
             if length <= LONGEST_MULTIPLIED:
                 q, k, v, g, of_q, of_k, of_v, _ = part
