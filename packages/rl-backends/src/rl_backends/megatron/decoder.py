@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_backends.kernels.cpu import swiglu
 from rl_backends.megatron.rope import Rope
@@ -78,6 +79,41 @@ class WholeGateAndUp(ColumnParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor) -> tuple[tuple[Tensor, ...], None]:
         """[s, b, h] to gate and up, [s, b, I] each."""
         return tuple(F.linear(input_, half) for half in self.weight.chunk(2)), None
+
+
+class WholeEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
+    """Adds the gradient of the rows that were read to the buffer of gradients, and makes none of all rows."""
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """[b, s] to [b, s, h]."""
+        few = input_.numel() < len(self.weight) and not self.reduce_scatter_embeddings
+        if not (few and hasattr(self.weight, "main_grad")):
+            embedded: Tensor = super().forward(input_)
+            return embedded
+        return read_rows(input_, self.weight)
+
+
+def read_rows(tokens: Tensor, weight: Any) -> Tensor:
+    """Rows `tokens` of the weight, whose gradient goes into `weight.main_grad`, which Megatron's DDP has hung there."""
+    rows: Tensor = _Rows.apply(tokens, weight)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.main_grad = weight.main_grad
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        (tokens,) = ctx.saved_tensors
+        read, place = tokens.unique(return_inverse=True)
+        rows = torch.ops.aten.embedding_dense_backward(grad, place, len(read), -1, False)
+        ctx.main_grad.index_add_(0, read, rows.to(ctx.main_grad.dtype))
+        return None, None
 
 
 class GatedMLP(MLP):  # type: ignore[misc]

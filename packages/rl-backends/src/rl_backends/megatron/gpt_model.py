@@ -317,12 +317,19 @@ def build_gpt_model(
     Matrices are 0 and norms 1, nothing is drawn at random: whoever loads replaces all but the padding of embeddings.
     """
     require_megatron()
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from rl_backends.megatron.decoder import Decoder, GatedMLP, WholeColumns, WholeGateAndUp, WholeRows
+    from rl_backends.megatron.decoder import (
+        Decoder,
+        GatedMLP,
+        WholeColumns,
+        WholeEmbedding,
+        WholeGateAndUp,
+        WholeRows,
+    )
 
     engine = uses_transformer_engine(config)
     layers = transformer_config(architecture, config, transformer_engine=engine)
@@ -356,6 +363,8 @@ def build_gpt_model(
     apart = False
     if not engine and groups.tp.size() == 1 and not layers.gradient_accumulation_fusion:
         replaced |= {ColumnParallelLinear: WholeColumns, RowParallelLinear: WholeRows}
+        if config.device == "cpu" and not config.overlap_grad_reduce:  # which waits for the gradient of each parameter
+            replaced[VocabParallelEmbedding] = WholeEmbedding
         apart = config.device == "cpu" and not (architecture.num_experts or layers.bias_activation_fusion)
     for module in model.modules():
         module.__class__ = replaced.get(type(module), type(module))
