@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_backends import DTensorBackend, DTensorConfig, Kernel, KernelsConfig, OptimizerConfig, register_kernel
 from rl_backends.kernels import table
-from rl_backends.kernels.layers import replace_norms_to_the_bit
+from rl_backends.kernels.layers import replace_mlps_on_cpu, replace_norms_to_the_bit, replace_rope_on_cpu
 from rl_backends.packing import attention
 from rl_backends.packing.attention import packed_attention, padded_attention
 
@@ -250,19 +250,43 @@ def test_kernels_of_norms_rotary_embeddings_and_mlps_run_and_change_nothing(worl
         assert line in found[2]
 
 
+PARTLY_ROTATED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+
+
 @pytest.mark.parametrize(("family", "norms"), [("Llama", 5), ("Qwen3", 9), ("Mistral", 5), ("Gemma2", 0)])
 def test_norms_on_a_cpu_have_the_bits_of_the_models_own_code_in_results_and_gradients(world, family, norms):
-    own, replaced = (world.make_model(family).eval() for _ in range(2))
+    found = before_and_after(world, family, replace_norms_to_the_bit, replaced=norms)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def before_and_after(world, family, replace, *, replaced, **fields):
+    """Logits and gradients of a model, and of the same with `replaced` modules that `replace` has replaced."""
+    models = [world.make_model(family, **fields).eval() for _ in range(2)]
     state = torch.get_rng_state()
-    assert replace_norms_to_the_bit(replaced) == norms
+    assert replace(models[1]) == replaced
     assert torch.equal(torch.get_rng_state(), state)
     tokens = world.make_examples().tokens
     found = []
-    for model in (own, replaced):
+    for model in models:
         logits = model(input_ids=tokens, use_cache=False).logits
         (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-        found.append([logits, *(parameter.grad for parameter in model.parameters())])
+        found.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    return found
+
+
+@pytest.mark.parametrize(("family", "mlps"), [("Llama", 2), ("Qwen3", 2), ("Gemma2", 2), ("Phi3", 0)])
+def test_mlps_on_a_cpu_have_the_bits_of_the_models_own_code_in_results_and_gradients(world, family, mlps):
+    found = before_and_after(world, family, replace_mlps_on_cpu, replaced=mlps)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("Llama", {}), ("Qwen3", {}), ("Gemma2", {}), ("Phi3", {}), ("Glm4Moe", PARTLY_ROTATED)]
+)
+def test_rotary_embeddings_on_a_cpu_are_the_models_own_but_for_a_rounding(world, family, fields):
+    found = before_and_after(world, family, replace_rope_on_cpu, replaced=2, **fields)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
 
 
 def test_a_frozen_norm_gets_no_gradient_and_hands_on_the_same_one(world):
@@ -277,11 +301,12 @@ def test_a_frozen_norm_gets_no_gradient_and_hands_on_the_same_one(world):
         assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("lengths", [(7, 7, 7, 3, 1, 1, 20, 5), (40,), (1, 1)])
-def test_packed_rows_on_a_cpu_have_the_bits_of_scaled_dot_product_attention_row_by_row(lengths):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(7, 7, 7, 3, 1, 1, 20, 5), (40,), (1, 1), (129, 16, 128, 17, 200), (150,)])
+def test_packed_rows_on_a_cpu_are_scaled_dot_product_attention_row_by_row(lengths, dtype):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, sum(lengths), heads, 8) for heads in (4, 2, 2)]  # as projections give them, heads after tokens
-    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     where = {"cu_seq_lens_q": starts, "max_length_q": max(lengths)}
     packed = packed_attention(causal(), *(each.transpose(1, 2) for each in inputs), None, scaling=0.3, **where)[0]
@@ -291,10 +316,13 @@ def test_packed_rows_on_a_cpu_have_the_bits_of_scaled_dot_product_attention_row_
         row = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=0.3, enable_gqa=True)
         alone.append(row.transpose(1, 2))
     alone = torch.cat(alone, dim=1)
-    assert torch.equal(packed, alone)
-    weight = torch.randn(alone.shape, generator=generator)
-    found, wanted = (torch.autograd.grad((each * weight).sum(), inputs) for each in (packed, alone))
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    weight = torch.randn(alone.shape, generator=generator).to(dtype)
+    found, wanted = ([each, *torch.autograd.grad((each * weight).sum(), inputs)] for each in (packed, alone))
+    largest = max(float(other.detach().abs().max()) for other in wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == dtype
+        apart = float((one - other).detach().abs().max()) / largest
+        assert apart <= {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 0.02}[dtype]
 
 
 def test_another_model_of_the_process_keeps_its_own_code(world, fake_kernels):

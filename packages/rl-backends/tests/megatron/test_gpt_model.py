@@ -252,6 +252,19 @@ def test_recomputation_gives_the_same_gradients(on_ranks):
     assert max(differences) <= 1e-6
 
 
+def test_the_gradient_of_rows_that_were_read_is_that_of_torchs_embedding(imported):
+    from rl_backends.megatron.decoder import read_rows
+
+    own, plain = (torch.nn.Parameter(torch.arange(60.0).view(20, 3)) for _ in range(2))
+    own.main_grad = torch.ones(20, 3)  # of microbatches before
+    read, gradient = torch.tensor([[3, 19, 3], [0, 7, 19]]), torch.randn(2, 3, 3)
+    for rows in (read_rows(read, own), torch.nn.functional.embedding(read, plain)):
+        assert torch.equal(rows, plain[read])
+        rows.backward(gradient)
+    assert own.grad is None
+    torch.testing.assert_close(own.main_grad - 1, plain.grad)
+
+
 def test_what_ranks_cannot_share_is_refused_in_one_error_before_megatron_asserts():
     dense = read_architecture(transformers.LlamaConfig(**{**SIZES, "intermediate_size": 50}))
     config = MegatronConfig(

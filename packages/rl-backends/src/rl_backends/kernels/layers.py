@@ -9,6 +9,7 @@ runs a kernel is the same for all kernels of a part:
     mlp     op(gate [..., I], up [..., I], activation) -> activation(gate) * up; "silu", or "gelu" by tanh
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rl_backends.errors import ModelError
-from rl_backends.kernels.rms_norm import rms_norm, runs_here
+from rl_backends.kernels.cpu import rms_norm, rotate, runs_here, swiglu
 
 ROPE = "apply_rotary_pos_emb"
 """What transformers calls the function of queries, keys, cosines and sines, in every modelling module."""
@@ -145,18 +146,21 @@ def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]]) -> 
     Raises:
         ModelError: an attention rotates in another way, or none calls `apply_rotary_pos_emb`.
     """
-    found = 0
-    for path, module in model.named_modules():
-        forward = type(module).forward
-        plain = inspect.unwrap(forward)  # transformers decorates some with a renaming of arguments
-        if not isinstance(plain, types.FunctionType) or ROPE not in plain.__code__.co_names:
-            continue
-        _check_rotation(path, module, plain.__globals__[ROPE])
-        module.forward = types.MethodType(_with_rope(forward, op), module)
-        found += 1
+    found = list(_rotating(model))
+    for path, module, own in found:
+        _check_rotation(path, module, own)
+        module.forward = types.MethodType(_with_rope(type(module).forward, op), module)
     if not found:
         raise ModelError(f"{type(model).__qualname__} has no attention that calls {ROPE}: choose kernels.rope='torch'")
-    return found
+    return len(found)
+
+
+def _rotating(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
+    """Attentions with their names, and what they rotate by."""
+    for path, module in model.named_modules():
+        plain = inspect.unwrap(type(module).forward)  # transformers decorates some with a renaming of arguments
+        if isinstance(plain, types.FunctionType) and ROPE in plain.__code__.co_names:
+            yield path, module, plain.__globals__[ROPE]
 
 
 @functools.cache
@@ -188,7 +192,7 @@ def rotated(  # noqa: PLR0917 - as transformers calls it
 
 @torch.no_grad()
 def _check_rotation(path: str, module: nn.Module, own: Callable[..., Any]) -> None:
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
         query, key = torch.randn(1, 4, 5, 8, device="cpu"), torch.randn(1, 2, 5, 8, device="cpu")
         angles = torch.randn(1, 5, 4, device="cpu").repeat(1, 1, 2)
         given = query, key, angles.cos(), angles.sin()
@@ -232,7 +236,7 @@ def _mlp_forward(op: Callable[..., Tensor], activation: str) -> Callable[..., Te
 
 @torch.no_grad()
 def _activation_of(path: str, mlp: nn.Module) -> str:
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
         gate, up, down = (nn.Linear(4, 4, bias=False, device="cpu") for _ in range(3))
         twin = copy.copy(mlp)
         twin._modules = {**mlp._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}  # noqa: SLF001 - as above
@@ -244,6 +248,49 @@ def _activation_of(path: str, mlp: nn.Module) -> str:
         f"{path} ({type(mlp).__name__}) is not down_proj(act(gate_proj(x)) * up_proj(x)) with SiLU or tanh's GELU, "
         f"which is all that kernels.mlp computes: choose 'torch'"
     )
+
+
+# -- the model's own numbers, in fewer passes --------------------------------------------------------------
+
+
+def replace_rope_on_cpu(model: nn.Module) -> int:
+    """Let every attention that rotates by halves do it by `cpu.rotate`, on a CPU; return how many."""
+    found = 0
+    for path, module, own in _rotating(model):
+        with contextlib.suppress(ModelError):  # what is refused where it was chosen stays where nobody chose
+            _check_rotation(path, module, own)
+            module.forward = types.MethodType(_with_rope(type(module).forward, _in_fewer_passes(own)), module)
+            found += 1
+    return found
+
+
+@functools.cache
+def _in_fewer_passes(own: Callable[..., Any]) -> Callable[..., Any]:
+    def rotate_both(  # noqa: PLR0917 - as transformers calls it
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *more: Any, **others: Any
+    ) -> Any:
+        if more or others or cos.shape[-1] != query.shape[-1] or not runs_here(query, key, cos, sin):
+            return own(query, key, cos, sin, *more, **others)
+        first, second = sin.chunk(2, dim=-1)
+        signed, cos = torch.cat((-first, second), dim=-1).unsqueeze(2), cos.unsqueeze(2)
+        # Heads come as views of projections, in which tokens are first.
+        return tuple(rotate(each.transpose(1, 2), cos, signed).transpose(1, 2) for each in (query, key))
+
+    return rotate_both
+
+
+def replace_mlps_on_cpu(model: nn.Module) -> int:
+    """Let every MLP of gate_proj, up_proj and down_proj multiply by `cpu.swiglu`, on a CPU; return how many."""
+    try:
+        return replace_mlps(model, _activated_in_fewer_passes)
+    except ModelError:
+        return 0
+
+
+def _activated_in_fewer_passes(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return swiglu(gate, up) if runs_here(gate, up) else F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh") * up
 
 
 # -- float8 --------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ in one all-gather (before they are repeated for grouped queries), and runs one a
 its end; backward sums the gradients of keys and values in one reduce-scatter: the all-gather method of Llama 3
 (arXiv:2407.21783, 3.3.2).
 
-Memory: torch's kernels store no scores. A mask is made for a sliding window shorter than the row, and for every chunk
-but a row's first: chunk x (keys up to its end), or, with a window, chunk x (chunk + window).
+Memory: torch's kernels store no scores; on a CPU those of rows of up to 128 tokens are kept. A mask is made for a
+sliding window shorter than the row, and for every chunk but a row's first: chunk x (keys up to its end), or, with a
+window, chunk x (chunk + window).
 
 Axes: S tokens of a rank's part of a row, b rows, t tokens of a rank's part of a pack; Q query heads, K key heads (both
 this rank's under tensor parallelism), D features of a head; n neighbours of equal length L, of a rank's tokens.
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
-from rl_backends.packing.attention import flash_of_runs, is_flash_of_cpu
+from rl_backends.packing.attention import LONGEST_MULTIPLIED, RowsOnCpu, attention_on_cpu, is_flash_of_cpu
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,23 +101,25 @@ class TorchAttention(nn.Module):
         )
         # Nothing here asks for CUDA, and `cpu_compat` would look at every call.
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public one
+            held = [len(query)] if packed is None else self._held(packed, num_tokens=query.shape[0])
+            short = packed is not None or len(query) <= LONGEST_MULTIPLIED
+            if short and self.cp_group.size() == 1 and self.sliding_window is None:
+                tokens = [each.flatten(0, -3) for each in (query, key, value)]
+                if is_flash_of_cpu(*(each.transpose(0, 1)[None] for each in tokens), scale=self.softmax_scale):
+                    rows = RowsOnCpu.packed(_starts(packed)) if packed else RowsOnCpu.side_by_side(*query.shape[1::-1])
+                    attended = attention_on_cpu(*tokens, rows=rows, scale=self.softmax_scale)
+                    return attended if packed else attended.view(*query.shape[:2], -1)
             keys, values = _of_all_ranks(key, value, self.cp_group)
             if packed is None:
-                rows = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
-                return self._attend(*rows).transpose(0, 1).flatten(2)
-            held = self._held(packed, num_tokens=query.shape[0])
-            if self.cp_group.size() == 1 and self.sliding_window is None:
-                own, scale = [each.transpose(0, 1) for each in (query, key, value)], self.softmax_scale
-                if is_flash_of_cpu(*(each[None] for each in own), scale=scale):
-                    return flash_of_runs(*own, runs=_lengths_of_runs(held), scale=scale, tokens_first=True)
+                whole = query.transpose(0, 1), keys.transpose(1, 2), values.transpose(1, 2)
+                return self._attend(*whole).transpose(0, 1).flatten(2)
             runs = _runs(query, keys, values, held=held)
             return torch.cat([self._attend(*run).flatten(0, 1) for run in runs])
 
     def _held(self, packed: Any, *, num_tokens: int) -> list[int]:
         """Tokens of each packed row that this rank holds."""
-        starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         ranks = self.cp_group.size()
-        lengths = starts.diff().tolist()
+        lengths = _starts(packed).diff().tolist()
         if ranks > 1 and any(length % (2 * ranks) for length in lengths):
             raise ModelError(
                 f"packed rows have {lengths} tokens over {ranks} context-parallel ranks: pad each to a multiple of "
@@ -187,9 +190,15 @@ def _of_all_ranks(key: Tensor, value: Tensor, group: "ProcessGroup") -> tuple[Te
     return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
+def _starts(packed: Any) -> Tensor:
+    """Where whole packed rows begin, and the end of the last."""
+    starts: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return starts
+
+
 def _runs(query: Tensor, keys: Tensor, values: Tensor, *, held: list[int]) -> list[Run]:
     """Packed rows, neighbours of equal length together, of [t, Q, D] and [cp, t, K, D]."""
-    runs = _lengths_of_runs(held)
+    runs = [(length, len(list(run))) for length, run in groupby(held)]  # length and number of neighbours of it
     sizes = [length * rows for length, rows in runs]
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
     parts = [torch.split(tensor, sizes, dim=-3) for tensor in (query, keys, values)]
@@ -201,11 +210,6 @@ def _runs(query: Tensor, keys: Tensor, values: Tensor, *, held: list[int]) -> li
         )
         for (length, rows), *of_run in zip(runs, *parts, strict=True)
     ]
-
-
-def _lengths_of_runs(held: list[int]) -> list[tuple[int, int]]:
-    """Length and number of neighbours of equal length."""
-    return [(length, len(list(run))) for length, run in groupby(held)]
 
 
 def _in_order(of_ranks: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rl_backends.megatron.installed import require_megatron
-from rl_backends.megatron.rope import rotate
+from rl_backends.megatron.rope import apply_rotary
 
 CallRule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Answers a call of a torch function: rule(function, args, kwargs) -> result."""
@@ -96,7 +96,7 @@ ATTRIBUTES: Mapping[str, object] = {
     # Gloo scatters what lies in memory from the first element on, whatever the strides (torch 2.13.0).
     "torch.distributed.scatter": _scatter_contiguous,
     # Plain code turns packed rows one by one, and copies queries and keys five times.
-    "megatron.core.transformer.attention.apply_rotary_pos_emb": rotate,
+    "megatron.core.transformer.attention.apply_rotary_pos_emb": apply_rotary,
 }
 """Replacements by dotted name. A function answers only where a thread is inside `cpu_compat`, else the original does;
 anything else is put there as it is."""
@@ -225,10 +225,13 @@ def _applied() -> Iterator[None]:
                 _restore_all()
 
 
+_resolve = functools.cache(pkgutil.resolve_name)
+
+
 def _replace_all() -> None:
     for name, value in {**ATTRIBUTES, **ABSENT_ATTRIBUTES}.items():
         module_name, _, attribute = name.rpartition(".")
-        module = pkgutil.resolve_name(module_name)
+        module = _resolve(module_name)
         original = getattr(module, attribute, _ABSENT)
         if name in ABSENT_ATTRIBUTES and original is not _ABSENT:
             continue
@@ -238,6 +241,7 @@ def _replace_all() -> None:
         setattr(module, attribute, _only_inside(value, original) if isinstance(value, FunctionType) else value)
 
 
+@functools.cache
 def _only_inside(replacement: Callable[..., Any], original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def answer(*args: Any, **kwargs: Any) -> Any:

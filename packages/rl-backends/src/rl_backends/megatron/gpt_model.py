@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
-from rl_backends.kernels.rms_norm import rms_norm, runs_here
+from rl_backends.kernels.cpu import rms_norm, runs_here
 from rl_backends.megatron.architecture import Architecture
 from rl_backends.megatron.attention import TorchAttention
 from rl_backends.megatron.config import MegatronConfig
@@ -317,11 +317,19 @@ def build_gpt_model(
     Matrices are 0 and norms 1, nothing is drawn at random: whoever loads replaces all but the padding of embeddings.
     """
     require_megatron()
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from rl_backends.megatron.decoder import Decoder, GatedMLP
+    from rl_backends.megatron.decoder import (
+        Decoder,
+        GatedMLP,
+        WholeColumns,
+        WholeEmbedding,
+        WholeGateAndUp,
+        WholeRows,
+    )
 
     engine = uses_transformer_engine(config)
     layers = transformer_config(architecture, config, transformer_engine=engine)
@@ -350,9 +358,18 @@ def build_gpt_model(
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
         )
+    # In place of what was built, as a spec with another class than Megatron's would not be given its process group.
+    replaced: dict[type, type] = {} if engine else {MLP: GatedMLP}
+    apart = False
+    if not engine and groups.tp.size() == 1 and not layers.gradient_accumulation_fusion:
+        replaced |= {ColumnParallelLinear: WholeColumns, RowParallelLinear: WholeRows}
+        if config.device == "cpu" and not config.overlap_grad_reduce:  # which waits for the gradient of each parameter
+            replaced[VocabParallelEmbedding] = WholeEmbedding
+        apart = config.device == "cpu" and not (architecture.num_experts or layers.bias_activation_fusion)
     for module in model.modules():
-        if not engine and type(module) is MLP:  # a spec with another class would not be given its process group
-            module.__class__ = GatedMLP
+        module.__class__ = replaced.get(type(module), type(module))
+        if apart and type(module) is GatedMLP:
+            module.linear_fc1.__class__ = WholeGateAndUp
     if architecture.num_labels and model.post_process:
         # A value or reward head in the place of the output layer; the same on every tensor-parallel rank, each of
         # which reads whole hidden states and so has the whole gradient of it.

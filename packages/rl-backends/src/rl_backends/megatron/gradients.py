@@ -94,20 +94,16 @@ def clip_and_step(
         NonFiniteGradientError: a gradient is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights
             and optimizers are as they were, and the gradients are cleared.
     """
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
     with cpu_compat():
-        finalize_model_grads(list(ddp), None)
+        _sum_over_ranks(ddp)
         optimizers.inner.prepare_grads()
         norm = _agree_on_norm(optimizers, next(ddp[0].parameters()).device)
         if not math.isfinite(norm):
             found = _nonfinite_gradients(optimizers, names or {})
             return nonfinite_step(optimizers, found, norm=norm, version=version)
         max_norm = optimizers.config.max_grad_norm
-        if max_norm is not None:
-            for part in optimizers.parts:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, norm)
+        if max_norm is not None and norm + 1e-6 > max_norm:  # as Megatron, whose plain code copies each gradient twice
+            torch._foreach_mul_(_gradients(optimizers), max_norm / (norm + 1e-6))
         optimizers.step()
         if ddp[0].ddp_config.overlap_param_gather:  # type: ignore[union-attr]
             for group in bucket_groups(ddp):
@@ -116,15 +112,29 @@ def clip_and_step(
         return GradientStep(norm=norm, clipped=max_norm is not None and norm > max_norm, skipped=False)
 
 
+def _sum_over_ranks(ddp: Sequence[nn.Module]) -> None:
+    from megatron.core.distributed import finalize_model_grads
+
+    if dist.get_world_size() > 1 or ddp[0].ddp_config.overlap_grad_reduce:  # type: ignore[union-attr] # to be waited for
+        finalize_model_grads(list(ddp), None)
+
+
+def _gradients(optimizers: MegatronOptimizers) -> list[Tensor]:
+    """What this rank steps along."""
+    return [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
+
+
 def _agree_on_norm(optimizers: MegatronOptimizers, device: torch.device) -> float:
     """The global norm, the same on every rank; not finite where any gradient of any rank is not.
 
     Replicas of a model have each reduced it, and each leaves out copies of a parameter but the first: a fault in one
     replica or copy would have the ranks' weights part.
     """
+    gradients = _gradients(optimizers)
+    if dist.get_world_size() == 1:  # all of them at once, where Megatron's plain code takes them one by one
+        return float(nn.utils.get_total_norm(gradients))
     norm = optimizers.inner.get_grad_norm()
     counted = {id(grad) for part in optimizers.parts for grad in part.get_main_grads_for_grad_norm()}
-    gradients = [each.grad for part in optimizers.parts for each in part.get_parameters() if each.grad is not None]
     others = [grad for grad in gradients if id(grad) not in counted]
     no_number = math.isnan(norm) or bool(others and not nn.utils.get_total_norm(others).isfinite())
     finite = norm if math.isfinite(norm) else 0.0
@@ -152,10 +162,8 @@ def summed_gradients(
 
     Every rank must call it. The sum is made in place: forget the gradient before another pass.
     """
-    from megatron.core.distributed import finalize_model_grads
-
     with cpu_compat():
-        finalize_model_grads(list(model.ddp), None)
+        _sum_over_ranks(model.ddp)
         optimizers.inner.prepare_grads()
     for master in masters_of(optimizers):
         assert master.tensor.grad is not None

@@ -80,7 +80,8 @@ class OutputHead(nn.Module):
         weight: Tensor = self._model[0].head_weight
         share, hidden = weight.shape
         start = self._groups.tp.rank() * share
-        own = weight[: min(share, max(0, self._vocabulary_size - start))]
+        words = max(0, self._vocabulary_size - start)
+        own = weight if words >= share else weight[:words]  # the gradient of a slice is a copy, and zeros around it
         layer = nn.Module()
         if mesh is None:
             layer.weight = own

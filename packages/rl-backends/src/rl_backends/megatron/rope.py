@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_backends.batching.microbatches import SequenceShard
+from rl_backends.kernels.cpu import rotate
 
 STATIC = ("default", "linear", "llama3", "yarn")
 """Kinds whose frequencies are the same for any length."""
@@ -100,26 +101,7 @@ def _base(hf_config: Any) -> Any:
     return _fields(hf_config).get("rope_theta") or getattr(hf_config, "rope_theta", None)
 
 
-# ---- Turning queries and keys without the copies of Megatron's plain code.
-
-
-class _Rotation(torch.autograd.Function):
-    """x of [..., d] turned by angles whose cosines are [..., d] and whose sines come with a minus in the first half."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: PLR0917 - torch's protocol
-        ctx.save_for_backward(cos, sin)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((second, first), dim=-1).mul_(sin).addcmul_(x, cos)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        first, second = gradients[0].chunk(2, dim=-1)
-        return torch.cat((second, first), dim=-1).mul_(-sin).addcmul_(gradients[0], cos), None, None
-
-
-def rotate(  # noqa: PLR0917 - the signature of Megatron's apply_rotary_pos_emb
+def apply_rotary(  # noqa: PLR0917 - the signature of Megatron's apply_rotary_pos_emb
     t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
 ) -> Tensor:
     """Turn queries or keys: [s, b, heads, d], or [t, heads, d] of packed rows, by the angles [s, 1, 1, d] of positions.
@@ -140,5 +122,4 @@ def rotate(  # noqa: PLR0917 - the signature of Megatron's apply_rotary_pos_emb
         first, second = angles.sin().chunk(2, dim=-1)
         kept = cu_seqlens, angles.cos().to(t.dtype), torch.cat((-first, second), dim=-1).to(t.dtype)
         freqs.cos_and_sin = kept  # type: ignore[attr-defined]
-    turned: Tensor = _Rotation.apply(t, *kept[1:])  # type: ignore[no-untyped-call]
-    return turned
+    return rotate(t, *kept[1:])

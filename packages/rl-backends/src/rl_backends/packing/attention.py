@@ -5,7 +5,8 @@ and `cu_seq_lens_q` tells where each begins. Sliding windows, soft-capped scores
 are those of transformers' own eager attention. The kernels:
 
     sdpa      scaled_dot_product_attention, once for neighbours of equal length, in any dtype on any device; capped
-              scores and sinks, which it does not know, in blocks of queries (`_Blockwise`)
+              scores and sinks, which it does not know, in blocks of queries (`_Blockwise`); packed rows on a CPU, by
+              `attention_on_cpu`
     flex      flex_attention, one kernel for all rows: caps, sinks, windows, heads of any size; CUDA
     varlen    torch's varlen_attn, one kernel for all rows: windows; CUDA, bfloat16 or float16, heads up to 256
     flash     flash_attn_varlen_func of the package flash-attn: windows and caps; CUDA, bfloat16 or float16
@@ -108,8 +109,9 @@ def packed_attention(  # noqa: PLR0917 - as transformers calls it
             value.index_select(2, places_of_rows),
         )
     if kernel == "sdpa":
-        lengths = cu_seq_lens_q.diff() if row_lengths is None else row_lengths
-        out = _row_by_row(tensors, lengths, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+        out = _row_by_row(
+            tensors, cu_seq_lens_q, row_lengths, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
     elif kernel == "flex":
         window = sliding_window or 0
         mask = None if block_masks is None else block_masks.get(window)
@@ -181,7 +183,8 @@ def _refuse_what_is_left_out(
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each pack would be compiled anew: other lengths
 def _row_by_row(
     tensors: tuple[Tensor, Tensor, Tensor],
-    lengths: Sequence[int] | Tensor,
+    starts: Tensor,
+    lengths: Sequence[int] | None,
     *,
     scale: float,
     window: int | None,
@@ -189,12 +192,11 @@ def _row_by_row(
     sinks: Tensor | None,
 ) -> Tensor:
     """[S, Q, E]."""
-    # Neighbours of equal length, as a sorted microbatch has many: (L, n)
-    known = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    runs = [(length, len(list(run))) for length, run in groupby(known)]
     if window is None and softcap is None and sinks is None and is_flash_of_cpu(*tensors, scale=scale):
-        query, key, value = (tensor[0] for tensor in tensors)
-        return flash_of_runs(query, key, value, runs=runs, scale=scale, tokens_first=False)
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors)
+        return attention_on_cpu(query, key, value, rows=RowsOnCpu.packed(starts), scale=scale)
+    # Neighbours of equal length, as a sorted microbatch has many: (L, n)
+    runs = [(length, len(list(run))) for length, run in groupby(lengths or starts.diff().tolist())]
     # One split, whose backward is one concatenation; a slice for each row would add up as many gradients of the pack.
     parts = [torch.split(tensor[0], [length * rows for length, rows in runs], dim=1) for tensor in tensors]
     out = []
@@ -244,76 +246,153 @@ def is_flash_of_cpu(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
     return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
-def flash_of_runs(
-    query: Tensor, key: Tensor, value: Tensor, *, runs: list[tuple[int, int]], scale: float, tokens_first: bool
-) -> Tensor:
-    """[S, Q, D] of query [Q, S, D], key [K, S, D] and value [K, S, D], where `is_flash_of_cpu`.
+LONGEST_MULTIPLIED = 128
+"""Tokens of a row, all scores of which `attention_on_cpu` makes by a multiplication and keeps for backward."""
+_SCORES_AT_A_TIME = 2**17
+"""Which a core's cache holds; or those of one row."""
+_GRAIN = 16
 
-    runs: length and number of neighbouring rows of equal length.
-    tokens_first: how gradients lie in memory, or else with their heads first; whoever sums them rounds accordingly.
+
+class RowsOnCpu:
+    """Rows padded to multiples of 16 tokens, which CPUs compute faster, those of one length together, heads first.
+
+    Padding comes after all of a row, so that no token sees it; it repeats the row's first token.
     """
-    attended: Tensor = _FlashOfRuns.apply(query, key, value, runs, scale, tokens_first)  # type: ignore[no-untyped-call]
+
+    def __init__(self, row: Tensor, place: Tensor, lengths: Tensor) -> None:
+        """Of each token the number of its row and its place there, int64 [S]; tokens of each row, int64 [n]."""
+        padded = -(-lengths // _GRAIN) * _GRAIN
+        order = padded.argsort(stable=True)
+        begin = torch.empty_like(padded).scatter_(0, order, padded[order].cumsum(0) - padded[order])
+        sizes, counts = torch.unique_consecutive(padded[order], return_counts=True)
+        self._groups: list[tuple[int, int]] = list(zip(counts.tolist(), sizes.tolist(), strict=True))
+        self._of_token = begin[row], place, padded[row]
+        self._of_row = (place == 0).nonzero()[order, 0], padded[order]
+        self._of_heads: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @classmethod
+    def packed(cls, starts: Tensor) -> "RowsOnCpu":
+        """Of rows one after the other, which begin at `starts`; kept with that tensor, which all layers are given."""
+        kept: RowsOnCpu | None = getattr(starts, "rows_on_cpu", None)
+        if kept is None:
+            lengths = starts.diff().long()
+            row = torch.repeat_interleave(lengths)
+            kept = cls(row, torch.arange(len(row)) - starts[row], lengths)
+            starts.rows_on_cpu = kept  # type: ignore[attr-defined]
+        return kept
+
+    @classmethod
+    def side_by_side(cls, rows: int, length: int) -> "RowsOnCpu":
+        """Of rows of one length, the first token of each before the second of any."""
+        token = torch.arange(rows * length)
+        return cls(token % rows, token // rows, torch.full((rows,), length))
+
+    def places(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of [S, heads], flattened: where each is with padding; which is in each place with padding; 0 for padding."""
+        if heads not in self._of_heads:
+            (begin, place, padded), (first, sizes) = self._of_token, self._of_row
+            into = ((begin * heads + place)[:, None] + padded[:, None] * torch.arange(heads)).flatten()
+            taken = (first * heads).repeat_interleave(sizes * heads)
+            counted = torch.zeros(len(taken), 1)
+            taken[into], counted[into] = torch.arange(len(into)), 1.0
+            self._of_heads[heads] = into, taken, counted
+        return self._of_heads[heads]
+
+    def blocks(self, heads: int) -> list[tuple[int, int]]:
+        """How many rows, of how many tokens with padding, to compute at a time."""
+        found = []
+        for count, length in self._groups:
+            most = count
+            if length <= LONGEST_MULTIPLIED:
+                most = max(1, _SCORES_AT_A_TIME // (heads * length * length))
+            found += [(min(most, count - start), length) for start in range(0, count, most)]
+        return found
+
+
+def _parts(tensor: Tensor, blocks: list[tuple[int, int]], *, key_heads: int) -> list[Tensor]:
+    """[places with padding, D] -> [n * K, queries or tokens, D] of each block, views of it."""
+    places, size = tensor.shape
+    heads = places // sum(count * length for count, length in blocks)
+    split = tensor.split_with_sizes([count * length * heads for count, length in blocks])
+    return [part.view(count * key_heads, -1, size) for part, (count, _) in zip(split, blocks, strict=True)]
+
+
+def attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *, rows: RowsOnCpu, scale: float) -> Tensor:
+    """[S, Q, D] of query [S, Q, D], key [S, K, D] and value [S, K, D], where `is_flash_of_cpu`."""
+    attended: Tensor = _AttentionOnCpu.apply(query, key, value, rows, scale)  # type: ignore[no-untyped-call]
     return attended
 
 
-class _FlashOfRuns(torch.autograd.Function):
-    """What scaled_dot_product_attention computes on a CPU, of run after run, by its kernels and to the same bits.
+class _AttentionOnCpu(torch.autograd.Function):
+    """All rows of like lengths at once: rows are short on a CPU, and a call for each would cost more than its numbers.
 
-    One node of autograd for all runs, where each would have a dozen: rows are short on a CPU, and the nodes cost about
-    as much as the kernels.
+    Scores of short rows are made as matrices, in float32 or more; torch's flash kernel takes half as long again.
     """
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes arguments by position
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        runs: list[tuple[int, int]],
-        scale: float,
-        tokens_first: bool,  # noqa: FBT001
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: RowsOnCpu, scale: float
     ) -> Tensor:
-        parts, statistics = [], []
-        for run in zip(*(_of_runs(tensor, runs) for tensor in (query, key, value)), strict=True):
-            attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-                *run, is_causal=True, scale=scale
-            )
-            parts.append(attended.transpose(1, 2).flatten(0, 1))
-            statistics.append(lse)
-        out = torch.cat(parts)
-        ctx.save_for_backward(query, key, value, out, *statistics)
-        ctx.runs, ctx.scale, ctx.tokens_first = runs, scale, tokens_first
-        return out
+        (_, heads, size), key_heads = query.shape, key.shape[1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        padded = [
+            each.reshape(-1, size).index_select(0, rows.places(each.shape[1])[1]).to(dtype)
+            for each in (query, key, value)
+        ]
+        out = torch.empty_like(padded[0])
+        hidden = torch.full((LONGEST_MULTIPLIED, LONGEST_MULTIPLIED), -torch.inf, dtype=dtype).triu_(1)
+        kept = []
+        blocks = rows.blocks(heads)
+        parts = (_parts(each, blocks, key_heads=key_heads) for each in (*padded, out))
+        for (count, length), *part in zip(blocks, *parts, strict=True):
+            if length <= LONGEST_MULTIPLIED:
+                q, k, v, o = part
+                mask = hidden[:length, :length].repeat(heads // key_heads, 1)
+                weights = torch.baddbmm(mask, q, k.mT, alpha=scale).softmax(-1)
+                torch.bmm(weights, v, out=o)
+            else:
+                q, k, v, o = (each.view(count, -1, length, size) for each in part)
+                attended, weights = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+                    q, k, v, is_causal=True, scale=scale
+                )
+                o.copy_(attended)
+            kept.append(weights)
+        any_long = any(length > LONGEST_MULTIPLIED for _, length in blocks)
+        ctx.save_for_backward(*padded, out if any_long else None, *kept)
+        ctx.rows, ctx.scale = rows, scale
+        return out.index_select(0, rows.places(heads)[0]).view(query.shape).to(query.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, *statistics = ctx.saved_tensors
-        tensors = (grad_out.transpose(0, 1), query, key, value, out.transpose(0, 1))
-        gradients = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
-                *run, lse, 0.0, True, scale=ctx.scale
-            )
-            for *run, lse in zip(*(_of_runs(tensor, ctx.runs) for tensor in tensors), statistics, strict=True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *kept = ctx.saved_tensors
+        padded = (query, key, value)
+        rows, scale, (num_tokens, heads, size) = ctx.rows, ctx.scale, grad.shape
+        key_heads = heads * key.shape[0] // query.shape[0]
+        _, taken, counted = rows.places(heads)
+        grad_out = grad.reshape(-1, size).index_select(0, taken).to(query.dtype).mul_(counted)
+        gradients = [torch.empty_like(each) for each in padded]
+        blocks = rows.blocks(heads)
+        given = (*padded, grad_out, *gradients, grad_out if out is None else out)
+        parts = (_parts(each, blocks, key_heads=key_heads) for each in given)
+        for (count, length), weights, *part in zip(blocks, kept, *parts, strict=True):
+            if length <= LONGEST_MULTIPLIED:
+                q, k, v, g, of_q, of_k, of_v, _ = part
+                torch.bmm(weights.mT, g, out=of_v)
+                of_scores = torch._softmax_backward_data(torch.bmm(g, v.mT), weights, -1, weights.dtype)  # noqa: SLF001
+                of_q.baddbmm_(of_scores, k, beta=0, alpha=scale)
+                of_k.baddbmm_(of_scores.mT, q, beta=0, alpha=scale)
+            else:
+                q, k, v, g, *of_each, o = (each.view(count, -1, length, size) for each in part)
+                made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # noqa: SLF001
+                    g, q, k, v, o, weights, 0.0, True, scale=scale
+                )
+                torch._foreach_copy_(of_each, made)
+        found = [
+            each.index_select(0, rows.places(number)[0]).view(num_tokens, number, size).to(grad.dtype)
+            for each, number in zip(gradients, (heads, key_heads, key_heads), strict=True)
         ]
-        of_each = zip(*gradients, strict=True)
-        if ctx.tokens_first:
-            joined = [torch.cat([of_run.transpose(1, 2).flatten(0, 1) for of_run in each]) for each in of_each]
-            return (*(each.transpose(0, 1) for each in joined), None, None, None)
-        joined = [torch.cat([of_run.transpose(0, 1).flatten(1, 2) for of_run in each], dim=1) for each in of_each]
-        return (*joined, None, None, None)
-
-
-def _of_runs(tensor: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
-    """[heads, S, D] -> [n, heads, L, D] of each run, views of it."""
-    heads, _, size = tensor.shape
-    over_heads, over_tokens, over_size = tensor.stride()
-    views, start = [], tensor.storage_offset()
-    for length, rows in runs:
-        strides = (length * over_tokens, over_heads, over_tokens, over_size)
-        views.append(tensor.as_strided((rows, heads, length, size), strides, start))
-        start += length * rows * over_tokens
-    return views
+        return (*found, None, None)
 
 
 class _Blockwise(torch.autograd.Function):
