@@ -276,7 +276,8 @@ def host_needs(
             waiting = trainer_bytes * ranks // len(placement.ranks) + engine.weight_bytes * engine_ranks
         refit = recipe.policy.refit
         shm = GIB + refit.buckets * refit.bucket_bytes * (ranks + engine_ranks)
-        processes = 1 if placement.in_process else ranks + engine_ranks
+        shared = placement.in_process and recipe.policy.generation.backend != "vllm"  # by policy and engine
+        processes = 1 if shared else ranks + engine_ranks
         needs.append((shm + on_cpu + waiting + processes * PROCESS_HOST_BYTES, shm))
     return needs
 
@@ -328,7 +329,9 @@ def _phases(
     staged = engine.weight_bytes
     beside = f"{_gib(staged)} in which refits are staged"
     if placement.in_process:
-        both = peak + serving + staged + CONTEXT_BYTES
+        # vLLM has processes of its own, each with a context.
+        contexts = CONTEXT_BYTES * (2 if recipe.policy.generation.backend == "vllm" else 1)
+        both = peak + serving + staged + contexts
         told = f"the engine beside it, {_gib(serving)}: {told}"
         return {"training": (both, f"a step's peak {_gib(peak)}, {told}, and {beside}")}
     if not placement.colocated:
@@ -368,14 +371,15 @@ def _smallest_change(
     A change of the training step was tried: the step was traced with it. Others are found by the arithmetic above.
     """
     cluster, section = recipe.cluster, "policy.generation.vllm_cfg"
-    spare = CONTEXT_BYTES * (2 if placement.colocated and not placement.in_process else 1)
+    beside_vllm = placement.in_process and placement.engines and recipe.policy.generation.backend == "vllm"
+    spare = CONTEXT_BYTES * (2 if beside_vllm or (placement.colocated and not placement.in_process) else 1)
     if lacking == "training":
         # What else is on the GPU then: contexts, and in one process the engine.
         beside = _phases(recipe, placement, gpu=gpu, peak=0, weights=weights, engine=engine)["training"][0]
         room, activations = gpu.memory_bytes - beside, max(peak - state, 0)
         config = recipe.policy.dtensor_cfg
-        if placement.in_process and placement.engines and recipe.policy.generation.backend == "vllm":
-            left = gpu.memory_bytes - peak - engine.weight_bytes - CONTEXT_BYTES
+        if beside_vllm:
+            left = gpu.memory_bytes - peak - engine.weight_bytes - spare
             if left >= engine.weight_bytes + engine.sequence_bytes(engine.max_model_len):
                 smaller = math.floor(100 * left / gpu.memory_bytes) / 100
                 usual = _share(recipe, gpu=gpu, engine=engine)
