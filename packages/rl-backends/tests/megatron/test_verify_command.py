@@ -184,8 +184,9 @@ def test_predicted_bytes_are_those_that_ranks_hold(world, on_ranks, layout):
     assert sum(optimizer_bytes) / 2 == pytest.approx(1.0, abs=0.01)
 
 
-def test_explain_tells_layout_and_memory(world, tmp_path, capsys):
-    model = tmp_path / "model"
+def test_explain_tells_layout_memory_and_where_conversions_lie(world, tmp_path, capsys, monkeypatch):
+    model, directory = tmp_path / "model", tmp_path / "conversions"
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(directory))
     world.make_model("Llama", vocab_size=67).save_pretrained(model)
     flags = [
         "--backend",
@@ -206,6 +207,8 @@ def test_explain_tells_layout_and_memory(world, tmp_path, capsys):
     assert "tp    2  share each matrix multiplication\n" in told
     assert "dp    2  have rows of their own, and sum gradients\n" in told
     assert "ranks 4 to 7: layers 1 to 1, the last norm and the head" in told
+    assert f"a Megatron-LM checkpoint to {directory} (NRL_MEGATRON_CHECKPOINT_DIR says so)" in told
+    assert not directory.exists()
     assert document["memory"]["fullest_rank_bytes"] == max(stage["bytes"] for stage in document["stages"])
     fullest = max(document["stages"], key=lambda stage: stage["bytes"])
     assert fullest["optimizer_bytes"] == 12 * -(-fullest["numbers"] // 2)

@@ -11,7 +11,7 @@ from rl_backends.dry_run.explanation import release_of
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
-from rl_backends.megatron.config import MegatronConfig
+from rl_backends.megatron.config import MegatronConfig, explain_megatron_checkpoint_dir
 from rl_backends.megatron.gpt_model import layers_of_stages, padded_vocab_size, require_layout
 from rl_backends.megatron.groups import sizes_of
 from rl_backends.megatron.installed import INSTALL
@@ -191,5 +191,7 @@ def describe_layout(
         f"  gradients  {size(fullest.gradient_bytes):>12}  float32",
         f"  optimizer  {size(fullest.optimizer_bytes):>12}  {states}{shared}",
         f"  together   {size(fullest.num_bytes):>12}",
+        "\nweights are read from the Hugging Face files, each rank its own parts; nothing is converted",
+        f"  `rl-backends convert` would write a Megatron-LM checkpoint to {explain_megatron_checkpoint_dir()}",
     ]
     return "\n".join(told), document, fullest.num_bytes

@@ -73,8 +73,10 @@ class ModelSource:
                 shard by shard; a file is damaged; ranks have opened different commits. The model is unusable
                 afterwards.
         """
+        self._require_one_commit()
         bare = self._bare()
-        report = self.load_shards(shards_by_name(model, bare), bare, new_head=new_head, seed=seed)
+        shards = shards_by_name(model, bare)
+        report = load_weights(shards, self.weight_files(), skeleton=bare, new_head=new_head, seed=seed)
         model._weight_conversions = bare._weight_conversions  # noqa: SLF001 - as from_pretrained leaves it
         model._file_dtypes = report.dtypes  # type: ignore[assignment]  # noqa: SLF001 - for `export_pretrained(dtype="auto")`
         return report
@@ -83,11 +85,7 @@ class ModelSource:
         self, shards: Mapping[str, Sequence[Shard]], skeleton: nn.Module, *, new_head: bool = False, seed: int = 0
     ) -> LoadReport:
         """As `load_into`, into whatever holds parts of the tensors of `skeleton()`, by their first names."""
-        if local_folder(self.model_name) is None and len(commits := set(gather_text(self.folder.name))) > 1:
-            raise ModelError(
-                f"the ranks have opened {len(commits)} commits of {self.model_name}: {', '.join(sorted(commits))}; "
-                f"give one of them as revision"
-            )
+        self._require_one_commit()
         return load_weights(shards, self.weight_files(), skeleton=skeleton, new_head=new_head, seed=seed)
 
     def weight_files(self) -> list[Path]:
@@ -119,6 +117,13 @@ class ModelSource:
                 f"give the whole folder, or convert other formats with transformers' save_pretrained"
             )
         return [folder / name for name in names]
+
+    def _require_one_commit(self) -> None:
+        if local_folder(self.model_name) is None and len(commits := set(gather_text(self.folder.name))) > 1:
+            raise ModelError(
+                f"the ranks have opened {len(commits)} commits of {self.model_name}: {', '.join(sorted(commits))}; "
+                f"give one of them as revision"
+            )
 
     def _bare(self) -> nn.Module:
         auto = _auto_class(self.config, self.head)
