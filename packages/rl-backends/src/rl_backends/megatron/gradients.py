@@ -94,8 +94,10 @@ def clip_and_step(
         NonFiniteGradientError: a gradient is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights
             and optimizers are as they were, and the gradients are cleared.
     """
+    from megatron.core.distributed import finalize_model_grads
+
     with cpu_compat():
-        _sum_over_ranks(ddp)
+        finalize_model_grads(list(ddp), None)
         optimizers.inner.prepare_grads()
         norm = _agree_on_norm(optimizers, next(ddp[0].parameters()).device)
         if not math.isfinite(norm):
@@ -110,13 +112,6 @@ def clip_and_step(
                 group.param_gather_dispatched = False  # whatever was gathered since the gradients were summed
         optimizers.zero_grad()
         return GradientStep(norm=norm, clipped=max_norm is not None and norm > max_norm, skipped=False)
-
-
-def _sum_over_ranks(ddp: Sequence[nn.Module]) -> None:
-    from megatron.core.distributed import finalize_model_grads
-
-    if dist.get_world_size() > 1 or ddp[0].ddp_config.overlap_grad_reduce:  # type: ignore[union-attr] # to be waited for
-        finalize_model_grads(list(ddp), None)
 
 
 def _gradients(optimizers: MegatronOptimizers) -> list[Tensor]:
@@ -162,8 +157,10 @@ def summed_gradients(
 
     Every rank must call it. The sum is made in place: forget the gradient before another pass.
     """
+    from megatron.core.distributed import finalize_model_grads
+
     with cpu_compat():
-        _sum_over_ranks(model.ddp)
+        finalize_model_grads(list(model.ddp), None)
         optimizers.inner.prepare_grads()
     for master in masters_of(optimizers):
         assert master.tensor.grad is not None
