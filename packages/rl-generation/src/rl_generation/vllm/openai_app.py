@@ -19,8 +19,8 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -243,9 +243,32 @@ class VllmApp:
         arguments.structured_outputs_config = llm.vllm_config.structured_outputs_config
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(arguments, tasks, llm.vllm_config.model_config)
-        await init_app_state(_ServedEngine(self._engine, llm), app.state, arguments, tasks)
+        with _without_decisions():
+            await init_app_state(_ServedEngine(self._engine, llm), app.state, arguments, tasks)
         _require_prefixes(app.state.online_renderer)
         return app
+
+
+@contextmanager
+def _without_decisions() -> Iterator[None]:
+    """Have vLLM make no state for `/v1/systemone`, which is not served here.
+
+    It is made by encoding labels, at which a tokenizer without an unknown token fails, and the whole app with it.
+    """
+    try:
+        from vllm.entrypoints.generate.structured_decisions import api_router
+    except ImportError:  # before 0.32
+        yield
+        return
+
+    def none(_client: Any, state: Any, *_: Any) -> None:
+        state.serving_structured_decisions = None
+
+    made, api_router.init_structured_decisions_state = api_router.init_structured_decisions_state, none
+    try:
+        yield
+    finally:
+        api_router.init_structured_decisions_state = made
 
 
 @final
