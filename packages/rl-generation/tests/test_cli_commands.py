@@ -79,8 +79,10 @@ def test_explain_counts_what_fits_and_ends_with_1_where_nothing_does(model, caps
     flags = ("--engine", "vllm", "--vllm-kwarg", "block_size=32", "--vllm-kwarg")
     code, said = explain(capsys, model, *flags, f"kv_cache_memory_bytes={3 * sequence}")
     assert (code, "fits     3.0 of that length" in said.out) == (0, True)
-    code, said = explain(capsys, model, *flags, f"kv_cache_memory_bytes={sequence // 2}")
+    code, said = explain(capsys, model, *flags, f"kv_cache_memory_bytes={sequence // 2}", "--json")
     assert (code, "fits     0.5 of that length" in said.out) == (1, True)
+    figures = json.loads(said.out.splitlines()[-1])
+    assert (figures["holds"], figures["memory"]["kv_cache_bytes"]) == (False, sequence // 2)
 
 
 def test_explain_knows_the_quirks_of_a_family(capsys, tmp_path, monkeypatch):
@@ -99,6 +101,36 @@ def test_explain_refuses_a_model_that_is_missing(capsys, tmp_path):
     code, said = explain(capsys, str(tmp_path / "nowhere"))
     assert code == 2
     assert "is no folder, so there is no model to load" in said.err
+
+
+def test_bench_measures_and_compares_with_the_model(model, capsys):
+    flags = ["--prompts", "4", "--prompt-tokens", "5", "--rounds", "2", "--max-new-tokens", "6", "--json"]
+    assert main(["bench", model, *flags]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:3] == ["engine", "tokens/s", "ratio"]
+    assert out[1].split()[0] == "transformers"
+    figures = json.loads(out[-1])
+    measured = figures["engines"]["transformers"]
+    assert figures["holds"] is True
+    assert len(measured["rounds_tokens_per_s"]) == 2
+    assert min(measured["rounds_tokens_per_s"]) <= measured["tokens_per_s"] <= max(measured["rounds_tokens_per_s"])
+    assert measured["ratio"] == 1.0
+    assert 1.0 <= measured["token_mult_prob_error"] < 1.0001
+    assert measured["max_abs_difference"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--engine", "transformers", "--engine", "transformers"], "an engine stands twice"),
+        (["--enforce-eager"], "vllm_kwargs={'enforce_eager': True} means nothing"),
+        (["--prompt-tokens", "200"], "passes the model's max_position_embeddings=128"),
+    ],
+)
+def test_bench_refuses_misuse(model, capsys, flags, reason):
+    assert main(["bench", model, *flags]) == 2
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

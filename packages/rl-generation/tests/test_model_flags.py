@@ -61,6 +61,8 @@ def test_a_quirk_that_was_repaired_stays_repaired(older, newer):
 
 def test_a_model_type_has_its_flags_and_no_others():
     assert flags("apertus") == {ModelFlag.VLLM_LOAD_FORMAT_AUTO}
+    assert ModelFlag.VLLM_LOAD_FORMAT_AUTO.matches("apertus", version="0.32.0")
+    assert not ModelFlag.VLLM_TOKENIZER_REQUIRED.matches("apertus", version="0.32.0")
     assert flags("gemma3") == {ModelFlag.VLLM_TOKENIZER_REQUIRED}
     assert flags("gemma3_text") == flags("llama") == set()
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "generate": "answer the prompts of a JSON Lines file; an interrupted run can be resumed",
     "serve": "serve a model over HTTP, as OpenAI's clients ask",
     "explain": "say what an engine would do with a model, without loading its weights",
+    "bench": "measure the tokens a second of several engines, side by side",
 }
 REFUSALS = (CommandError, EngineOptionError, ModelError, PromptError)
 FAILURES = (EngineDeadError, LogpError, SampleTimeoutError)

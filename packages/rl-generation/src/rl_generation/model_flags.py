@@ -35,6 +35,10 @@ class ModelFlag(Enum):
     VLLM_TOKENIZER_REQUIRED = "vllm_tokenizer_required"
     """vLLM does not start with `skip_tokenizer_init=True`, even where only token ids go in and out."""
 
+    def matches(self, model_type: str, *, version: str | None = None) -> bool:
+        """Whether `model_type` has this flag under a version of vLLM; None: the installed one."""
+        return any(quirk.flag is self for quirk in flags_for(model_type, version=version))
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,16 @@ def test_samples_that_time_out_have_lines_of_their_own_and_the_others_are_kept(
     assert "6 of 6 prompts are answered" in capsys.readouterr().err
 
 
+def test_bench_puts_engines_side_by_side_and_each_agrees_with_the_model(checkpoints, capfd):
+    # capfd, since vLLM before 0.32 asks for the descriptor of stdout
+    flags = ["--prompts", "4", "--rounds", "2", "--max-new-tokens", "8", "--json", *VLLM_FLAGS]
+    assert main(["bench", checkpoints("llama"), "--engine", "transformers", "--engine", "vllm", *flags]) == 0
+    figures = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert list(figures["engines"]) == ["transformers", "vllm"]
+    assert all(engine["max_abs_difference"] < 1e-4 for engine in figures["engines"].values())
+    assert figures["engines"]["vllm"]["ratio"] > 0
+
+
 def test_an_argument_that_vllm_does_not_know_is_refused_before_anything_starts(checkpoints, prompts, tmp_path, capsys):
     flags = ["--engine", "vllm", *VLLM_FLAGS, "--vllm-kwarg", "enforce_eagre=true"]
     assert generate(checkpoints("llama"), prompts, tmp_path / "answers.jsonl", *flags) == 2

@@ -1,9 +1,10 @@
 """The commands of `rl-generation`, one module each, and what they share: results go to stdout, all else to stderr."""
 
+import json
 import sys
-from typing import final
+from typing import Any, final
 
-__all__ = ["CommandError", "say", "show"]
+__all__ = ["CommandError", "say", "show", "show_json"]
 
 
 @final
@@ -21,3 +22,8 @@ def show(text: str) -> None:
     """Write a result for people."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def show_json(figures: dict[str, Any]) -> None:
+    """Write the last line of a command that measures or judges: every figure."""
+    show(json.dumps(figures))

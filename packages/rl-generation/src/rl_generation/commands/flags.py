@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rl_generation.commands import CommandError, say
 from rl_generation.engine import Engine
-from rl_generation.loading import EngineSpec, load_engine
+from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, load_engine
 from rl_generation.requests import Sampling
 from rl_generation.vllm.options import BasicVllmOptions
 
@@ -24,6 +24,7 @@ __all__ = [
     "json_pairs",
     "sampling_of",
     "spec_of",
+    "specs_of",
     "start_engine",
 ]
 
@@ -107,11 +108,15 @@ def _given(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
 # ---- the engine
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model, the engine and its options."""
+def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Declare the model, the engine or `several` of them, and their options."""
     parser.add_argument("model", metavar="MODEL", help="a folder of safetensors, or a hub id")
     group = parser.add_argument_group("engine")
-    _add_flags(group, EngineSpec, leave_out=("model", "with_tokenizer", "vllm_kwargs"))
+    if several:
+        told = f"what is measured; can be repeated, and ratios are to the first (default {ENGINES[0]})"
+        group.add_argument("--engine", action="append", choices=ENGINES, help=told)
+    by_hand = ("model", "with_tokenizer", "vllm_kwargs", *(["engine"] if several else []))
+    _add_flags(group, EngineSpec, leave_out=by_hand)
     group.add_argument(
         "--no-tokenizer",
         dest="with_tokenizer",
@@ -137,6 +142,25 @@ def spec_of(arguments: argparse.Namespace) -> EngineSpec:
         EngineOptionError: An option does not belong to the engine.
     """
     return EngineSpec(**_given(arguments, EngineSpec), vllm_kwargs=_vllm_kwargs(arguments))
+
+
+def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
+    """Return what the flags ask for of several engines, each of which takes the options that are its own.
+
+    Raises:
+        CommandError: As `spec_of`; or an engine stands twice.
+        EngineOptionError: An option belongs to none of them.
+    """
+    engines = arguments.engine or ENGINES[:1]
+    if len(set(engines)) < len(engines):
+        raise CommandError(f"an engine stands twice in {','.join(engines)}")
+    given = _given(arguments, EngineSpec) | {"vllm_kwargs": _vllm_kwargs(arguments)}
+    foreign_to_all = set.intersection(*(set(FOREIGN[engine]) for engine in engines))
+    specs = []
+    for engine in engines:
+        own = {name: each for name, each in given.items() if name not in set(FOREIGN[engine]) - foreign_to_all}
+        specs.append(EngineSpec(**{**own, "engine": engine}))
+    return specs
 
 
 def _vllm_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
