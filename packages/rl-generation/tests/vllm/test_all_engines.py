@@ -153,7 +153,7 @@ def test_the_same_seed_gives_the_same_answers_again_and_no_seed_others(engine):
     assert set(tokens(None)).isdisjoint(tokens(None))
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm_apart"])
+@pytest.mark.parametrize("name", ["vllm"])
 def test_a_stream_is_the_answer_piece_by_piece(engine):
     sampling = replace(SEEDED, temperature=1.0, stop=("é s", "TOP"))
     expected = engine.generate([[1, 9, 30]], [sampling])
