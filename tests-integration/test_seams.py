@@ -5,7 +5,6 @@ Each assignment holds a class of one package to the protocol of another. `nox -s
 
 import importlib.util
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, get_type_hints
 
 import pytest
@@ -75,14 +74,9 @@ if TYPE_CHECKING:
         return engine
 
     def engines_of_requests(
-        a: TransformersEngine, b: VllmEngine, c: RemoteEngine, d: Streamer
-    ) -> tuple[
-        contracts.RequestEngine[Sampling],
-        contracts.RequestEngine[Sampling],
-        contracts.RequestEngine[Sampling],
-        Callable[..., object],
-    ]:
-        return a, b, c, d.submit
+        a: TransformersEngine, b: VllmEngine, c: RemoteEngine
+    ) -> tuple[contracts.RequestEngine[Sampling], contracts.RequestEngine[Sampling], contracts.RequestEngine[Sampling]]:
+        return a, b, c
 
     def weight_sync_over_ray(a: RayWeightSync) -> contracts.WeightSync:
         return a
