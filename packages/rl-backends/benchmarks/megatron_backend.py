@@ -29,7 +29,7 @@ from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
 from rl_backends.megatron.backend import MegatronBackend
 from rl_backends.megatron.config import MegatronConfig
 
-ROUNDS = {"quickstart, 0.4 M": 9, "hidden 256, 4 layers, V 16k": 3}
+ROUNDS = {"quickstart, 0.4 M": 25, "hidden 256, 4 layers, V 16k": 9}
 SHAPE = "long tail"
 BUDGET = 1024
 LAYOUTS: dict[str, dict[str, Any]] = {
