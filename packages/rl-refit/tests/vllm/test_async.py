@@ -30,27 +30,10 @@ def loop():
 
 @pytest.fixture(scope="module")
 def engine(loop, checkpoints, served):
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     served("qwen3", OLD), served("qwen3", NEW)  # one engine at a time
-    options = tiny.options(
-        checkpoints("qwen3", OLD), load_format="dummy", worker_extension_cls="faulty_worker.FaultyWorker"
-    )
-
-    async def start():
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
-
-    async def stop():
-        engine.shutdown()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    engine = loop.run(start())
-    yield engine
-    loop.run(stop())
+    options = {"load_format": "dummy", "worker_extension_cls": "faulty_worker.FaultyWorker"}
+    with tiny.async_engine(loop, checkpoints("qwen3", OLD), **options) as engine:
+        yield engine
 
 
 def sink_of(engine, **options):

@@ -3,7 +3,6 @@
 A dense model: on a CPU, vLLM 0.32 has no layer of experts for several replicas.
 """
 
-import asyncio
 from importlib.util import find_spec
 
 import pytest
@@ -29,30 +28,10 @@ def loop():
 
 @pytest.fixture(scope="module")
 def engine(loop, checkpoints, served):
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     served("qwen3", OLD), served("qwen3", NEW)  # one engine at a time
-    options = tiny.options(
-        checkpoints("qwen3", OLD),
-        load_format="dummy",
-        data_parallel_size=2,
-        worker_extension_cls="faulty_worker.FaultyWorker",
-    )
-
-    async def start():
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
-
-    async def stop():
-        engine.shutdown()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    engine = loop.start(start()).result(3 * tiny.PATIENCE_S)
-    yield engine
-    loop.run(stop())
+    options = {"load_format": "dummy", "worker_extension_cls": "faulty_worker.FaultyWorker", "data_parallel_size": 2}
+    with tiny.async_engine(loop, checkpoints("qwen3", OLD), **options) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -54,8 +54,7 @@ def replace_norms(model: nn.Module, op: Callable[..., Tensor]) -> int:
             continue
         if type(module) not in offsets:
             offsets[type(module)] = _offset_of(path, module)
-        eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
-        module.forward = types.MethodType(_norm_forward(op, eps, offsets[type(module)]), module)
+        module.forward = types.MethodType(_norm_forward(op, float(_eps_of(module)), offsets[type(module)]), module)
         found += 1
     if not found:
         raise ModelError(f"{type(model).__qualname__} has no RMS norm, which kernels.norm is about: choose 'torch'")
@@ -79,8 +78,7 @@ def _offset_of(path: str, norm: nn.Module) -> float:
         weight = torch.randn(8, device="cpu")
         twin = copy.copy(norm)
         twin._parameters = {"weight": nn.Parameter(weight)}  # noqa: SLF001 - of a copy, so that a forward reads them
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if isinstance(eps, float):
+        if isinstance(eps := _eps_of(norm), float):
             normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
             for offset in (0.0, 1.0):
                 if _gives(lambda: type(norm).forward(twin, hidden), normed * (offset + weight)):

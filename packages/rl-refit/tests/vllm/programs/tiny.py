@@ -134,6 +134,29 @@ def engine(path, **others):
         gc.collect()
 
 
+@contextlib.contextmanager
+def async_engine(loop, path, **others):
+    """An `AsyncLLM` that `loop`, a `Loop`, runs for as long as it is needed."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def start():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**options(path, **others)))
+
+    async def stop():
+        engine.shutdown()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    engine = loop.start(start()).result(3 * PATIENCE_S)
+    try:
+        yield engine
+    finally:
+        loop.run(stop())
+
+
 def sampling(**others):
     """Greedy, with the logp of each token, to the full length."""
     from vllm import SamplingParams
