@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
+from rl_backends.megatron.cpu_compat import no_cuda_calls
 from rl_backends.packing.attention import LONGEST_MULTIPLIED, RowsOnCpu, attention_on_cpu, is_flash_of_cpu
 
 if TYPE_CHECKING:
@@ -99,8 +100,7 @@ class TorchAttention(nn.Module):
                 "a qkv_format other than 'thd'": packed is not None and packed.qkv_format != "thd",
             }
         )
-        # Nothing here asks for CUDA, and `cpu_compat` would look at every call.
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public one
+        with no_cuda_calls():
             held = [len(query)] if packed is None else self._held(packed, num_tokens=query.shape[0])
             short = packed is not None or len(query) <= LONGEST_MULTIPLIED
             if short and self.cp_group.size() == 1 and self.sliding_window is None:

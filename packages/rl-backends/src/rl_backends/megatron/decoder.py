@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_backends.kernels.cpu import swiglu
+from rl_backends.megatron.cpu_compat import no_cuda_calls
 from rl_backends.megatron.rope import Rope
 
 
@@ -128,11 +129,11 @@ class GatedMLP(MLP):  # type: ignore[misc]
 
 
 class DenseLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer without experts: nothing in it asks for CUDA, and `cpu_compat` would look at every call of torch."""
+    """A layer without experts, in which nothing asks for CUDA."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron's."""
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public one
+        with no_cuda_calls():
             return super().forward(*args, **kwargs)
 
 

@@ -6,6 +6,7 @@ A rank whose loss raises goes on with a loss of 0, since the other stages and ra
 What is asked of all ranks is asked of all at once: a rank that went on alone would wait for ever.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from rl_backends.batching.microbatches import Microbatch
 from rl_backends.examples import BatchT
 from rl_backends.losses import LossFunction, LossOverMicrobatches, Output, Sums
 from rl_backends.megatron.cpu_compat import cpu_compat, user_code
-from rl_backends.megatron.model import MegatronModel, bucket_groups
+from rl_backends.megatron.model import MegatronModel, adds_in_place, bucket_groups
 from rl_backends.megatron.optimizer import MegatronOptimizers, masters_of
 from rl_backends.megatron.passes import run_passes
 from rl_backends.optimizers.optimizers import GradientStep, nonfinite_step
@@ -59,11 +60,23 @@ def accumulate(
             outputs = outputs.sum(1)
         return loss_of(outputs, rows[number], counted=microbatches[number].counted)
 
-    run_passes(model.ddp, inputs, read_and_ask)
+    with _added_to_buffer(model):
+        run_passes(model.ddp, inputs, read_and_ask)
     raise_together(loss_of.failure)
     groups, device = model.groups, torch.device(model.config.device)
     sums = on_every_rank(lambda: add_up(loss_of.sums, groups.rows) if groups.last_stage else {})
     return sums_of_last_rank(sums, groups.pp, device=device)
+
+
+@contextlib.contextmanager
+def _added_to_buffer(model: MegatronModel) -> Iterator[None]:
+    """Backward adds to `main_grad`: where autograd can do it itself, it takes that for the gradient that it has."""
+    trained = [each for chunk in model.ddp for each in chunk.params_with_grad] if adds_in_place(model.config) else []
+    for each in trained:
+        each.grad = each.main_grad
+    yield
+    for each in trained:
+        each.grad = None
 
 
 def discard(model: MegatronModel) -> None:
@@ -94,11 +107,8 @@ def clip_and_step(
         NonFiniteGradientError: a gradient is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights
             and optimizers are as they were, and the gradients are cleared.
     """
-    from megatron.core.distributed import finalize_model_grads
-
     with cpu_compat():
-        finalize_model_grads(list(ddp), None)
-        optimizers.inner.prepare_grads()
+        _sum_over_ranks(ddp, optimizers)
         norm = _agree_on_norm(optimizers, next(ddp[0].parameters()).device)
         if not math.isfinite(norm):
             found = _nonfinite_gradients(optimizers, names or {})
@@ -112,6 +122,15 @@ def clip_and_step(
                 group.param_gather_dispatched = False  # whatever was gathered since the gradients were summed
         optimizers.zero_grad()
         return GradientStep(norm=norm, clipped=max_norm is not None and norm > max_norm, skipped=False)
+
+
+def _sum_over_ranks(ddp: Sequence[nn.Module], optimizers: MegatronOptimizers) -> None:
+    """Gradients become those of all ranks, where the optimizers look for them."""
+    if dist.get_world_size() > 1 or ddp[0].ddp_config.overlap_grad_reduce:  # type: ignore[union-attr]
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(list(ddp), None)
+    optimizers.inner.prepare_grads()
 
 
 def _gradients(optimizers: MegatronOptimizers) -> list[Tensor]:
@@ -157,11 +176,8 @@ def summed_gradients(
 
     Every rank must call it. The sum is made in place: forget the gradient before another pass.
     """
-    from megatron.core.distributed import finalize_model_grads
-
     with cpu_compat():
-        finalize_model_grads(list(model.ddp), None)
-        optimizers.inner.prepare_grads()
+        _sum_over_ranks(model.ddp, optimizers)
     for master in masters_of(optimizers):
         assert master.tensor.grad is not None
         for held in model.held:

@@ -188,14 +188,22 @@ def _with_gradients(chunks: Sequence[Any], config: MegatronConfig) -> list[Any]:
     """Each in Megatron's DDP, which adds gradients up in float32, and sums them over ranks when asked to."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+    class GradientsInPlace(DistributedDataParallel):  # type: ignore[misc]
+        """Has no hooks that add gradients to the buffer: autograd does, in `accumulate`."""
+
+        def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
+            del param
+            return lambda *_: None
+
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         grad_reduce_in_fp32=True,
     )
+    kind = GradientsInPlace if adds_in_place(config) else DistributedDataParallel
     with cpu_compat():
-        wrapped = [DistributedDataParallel(chunk.config, options, chunk) for chunk in chunks]
+        wrapped = [kind(chunk.config, options, chunk) for chunk in chunks]
         for each in wrapped:
             each.zero_grad_buffer()
     if config.overlap_grad_reduce:  # the schedules reduce with the last microbatch alone
@@ -203,6 +211,12 @@ def _with_gradients(chunks: Sequence[Any], config: MegatronConfig) -> list[Any]:
         for chunk in chunks:
             chunk.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def adds_in_place(config: MegatronConfig) -> bool:
+    """Whether autograd can add gradients to Megatron's buffer: they have its dtype, and nobody waits for a hook."""
+    apart = config.overlap_grad_reduce or config.gradient_accumulation_fusion
+    return config.precision == "float32" and not apart
 
 
 def bucket_groups(ddp: Sequence[Any]) -> list[Any]:

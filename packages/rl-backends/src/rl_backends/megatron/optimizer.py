@@ -18,7 +18,7 @@ from rl_backends.checkpoints.optimizer_state import Stepped
 from rl_backends.checkpoints.shards import TensorShard, flat_boxes
 from rl_backends.errors import ModelError
 from rl_backends.megatron.config import MegatronConfig
-from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.cpu_compat import cpu_compat, no_cuda_calls
 from rl_backends.megatron.mapping import HeldTensor, parameters_of
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import StageOptimizers, explain_schedule, table
@@ -111,7 +111,7 @@ class MegatronOptimizers(StageOptimizers):
     @torch.no_grad()
     def step(self) -> None:
         """Update every parameter along the gradient that `inner.prepare_grads()` has laid out."""
-        with cpu_compat():
+        with cpu_compat(), no_cuda_calls():
             self._apply_schedule()
             self.inner.step_with_ready_grads()
         self.num_steps_taken += 1

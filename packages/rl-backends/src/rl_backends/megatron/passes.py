@@ -2,12 +2,13 @@
 
     first stage  tokens -> hidden [s, b, H] -> ... -> last stage  hidden -> asked places -> reader -> [b, w, ...]
 
-Megatron's own schedules run the passes: one after the other, or 1F1B over several stages, interleaved where each holds
-several chunks of the model. Only the last chunk of the last stage is read.
+One stage makes the passes one after the other. Megatron's own schedules run those of several stages, 1F1B, interleaved
+where each holds several chunks of the model, and those of experts. Only the last chunk of the last stage is read.
 
 Axes: b rows of a microbatch, w tokens of its longest, s tokens that the model reads at a time, H hidden.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
-from rl_backends.megatron.cpu_compat import cpu_compat
+from rl_backends.megatron.cpu_compat import cpu_compat, no_cuda_calls
 from rl_backends.megatron.groups import ParallelGroups
 
 OnHidden = Callable[[int, Tensor], Tensor]
@@ -35,9 +36,13 @@ def run_passes(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
+    def through(stage: nn.Module, given: ModelInputs) -> Tensor:
+        hidden: Tensor = stage(given.tokens, None, None, packed_seq_params=_packed(given))
+        return hidden
+
     def forward_step(remaining: Iterator[tuple[int, ModelInputs]], stage: nn.Module) -> tuple[Tensor, Any]:
         number, given = next(remaining)
-        hidden = stage(given.tokens, None, None, packed_seq_params=_packed(given))
+        hidden = through(stage, given)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total = on_hidden(number, hidden).clone()  # its memory is taken away after backward
@@ -45,12 +50,22 @@ def run_passes(
 
         return hidden, finish
 
+    layers = get_model_config(chunks[0])
     with cpu_compat():
+        if layers.pipeline_model_parallel_size == 1 and not layers.num_moe_experts:  # as Megatron's schedule would
+            for number, given in enumerate(inputs):
+                last = number == len(inputs) - 1 or layers.no_sync_func is None
+                with contextlib.nullcontext() if last else layers.no_sync_func():
+                    total = on_hidden(number, through(chunks[0], given))
+                    if total.requires_grad and not forward_only:
+                        with no_cuda_calls():
+                            torch.autograd.backward(total)
+            return
         of_several_chunks = {}
         if len(chunks) > 1:
             from rl_backends.megatron.interleaving import interleaving
 
-            of_several_chunks = interleaving(get_model_config(chunks[0]), inputs, chunks=len(chunks))
+            of_several_chunks = interleaving(layers, inputs, chunks=len(chunks))
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(list(enumerate(inputs))) for _ in chunks],
@@ -102,7 +117,9 @@ def _packed(inputs: ModelInputs) -> Any:
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    assert inputs.position_ids is not None
     ends, longest = inputs.cu_seq_lens, inputs.longest
+    ends.positions = inputs.position_ids[0]  # type: ignore[attr-defined] # for `apply_rotary`, which is given the ends
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_backends.batching.microbatches import SequenceShard
 from rl_backends.kernels.cpu import rotate
 
 STATIC = ("default", "linear", "llama3", "yarn")
@@ -102,23 +101,19 @@ def _base(hf_config: Any) -> Any:
 
 
 def apply_rotary(  # noqa: PLR0917 - the signature of Megatron's apply_rotary_pos_emb
-    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
+    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **_: Any
 ) -> Tensor:
     """Turn queries or keys: [s, b, heads, d], or [t, heads, d] of packed rows, by the angles [s, 1, 1, d] of positions.
 
-    Megatron's own makes five copies of them, and those of packed rows row by row. Cosines are kept with the angles,
-    which all layers of one pass are given.
+    Megatron's own makes five copies of them, and those of packed rows row by row. Where each token of these is in its
+    row hangs on `cu_seqlens`, which Megatron hands through. Cosines are kept with the angles, which all layers of one
+    pass are given.
     """
     assert mscale == 1.0, "the factor of YaRN is in the softmax scale"
     assert not config.rotary_interleaved, "transformers turns the halves of a head"
     kept = getattr(freqs, "cos_and_sin", None)
     if kept is None or kept[0] is not cu_seqlens:
-        angles = freqs
-        if cu_seqlens is not None:
-            shard = SequenceShard(cp_group.rank(), cp_group.size())
-            held = cu_seqlens.diff().long() // shard.num_ranks
-            positions = shard.positions_of_rows(held)
-            angles = freqs[positions[torch.arange(positions.shape[1], device=held.device) < held[:, None]], 0]
+        angles = freqs if cu_seqlens is None else freqs[cu_seqlens.positions, 0]  # type: ignore[attr-defined] # see `passes`
         first, second = angles.sin().chunk(2, dim=-1)
         kept = cu_seqlens, angles.cos().to(t.dtype), torch.cat((-first, second), dim=-1).to(t.dtype)
         freqs.cos_and_sin = kept  # type: ignore[attr-defined]

@@ -142,21 +142,21 @@ def held(backend):
 @contextlib.contextmanager
 def finalized_gradients(backend):
     """The gradient of each parameter, summed over ranks and not clipped yet: a dict that is filled within."""
-    import megatron.core.distributed
+    from rl_backends.megatron import gradients
 
-    found, finalize = {}, megatron.core.distributed.finalize_model_grads
+    found, sum_over_ranks = {}, gradients._sum_over_ranks
 
-    def watched(models, *arguments, **options):
-        finalize(models, *arguments, **options)
+    def watched(models, optimizers):
+        sum_over_ranks(models, optimizers)
         for model in models:
             gather_shards(model)
         found.update({each.parameter: each.parameter.main_grad.clone() for each in held(backend)})
 
-    megatron.core.distributed.finalize_model_grads = watched
+    gradients._sum_over_ranks = watched
     try:
         yield found
     finally:
-        megatron.core.distributed.finalize_model_grads = finalize
+        gradients._sum_over_ranks = sum_over_ranks
 
 
 def gather_shards(ddp):
