@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_generation import estimate_memory
-from rl_launcher.checks.gpu_budget import CONTEXT_BYTES, GIB, Gpu, budget, gpu_named, host_needs
+from rl_launcher.checks.gpu_budget import CONTEXT_BYTES, GIB, PROCESS_HOST_BYTES, Gpu, budget, gpu_named, host_needs
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.placement import plan_placement
 from rl_launcher.recipe_files import load_recipe
@@ -108,7 +108,8 @@ def test_each_of_unequal_nodes_needs_host_memory_for_its_ranks_and_its_part_of_e
     sizes = {"parameters": 12 * 10**9, "trainer_bytes": 12 * GIB, "engine": engine}
     first, second = host_needs(recipe, plan_placement(recipe), **sizes)
     assert [shm - GIB for _, shm in (first, second)] == [16 * 2**23, 8 * 2**23]  # two slots of 4 MiB for each process
-    assert first[0] - GIB == 2 * (second[0] - GIB)
+    actor_and_scheduler = 2 * PROCESS_HOST_BYTES  # where the engine's first rank is
+    assert first[0] - GIB - actor_and_scheduler == 2 * (second[0] - GIB)
 
 
 def test_a_change_is_proposed_only_after_a_step_was_traced_with_it(eight_billion):

@@ -276,8 +276,11 @@ def host_needs(
             waiting = trainer_bytes * ranks // len(placement.ranks) + engine.weight_bytes * engine_ranks
         refit = recipe.policy.refit
         shm = GIB + refit.buckets * refit.bucket_bytes * (ranks + engine_ranks)
-        shared = placement.in_process and recipe.policy.generation.backend != "vllm"  # by policy and engine
+        vllm = recipe.policy.generation.backend == "vllm"
+        shared = placement.in_process and not vllm  # by policy and engine
         processes = 1 if shared else ranks + engine_ranks
+        if vllm and not placement.in_process:  # the actor of each engine, and what schedules for its ranks if several
+            processes += sum(place.node == node for place in placement.engines) * (1 if size == 1 else 2)
         needs.append((shm + on_cpu + waiting + processes * PROCESS_HOST_BYTES, shm))
     return needs
 
