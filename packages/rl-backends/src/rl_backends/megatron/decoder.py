@@ -137,6 +137,19 @@ class DenseLayer(TransformerLayer):  # type: ignore[misc]
             return super().forward(*args, **kwargs)
 
 
+def residual_in_place(training: bool, fused: bool) -> Any:  # noqa: FBT001 - as Megatron's get_bias_dropout_add
+    """Adds the residual to what a linear layer without bias has just made: a CPU has it in its cache, and no more room.
+
+    The linear layer does not need its output for backward. There is no dropout.
+    """
+    del training, fused
+
+    def add(output_and_bias: tuple[Tensor, None], residual: Tensor, _probability: float) -> Tensor:
+        return output_and_bias[0].add_(residual)
+
+    return add
+
+
 class Decoder(GPTModel):  # type: ignore[misc]
     """Its forward gives hidden states [s, b, h]: after the last norm on the last pipeline stage.
 

@@ -324,11 +324,13 @@ def build_gpt_model(
 
     from rl_backends.megatron.decoder import (
         Decoder,
+        DenseLayer,
         GatedMLP,
         WholeColumns,
         WholeEmbedding,
         WholeGateAndUp,
         WholeRows,
+        residual_in_place,
     )
 
     engine = uses_transformer_engine(config)
@@ -370,6 +372,8 @@ def build_gpt_model(
         module.__class__ = replaced.get(type(module), type(module))
         if apart and type(module) is GatedMLP:
             module.linear_fc1.__class__ = WholeGateAndUp
+        if apart and type(module) is DenseLayer and not layers.bias_dropout_fusion:
+            module.self_attn_bda = module.mlp_bda = residual_in_place
     if architecture.num_labels and model.post_process:
         # A value or reward head in the place of the output layer; the same on every tensor-parallel rank, each of
         # which reads whole hidden states and so has the whole gradient of it.
