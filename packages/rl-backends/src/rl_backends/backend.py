@@ -36,14 +36,14 @@ from rl_backends.batching.microbatches import (
     lengths_read,
     make_inputs,
 )
-from rl_backends.checkpoints.loading import CheckpointState
-from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers
+from rl_backends.checkpoints.contents import CheckpointContents
+from rl_backends.checkpoints.loading import CheckpointState, read_checkpoint
+from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers, write_checkpoint
 from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.config import BackendConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.loading.source import ModelSource, open_model
-from rl_backends.loading.weights import Shard
 from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
 from rl_backends.metrics.flops import ModelFlops, peak_of_this_device
@@ -643,9 +643,11 @@ class Backend(ABC):
         Arguments and errors are those of `rl_backends.save_checkpoint`; every rank must call it.
         """
         self._require_on_device("save_checkpoint")
+        contents = self._contents()
         if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
-            self._frozen = tensor_digests(self._frozen_weights(), group=host_group())
-        self._last_write = self._write_checkpoint(folder, asynchronous=asynchronous, extra=extra, frozen=self._frozen)
+            self._frozen = tensor_digests(contents.held(frozen=True), group=host_group())
+        asked: dict[str, Any] = {"asynchronous": asynchronous, "extra": extra, "frozen": self._frozen}
+        self._last_write = write_checkpoint(contents, folder, version=self.version, **asked)
         return self._last_write
 
     def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True, verify: bool = True) -> CheckpointState:
@@ -655,7 +657,7 @@ class Backend(ABC):
         """
         self._require_on_device("load_checkpoint")
         self._frozen = None
-        state = self._read_checkpoint(folder, optimizer=optimizer, verify=verify)
+        state = read_checkpoint(self._contents(), folder, optimizer=optimizer, verify=verify)
         self._clear_gradient()
         self.version = state.version
         return state
@@ -735,14 +737,8 @@ class Backend(ABC):
         self._gradient = "none"
 
     @abstractmethod
-    def _frozen_weights(self) -> Iterable[Shard]:
-        """What this rank holds of the weights under adapters."""
-
-    @abstractmethod
-    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite: ...
-
-    @abstractmethod
-    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState: ...
+    def _contents(self) -> CheckpointContents:
+        """What a checkpoint is written from and read into."""
 
     @property
     def _always_trains(self) -> bool:

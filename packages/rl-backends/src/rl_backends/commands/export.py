@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and return the exit code."""
+    from rl_backends.checkpoints.contents import TorchContents
     from rl_backends.checkpoints.folders import check_file, in_threads
-    from rl_backends.checkpoints.shards import fingerprint, model_shards
     from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
     from rl_backends.export import export_pretrained
     from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
     skeleton = source.skeleton()
-    check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
+    names, _ = TorchContents(skeleton, None).describe(optimizers=False, saved=None)
+    check_model(checkpoint, manifest.model, names)
     in_threads(lambda file: check_file(checkpoint / file[0], file[1], remedy=DAMAGED), manifest.files.items())
     export_pretrained(
         skeleton,
@@ -75,13 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
-    from rl_backends.checkpoints.shards import whole_tensor
+    from rl_backends.checkpoints.shards import WEIGHTS, whole_tensor
     from rl_backends.checkpoints.storage import plan_reads, read_boxes, read_index
 
     index = read_index(checkpoint, manifest)
     for name in manifest.model:
-        key = f"weights/{name}"
+        key = f"{WEIGHTS}{name}"
         tensor = torch.empty(index[key]["shape"], dtype=getattr(torch, index[key]["dtype"]))
-        read_boxes(checkpoint, plan_reads(checkpoint, index, {key: whole_tensor(tensor)}))
+        read_boxes(checkpoint, plan_reads(checkpoint, index, [whole_tensor(tensor, key)]))
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)

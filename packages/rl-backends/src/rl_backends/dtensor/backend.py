@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
-from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
-from rl_backends.checkpoints.saving import CheckpointWrite, save_checkpoint
+from rl_backends.checkpoints.contents import TorchContents
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass, sizes_of
 from rl_backends.errors import ModelError
@@ -239,15 +238,8 @@ class DTensorBackend(Backend):
         self._require_on_device("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
-    def _frozen_weights(self) -> "list[NamedShard]":
-        parameters = (each for each in named_shards(self.model) if isinstance(each.tensor, nn.Parameter))
-        return [each for each in parameters if not each.tensor.requires_grad]
-
-    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
-        return save_checkpoint(self.model, self._optimizers, folder, version=self.version, **asked)
-
-    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
-        return load_checkpoint(self.model, self._optimizers, folder, **asked)
+    def _contents(self) -> TorchContents:
+        return TorchContents(self.model, self._optimizers)
 
     def _explained(self) -> list[str]:
         """The mesh, and which rule shards which parameter and why."""

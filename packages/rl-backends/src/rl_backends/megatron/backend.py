@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
-from rl_backends.checkpoints.loading import CheckpointState
-from rl_backends.checkpoints.saving import CheckpointWrite
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
@@ -26,7 +24,7 @@ from rl_backends.lora.files import save_adapter
 from rl_backends.lora.inject import add_lora
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
-from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from rl_backends.megatron.checkpoint import MegatronContents
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.gradients import accumulate, clip_and_step, discard
 from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
@@ -215,19 +213,10 @@ class MegatronBackend(Backend):
         tensors = gatherer.tensors()
         export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
 
-    def _frozen_weights(self) -> list[HeldTensor]:
-        self._distributed.finish_param_gather()
-        return [each for each in self._distributed.held if not each.parameter.requires_grad]
-
-    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
+    def _contents(self) -> MegatronContents:
         model = self._distributed
         model.finish_param_gather()
-        asked |= {"version": self.version, "layout": model.groups.sizes}
-        return save_checkpoint(model.held, self._optimizers, folder, **asked)
-
-    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
-        self._distributed.finish_param_gather()
-        return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
+        return MegatronContents(model.held, self._optimizers, layout=model.groups.sizes)
 
     def _explained(self) -> list[str]:
         """The layout, what is on which rank, and where the weights came from."""
