@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
+from rl_backends.config import KernelsConfig
 from rl_backends.errors import ModelError
-from rl_backends.kernels.config import KernelsConfig
 from rl_backends.lora.layers import adapted_head
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp

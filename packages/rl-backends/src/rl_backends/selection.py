@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 
 from rl_backends.backend import Backend
+from rl_backends.config import LoraConfig
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.lora.config import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
 
 

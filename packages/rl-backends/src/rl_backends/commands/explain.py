@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         skeleton = skeleton_of(arguments.model, **source)
         text, document, peak = describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
     else:
-        from rl_backends.lora.config import LoraConfig
+        from rl_backends.config import LoraConfig
 
         rank, name = arguments.lora_rank, arguments.optimizer
         explanation = explain(

@@ -14,8 +14,8 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from rl_backends.config import KernelsConfig
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.kernels.config import KernelsConfig
 from rl_backends.megatron.config import MegatronConfig
 
 CONFIGS: Mapping[str, type[Any]] = {"dtensor": DTensorConfig, "megatron": MegatronConfig}

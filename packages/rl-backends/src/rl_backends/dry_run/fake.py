@@ -27,13 +27,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl_backends.config import KernelsConfig
 from rl_backends.dry_run.explanation import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.sharded_model import sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
-from rl_backends.kernels.config import KernelsConfig
 from rl_backends.kernels.table import PLAIN
 from rl_backends.lora.inject import add_lora
 from rl_parallel_plans import ParallelPlan

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from rl_backends.config import LoraConfig
 from rl_backends.errors import ModelError
-from rl_backends.lora.config import LoraConfig
 from rl_backends.lora.layers import (
     A_TAIL,
     ADAPTER,

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rl_backends.config import LoraConfig
 from rl_backends.errors import ModelError
-from rl_backends.lora.config import LoraConfig
 from rl_parallel_plans.checkpoints import WRAPPERS, reshard
 
 ADAPTER = "default"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rl_backends.choices import out_of_bounds
 from rl_backends.config import BackendConfig
 
 
@@ -94,7 +93,8 @@ class MegatronConfig(BackendConfig):
             "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
             "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
         )
-        yield from out_of_bounds(self, {">= 1": sizes})
+        yield from super(MegatronConfig, self)._problems()
+        yield from self._outside({">= 1": sizes})
         if (chunks := self.virtual_pipeline_model_parallel_size) is not None and chunks < 2:
             yield f"virtual_pipeline_model_parallel_size={chunks} must be at least 2 chunks a stage, or None for one"
         tensor_parallel = self.tensor_model_parallel_size > 1
