@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_backends.batching.dealing import RowDealing
-from rl_backends.batching.microbatches import Microbatch, MicrobatchLimits
+from rl_backends.batching.microbatches import Microbatch
 from rl_backends.errors import ModelError, NonFiniteGradientError
 from rl_backends.metrics.flops import AttentionFlops, ModelFlops, TokenFlops
 from rl_backends.metrics.memory import memory_by_category
@@ -61,7 +61,7 @@ def test_tokens_and_model_flops_do_not_depend_on_the_cut(world, lengths, rows, r
     examples = world.Examples(
         tokens=torch.ones(len(lengths), 9, dtype=torch.int64), lengths=lengths, trainable=trainable, weight=lengths
     )
-    cut = RowDealing(rank=0, limits=MicrobatchLimits(rows=rows, layout=layout), num_ranks=ranks).cut(examples)
+    cut = RowDealing(rank=0, micro_batch_size=rows, layout=layout, num_ranks=ranks).cut(examples)
     work = work_of([Pass(cut, lengths, lengths - 1)], flops=FLOPS, layout=layout)
     assert work.tokens == int(lengths.sum())
     assert work.asked_tokens == int((lengths - 1).sum())
@@ -74,7 +74,7 @@ def test_tokens_and_model_flops_do_not_depend_on_the_cut(world, lengths, rows, r
 
 def test_a_meter_gives_the_figures_of_a_step(world):
     examples = world.make_examples(rows=4)
-    cut = RowDealing(rank=0, limits=MicrobatchLimits(rows=2), num_ranks=2).cut(examples)
+    cut = RowDealing(rank=0, micro_batch_size=2, num_ranks=2).cut(examples)
     measured = meter(num_ranks=4, peak_flops_per_s=1e9)
     assert measured.metrics() is None
     with measured.forward_backward(examples, cut):
@@ -100,7 +100,7 @@ def test_a_meter_gives_the_figures_of_a_step(world):
 
 def test_mfu_is_unknown_by_name_and_never_guessed(world):
     examples = world.make_examples(rows=2)
-    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
+    cut = RowDealing(rank=0, num_ranks=1).cut(examples)
     reasons = []
     for flops in (FLOPS, ModelError("Odd holds experts")):
         measured = StepMeter(flops, device=CPU, num_ranks=1)
@@ -122,7 +122,7 @@ def test_mfu_is_unknown_by_name_and_never_guessed(world):
 
 def test_a_failed_pass_is_forgotten_and_a_skipped_step_is_counted(world):
     examples = world.make_examples(rows=2)
-    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
+    cut = RowDealing(rank=0, num_ranks=1).cut(examples)
     measured = meter()
     with measured.forward_backward(examples, cut):
         pass
@@ -148,7 +148,7 @@ def test_a_failed_pass_is_forgotten_and_a_skipped_step_is_counted(world):
 def test_asked_tokens_may_be_given(world):
     examples = world.make_examples(rows=3)
     measured = meter()
-    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
+    cut = RowDealing(rank=0, num_ranks=1).cut(examples)
     with measured.forward_backward(examples, cut, asked=torch.ones(3, dtype=torch.int64)):
         pass
     with measured.optim_step():
@@ -201,7 +201,7 @@ def test_resident_memory_is_that_of_the_process():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="seconds by events, and the allocator, need a GPU")
 def test_on_a_gpu_seconds_are_those_of_its_stream(world):
     examples = world.make_examples(rows=2)
-    cut = RowDealing(rank=0, limits=MicrobatchLimits(), num_ranks=1).cut(examples)
+    cut = RowDealing(rank=0, num_ranks=1).cut(examples)
     device = torch.device("cuda")
     big = torch.ones(4096, 4096, device=device)
     model = torch.nn.Linear(8, 8, device=device)

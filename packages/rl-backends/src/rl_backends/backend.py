@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from rl_backends.batching.dealing import DealtRows, RowDealing, trainable_of
 from rl_backends.batching.microbatches import (
+    Layout,
     Microbatch,
-    MicrobatchLimits,
     ModelInputs,
     SequenceShard,
     lengths_read,
@@ -131,18 +131,21 @@ class DistributedModel(ABC):
         """Whether it has left its process groups."""
 
     @property
+    def layout(self) -> Layout:
+        """How rows of a microbatch lie."""
+        return "packed" if self.config.sequence_packing else "padded"
+
+    @property
     def row_dealing(self) -> RowDealing:
         """How the rows of a batch are shared out among the ranks that have rows of their own."""
         config = self.config
         return RowDealing(
             rank=self.row_group.rank(),
             num_ranks=self.row_group.size(),
-            limits=MicrobatchLimits(
-                rows=config.micro_batch_size,
-                tokens=config.micro_batch_tokens,
-                layout="packed" if config.sequence_packing else "padded",
-                fewest=self.fewest_microbatches,
-            ),
+            micro_batch_size=config.micro_batch_size,
+            micro_batch_tokens=config.micro_batch_tokens,
+            layout=self.layout,
+            fewest_microbatches=self.fewest_microbatches,
             token_multiple=self.token_multiple,
             vocabulary_size=self.vocabulary_size,
             max_positions=self.max_positions,
@@ -191,7 +194,7 @@ class DistributedModel(ABC):
             rows.tokens,
             self.lengths_read(rows, asked, offset=offset),
             asked,
-            layout="packed" if self.config.sequence_packing else "padded",
+            layout=self.layout,
             offset=offset,
             shard=self.sequence_shard,
             multiple=self.length_multiple,
@@ -784,7 +787,7 @@ class Backend(ABC):
             flops,
             device=device,
             num_ranks=dist.get_world_size(),
-            layout="packed" if config.sequence_packing else "padded",
+            layout=self._distributed.layout,
             token_multiple=self._distributed.token_multiple,
             peak_flops_per_s=config.peak_flops_per_s or peak_of_this_device(device, config.precision),
             memory=lambda: memory_by_category(self.model, self._torch_optimizers()),

@@ -386,23 +386,3 @@ def share_out(costs: Sequence[int], *, num_ranks: int) -> list[list[int]]:
     balanced = spread(order, costs, number=num_ranks, most_units=-(-len(order) // num_ranks))
     assert balanced is not None  # there is room for all units
     return min((balanced, dealt), key=lambda ranks: max(sum(costs[unit] for unit in units) for units in ranks))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchLimits:
-    """How large a microbatch may be."""
-
-    rows: int = 64
-    """Most rows."""
-    tokens: int | None = None
-    """Most tokens as the model reads them, padding included; None bounds by rows alone."""
-    layout: Layout = "padded"
-    """Whether rows are padded to the longest of their microbatch, or laid one after the other."""
-    fewest: int = 1
-    """Fewest microbatches of a rank: a schedule of virtual pipeline stages needs as many as there are stages."""
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"rows={self.rows} must be >= 1")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens} must be >= 1, or None for no bound")

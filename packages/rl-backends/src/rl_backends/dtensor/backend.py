@@ -300,13 +300,13 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     """
     if not all(has_numbers(to_local_if_dtensor(parameter)) for parameter in sharded.model.parameters()):
         return
-    shard, limits = sharded.sequence_shard, sharded.row_dealing.limits
+    shard = sharded.sequence_shard
     length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
     inputs = make_inputs(
         ((torch.arange(length) * 7 + 3) % sharded.vocabulary_size)[None],
         torch.tensor([length]),
         torch.ones(1, length, dtype=torch.bool),
-        layout=limits.layout,
+        layout=sharded.layout,
         offset=0,  # at each token of this rank's own: how likely that token was to follow itself
         shard=shard,
     ).to(sharded.config.device)
