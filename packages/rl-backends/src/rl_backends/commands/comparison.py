@@ -9,7 +9,6 @@ Axes: B rows, T tokens.
 
 import argparse
 import functools
-import json
 import math
 import os
 import sys
@@ -380,15 +379,15 @@ TIMED_STEPS = 3
 TIMED_ROWS = {"rows": 16, "shortest": 64, "longest": 256}
 
 
-def verify_each_kernel(arguments: argparse.Namespace) -> int:
-    """Run every cell, print them, and return the exit code: 1 if one runs and is beyond its tolerance.
+def verify_each_kernel(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run every cell, print them, and return the figures. It does not hold if one runs and is beyond its tolerance.
 
     A cell is one backend on one rank whose configuration differs from the plain one in one choice. It computes
     log-probabilities and gradients, and then takes a few steps over longer rows, for tokens a second and MFU. What
     cannot run here is refused, in words.
     """
     base = chosen_config(arguments, micro_batch_size=2, device=arguments.device)
-    started, cells = time.monotonic(), list[dict[str, Any]]()
+    cells: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="rl-backends-verify-") as name:
         model = Path(name) / "model"
         small = save_small_model(arguments, model, tp=1, keep_heads=True)
@@ -441,11 +440,8 @@ def verify_each_kernel(arguments: argparse.Namespace) -> int:
     ran = sum(cell["holds"] is not None for cell in cells)
     within = "all are within their tolerance" if holds else "NOT all are within their tolerance"
     print(f"{ran} choices ran, {len(cells) - ran} were refused; {within}")
-    if arguments.json:
-        figures = {"model": arguments.model, "small_model": small.described, "device": arguments.device}
-        figures |= {"cells": cells, "seconds": round(time.monotonic() - started, 3)}
-        print(json.dumps({**figures, "holds": holds}, allow_nan=False))
-    return 0 if holds else 1
+    figures = {"model": arguments.model, "small_model": small.described, "device": arguments.device}
+    return {**figures, "cells": cells, "holds": holds}
 
 
 def _choices() -> Iterator[tuple[str, dict[str, Any]]]:

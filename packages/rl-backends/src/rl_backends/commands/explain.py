@@ -5,9 +5,8 @@ Exit codes: 0 explained, and within `--device-memory-gib` where that was given; 
 """
 
 import argparse
-import json
 from collections.abc import Sequence
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config, one_of
 from rl_backends.optimizers.config import OptimizerConfig
@@ -38,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     add_backend_flags(parser, backend)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Explain, and return the exit code."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Explain; it holds what fits."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
         raise ValueError(f"--device-memory-gib must be above 0; got {given}")
     from rl_backends.dry_run.explanation import explain, skeleton_of
@@ -69,6 +68,4 @@ def run(arguments: argparse.Namespace) -> int:
     holds = given is None or peak <= given * GIB
     if given is not None:
         print(f"\nit {'fits' if holds else 'does not fit'}: {peak / GIB:.2f} GiB of {given:g} GiB")
-    if arguments.json:
-        print(json.dumps({**document, "holds": holds}, allow_nan=False))
-    return 0 if holds else 1
+    return {**document, "holds": holds}

@@ -6,12 +6,10 @@ Exit codes: 0 written; 1 it could not be written, or the checkpoint cannot be re
 """
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,15 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     add_common_flags(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Export, and return the exit code."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Export."""
     from rl_backends.checkpoints.contents import TorchContents
     from rl_backends.checkpoints.folders import check_file, in_threads
     from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
     from rl_backends.export import export_pretrained
     from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
 
-    started = time.monotonic()
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
     manifest = read_manifest(checkpoint)
     asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
@@ -68,10 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     version, tensors = manifest.version, len(manifest.model)
     written = sum(path.stat().st_size for path in target.iterdir())
     print(f"{target}: {tensors} tensors of version {version}, {written / GIB:.3f} GiB")
-    if arguments.json:
-        figures = {"folder": str(target), "version": version, "tensors": tensors, "bytes": written}
-        print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 3), "holds": True}))
-    return 0
+    return {"folder": str(target), "version": version, "tensors": tensors, "bytes": written, "holds": True}
 
 
 def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
