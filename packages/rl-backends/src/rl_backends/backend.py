@@ -43,6 +43,7 @@ from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.config import BackendConfig
 from rl_backends.errors import BatchError, ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
+from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
@@ -337,15 +338,21 @@ class Backend(ABC):
 
     Args:
         config: of the backend.
-        skeleton: the Hugging Face model without its weights.
+        model: the Hugging Face model.
+        filled: whether something puts weights into a model that is on the meta device.
     """
 
     _distributed: DistributedModel
     _meter: StepMeter
 
-    def __init__(self, config: BackendConfig, skeleton: nn.Module) -> None:
+    def __init__(self, config: BackendConfig, model: nn.Module, *, filled: bool) -> None:
+        if not filled and any(parameter.is_meta for parameter in model.parameters()):
+            raise ModelError(
+                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
+                f"pass fill= to put weights into it"
+            )
         self.config: BackendConfig = config
-        self._skeleton = skeleton
+        self._skeleton = without_weights(model)
         self._optimizers: StageOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
@@ -425,11 +432,11 @@ class Backend(ABC):
 
     def value(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
         """What a value head says of the state before each trainable token, in that token's place; 0 elsewhere."""
-        return self._read(examples, self._value_reader("value"))[0]
+        return self._read(examples, self._value_reader())[0]
 
     def score(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, " B"]:
         """What a reward head says of each row, at its last token."""
-        return self._read(examples, self._value_reader("score"), asked=last_tokens, offset=0)[0].sum(1)
+        return self._read(examples, self._value_reader(), asked=last_tokens, offset=0)[0].sum(1)
 
     # -- Training -----------------------------------------------------------------------------------------------------
 
@@ -478,7 +485,7 @@ class Backend(ABC):
         """
         self._require_on_device("forward_backward", PASSES)
         if output in {"value", "score"}:
-            reader = self._value_reader(output)
+            reader = self._value_reader()
         else:
             reader = token_logp_reader(output, self._head, self._temperature)
         of_rows = output == "score"
@@ -752,9 +759,8 @@ class Backend(ABC):
         """How evenly experts were used since the last step; empty where nobody counts."""
         return {}
 
-    def _value_reader(self, output: str) -> Reader:
+    def _value_reader(self) -> Reader:
         """Reads the number of a value or reward head; ModelError where the model has none."""
-        del output
         return value_reader(self.model)
 
     def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:

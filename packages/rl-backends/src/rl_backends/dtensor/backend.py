@@ -84,7 +84,7 @@ class DTensorBackend(Backend):
             if config.lora_cfg is not None:
                 initialise_adapters(sharded, seed=seed)
 
-        super().__init__(config, without_weights(model))
+        super().__init__(config, model, filled=fill is not None)
         self._distributed = ShardedModel(model, config, fill=None if fill is None else fill_all)
         with self._distributed.closed_on_failure():
             if has_language_model_head(self.model):

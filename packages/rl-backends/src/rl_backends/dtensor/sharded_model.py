@@ -141,16 +141,11 @@ class ShardedModel(DistributedModel):
     ) -> None:
         if not hasattr(model, "base_model"):
             raise ModelError(f"{type(model).__qualname__} has no base_model beneath a head; give a Hugging Face model")
-        if (bare := any(parameter.is_meta for parameter in model.parameters())) and fill is None:
-            raise ModelError(
-                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
-                f"pass fill= to put weights into it"
-            )
         self.config: DTensorConfig = config
         self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
         """In the process group."""
         with self.closed_on_failure() if membership is None else nullcontext():
-            self._build(model, fill if bare else None)
+            self._build(model, fill if any(parameter.is_meta for parameter in model.parameters()) else None)
 
     def _build(self, model: nn.Module, fill: Callable[[nn.Module], object] | None) -> None:
         config = self.config

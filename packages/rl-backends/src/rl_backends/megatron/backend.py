@@ -18,7 +18,6 @@ from rl_backends.batching.microbatches import Microbatch
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource
 from rl_backends.lora.files import save_adapter
 from rl_backends.lora.inject import add_lora
@@ -80,13 +79,8 @@ class MegatronBackend(Backend):
         require_own_code(model)
         if config.lora_cfg is not None:
             add_lora(model, config.lora_cfg, seed=seed, layers_only=True)
-        super().__init__(config, without_weights(model))
-        if fill is None and any(parameter.is_meta for parameter in model.parameters()):
-            raise ModelError(
-                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
-                f"pass fill= to put weights into it"
-            )
-        source = from_hugging_face(model) if fill is None else fill
+        super().__init__(config, model, filled=fill is not None)
+        source = partial(from_hugging_face, model) if fill is None else fill
 
         def fill_alike(distributed: MegatronModel) -> None:
             require_same_model(model)
@@ -110,9 +104,10 @@ class MegatronBackend(Backend):
     ) -> "MegatronBackend":
         skeleton, model = source.skeleton(), source.skeleton()  # one of them gets the adapters
         if random:
-            return cls(model, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
+            draw = partial(at_random, skeleton, seed=seed)
+            return cls(model, config, fill=draw, origin=f"random numbers of seed {seed}")
         origin = f"the safetensors files of {source.folder}, each rank its own parts"
-        fill = from_files(source, skeleton, new_head=new_head, seed=seed)
+        fill = partial(from_files, source, skeleton, new_head=new_head, seed=seed)
         return cls(model, config, fill=fill, origin=origin)
 
     @property
@@ -151,8 +146,7 @@ class MegatronBackend(Backend):
         assert self._optimizers is not None
         return clip_and_step(self._distributed.ddp, self._optimizers, version=self.version, names=self._names)
 
-    def _value_reader(self, output: str) -> Reader:
-        del output
+    def _value_reader(self) -> Reader:
         return value_reader(self._skeleton)  # the last pipeline stage alone has the head
 
     def _adapters_off(self) -> AbstractContextManager[None]:
@@ -161,7 +155,7 @@ class MegatronBackend(Backend):
     def _frozen_copy(self, *, offload: bool) -> tuple[MegatronModel, Callable[[], AbstractContextManager[Any]]]:
         model = self._distributed
         model.finish_param_gather()
-        fill = from_megatron(model)
+        fill = partial(from_megatron, model)
         copied = MegatronModel(self._skeleton, self.config, fill=fill, trainable=False, groups=model.groups)
         if not offload:
             return copied, nullcontext
