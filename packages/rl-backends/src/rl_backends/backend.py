@@ -47,7 +47,7 @@ from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
 from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
-from rl_backends.metrics.flops import ModelFlops, peak_of_this_device
+from rl_backends.metrics.flops import ModelFlops, decoder_of, peak_of_this_device
 from rl_backends.metrics.memory import memory_by_category
 from rl_backends.metrics.step import StepMeter, StepMetrics
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
@@ -321,15 +321,11 @@ def max_positions(model: nn.Module) -> int | None:
     The table is a sibling of the embedding of tokens. Beyond its end a lookup fails, on a GPU by an assertion in a
     kernel, after which the process cannot use the device any more.
     """
-    tokens = model.get_input_embeddings()  # type: ignore[operator]
-    for module in model.modules():
-        siblings = dict(module.named_children())
-        if any(each is tokens for each in siblings.values()):
-            for name, table in siblings.items():
-                if POSITION_TABLE.fullmatch(name) and isinstance(table, nn.Embedding):
-                    # OPT leaves the first rows out, RoBERTa those up to that of padding.
-                    left_out = int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1
-                    return table.num_embeddings - left_out
+    for name, table in decoder_of(model).named_children():
+        if POSITION_TABLE.fullmatch(name) and isinstance(table, nn.Embedding):
+            # OPT leaves the first rows out, RoBERTa those up to that of padding.
+            left_out = int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1
+            return table.num_embeddings - left_out
     return None
 
 

@@ -11,7 +11,6 @@ Axes: B rows, T tokens.
 
 import functools
 import gc
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +47,7 @@ from rl_parallel_plans.forecast import (
 from rl_parallel_plans.forecast.fake import tensors_in
 from rl_parallel_plans.forecast.report import phase_peaks
 from rl_parallel_plans.forecast.tracker import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from rl_parallel_plans.structure import collapsed
 
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
@@ -65,9 +65,7 @@ def run_step(
     with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
         backend = make_backend()
         # The same name for the same module of every layer.
-        names.update(
-            (module, re.sub(r"(?<![^.])\d+(?![^.])", "*", name)) for name, module in backend.model.named_modules()
-        )
+        names.update((module, collapsed(name)) for name, module in backend.model.named_modules())
         tracker.label(backend.model.parameters(), PARAMETERS)
         tracker.label(backend.model.buffers(), BUFFERS)
         labelled.enter_context(gathered_labels(tracker, backend.model))

@@ -35,7 +35,7 @@ from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, 
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import GradientStep, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank, told_by_last_rank
+from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
 from rl_parallel_plans import NamedShard, get_logprobs_from_vocab_parallel_logits, named_shards, to_local_if_dtensor
 from rl_parallel_plans.dtensor import has_numbers
@@ -139,9 +139,8 @@ class DTensorBackend(Backend):
             def use(number: int, model: Any, each: ModelInputs) -> Tensor:
                 counts = number < len(every)
                 rows = every[number if counts else 0]
-                outputs = sharded.read_on_stage(
-                    model, each, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1])
-                )[0]
+                shape = rows.tokens.shape[0], rows.tokens.shape[1]
+                outputs = sharded.read(each, reader, shape=shape, stage=model)[0]
                 return loss_at(number, rows, outputs) if counts else outputs.sum() * 0.0
 
             sharded.run_pipeline([inputs_of(rows) for rows in every], use, backward=True)
@@ -310,21 +309,23 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
         offset=0,  # at each token of this rank's own: how likely that token was to follow itself
         shard=shard,
     ).to(sharded.config.device)
-    ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
-    kept: list[Tensor] = []
+    kept: dict[int, Tensor] = {}  # on the last stage
+
+    def keep(_: int, read: Sequence[Tensor]) -> None:
+        kept[0] = read[0][0, inputs.into]
 
     def from_logits(number: int, model: Any, each: ModelInputs) -> Tensor:
         logits = model(**each.as_arguments(), use_cache=False).logits
         found = get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
-        kept.extend([found] if number == 0 else [])  # and not of a repetition
+        kept[1] = found if number == 0 else kept[1]  # and not of a repetition
         return found.sum()
 
+    sharded._forward([inputs], read_logp(head, temperature=1.0), shapes=[(1, inputs.longest)], keep=keep)  # noqa: SLF001 - ours
     if sharded.pipeline is None:
         from_logits(0, sharded.model, inputs)
     else:
         sharded.run_pipeline([inputs], from_logits, backward=False)
-        kept = told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)
-    (theirs,) = kept
+    ours, theirs = sharded._on_every_stage(kept).values()  # noqa: SLF001 - ours
     sharded.reshard()
     apart = largest_on_any_rank((ours - theirs).abs().max())
     if apart > TOLERANCE[sharded.config.precision]:

@@ -28,6 +28,7 @@ from rl_backends.errors import ModelError
 from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading.skeleton import materialize
+from rl_backends.loading.weights import write_whole
 from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, once_per_process_group, require_same_model, told_by_last_rank
@@ -219,13 +220,14 @@ class ShardedModel(DistributedModel):
         made = make_shared_inputs(rows.tokens, lengths, asked, offset=offset, words=words)
         return made.to(self.config.device)
 
-    def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> tuple[Tensor, ...]:
-        """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-        if self.pipeline is not None:  # without a gradient: what has one goes through run_pipeline
-            kept: list[Tensor] = []
-            self._forward([inputs], reader, shapes=[shape], keep=lambda _, read: kept.extend(read))
-            return tuple(told_by_last_rank(kept, self.pipeline.group, device=self.pipeline.device))
-        call = getattr(self.model, METHOD)
+    def read(
+        self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int], stage: Any = None
+    ) -> tuple[Tensor, ...]:
+        """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable.
+
+        stage: the model that `run_pipeline` gives, inside of it.
+        """
+        call = getattr(self.model, METHOD) if stage is None else partial(_read, stage)
         hints = self.kernels.arguments(inputs)
         read: tuple[Tensor, ...] = call(inputs, reader, num_places=shape[0] * shape[1], hints=hints)
         if self._context is not None:
@@ -254,14 +256,6 @@ class ShardedModel(DistributedModel):
         run = self.pipeline.step if backward else self.pipeline.forward
         run(list(enumerate(repeated)), lambda model, item: use(item[0], model, item[1]), shape=(rows, tokens))
 
-    def read_on_stage(
-        self, model: Any, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
-    ) -> tuple[Tensor, ...]:
-        """As `read`, inside of `run_pipeline`; differentiable."""
-        hints = self.kernels.arguments(inputs)
-        read = _read(model, inputs, reader, num_places=shape[0] * shape[1], hints=hints)
-        return tuple(each.view(*shape, *each.shape[1:]) for each in read)
-
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
         if self.pipeline is None:
             return out
@@ -279,7 +273,7 @@ class ShardedModel(DistributedModel):
         if self.pipeline is not None:
 
             def use(number: int, model: Any, each: ModelInputs) -> Tensor:
-                read = self.read_on_stage(model, each, reader, shape=shapes[number if number < len(shapes) else 0])
+                read = self.read(each, reader, shape=shapes[number if number < len(shapes) else 0], stage=model)
                 if number < len(shapes):
                     keep(number, read)
                 return torch.zeros((), device=self.config.device)
@@ -321,12 +315,10 @@ def take_weights(model: nn.Module) -> Callable[[nn.Module], object]:
     model._apply(lambda each: each.to("meta") if id(each) in parameters else each)  # type: ignore[no-untyped-call]  # noqa: SLF001
     retie(model, ties)
 
-    @torch.no_grad()
     def fill(sharded: nn.Module) -> None:
         for shard in named_shards(sharded):
             if (whole := values.get(shard.name)) is not None:
-                for box in shard.boxes():
-                    box.of_local(shard.local).copy_(box.of_whole(whole))
+                write_whole(whole, [shard])
         values.clear()
 
     return fill

@@ -29,6 +29,7 @@ from rl_backends.kernels.layers import (
 from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
 from rl_backends.packing.attention import LARGEST_HEAD
 from rl_backends.packing.enable import attention_modules
+from rl_backends.readers import has_language_model_head
 from rl_parallel_plans.structure import head_size
 
 if TYPE_CHECKING:
@@ -266,8 +267,7 @@ def _only_packed(config: "DTensorConfig") -> Iterator[str]:
 
 def _needs_a_head(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
     del config
-    embeddings = getattr(model, "get_output_embeddings", None)
-    if embeddings is None or embeddings() is None:
+    if not has_language_model_head(model):
         yield "the model has no language-model head"
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from rl_backends.config import LoraConfig
 from rl_backends.errors import ModelError
+from rl_backends.loading.weights import write_whole
 from rl_backends.lora.layers import (
     A_TAIL,
     ADAPTER,
@@ -116,9 +117,7 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
             to_local_if_dtensor(layer.magnitude).copy_(torch.linalg.vector_norm(rows, dim=1))
     for shard in named_shards(model):
         if shard.name.endswith((A_TAIL, B_TAIL, EMBEDDING_A_TAIL, EMBEDDING_B_TAIL, EXPERTS_A_TAIL, EXPERTS_B_TAIL)):
-            whole = first_value(shard.name, shard.shape, seed=seed)
-            for box in shard.boxes():
-                box.of_local(shard.local).copy_(box.of_whole(whole))
+            write_whole(first_value(shard.name, shard.shape, seed=seed), [shard])
 
 
 def first_value(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
