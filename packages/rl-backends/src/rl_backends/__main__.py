@@ -10,6 +10,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -71,10 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @final
 class _CommandParser(argparse.ArgumentParser):
-    """Says which flag an unknown one may have meant."""
+    """Says which flag, or which of its words, an unknown one may have meant."""
 
     def error(self, message: str) -> NoReturn:
         hints = ""
+        if unknown := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):  # as argparse says it
+            for near in difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), n=1):
+                hints = f"; did you mean {near!r}?"
         for word in message.split() if "unrecognized arguments" in message else ():  # as argparse says it
             flag = word.partition("=")[0]
             if flag.startswith("--") and (near := difflib.get_close_matches(flag, self._option_string_actions, n=1)):

@@ -29,12 +29,10 @@ from rl_backends.metrics.memory import (
     MemoryUse,
     NamedStorage,
     memory_by_category,
-    named_parameters,
     named_storages,
-    optimizer_tensors,
     plain_tensors,
+    tensors_by_category,
 )
-from rl_parallel_plans.checkpoints import reshard
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
@@ -206,13 +204,7 @@ class Offloader:
     def _find(
         self, parts: Sequence[Part], optimizers: Iterable[torch.optim.Optimizer]
     ) -> dict[Part, list[NamedStorage]]:
-        reshard(self._model)
-        named = named_parameters(self._model)
-        tensors: dict[Part, list[tuple[str, Tensor]]] = {
-            "weights": list(named),
-            "gradients": [(f"gradient of {name}", p.grad) for name, p in named if p.grad is not None],
-            "optimizer": list(optimizer_tensors(optimizers)),
-        }
+        tensors = dict(zip(PARTS, tensors_by_category(self._model, optimizers).values(), strict=False))
         if self._extra is not None:
             for part in parts:
                 tensors[part] += self._extra(part)

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config, one_of
+from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config
 from rl_backends.optimizers.config import OptimizerConfig
 
 GIB = 2**30
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     group.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a row (default %(default)s)")
     group.add_argument(
         "--optimizer",
-        type=one_of(OPTIMIZERS, "--optimizer"),
+        choices=OPTIMIZERS,
         default="adamw",
         metavar="|".join(OPTIMIZERS),
         help="whose state and step count (default %(default)s)",

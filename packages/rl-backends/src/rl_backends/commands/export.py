@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rl_backends.commands.flags import add_common_flags, one_of
+from rl_backends.commands.flags import add_common_flags
 
 if TYPE_CHECKING:
     from rl_backends.checkpoints.storage import Manifest
@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     parser.add_argument("checkpoint", metavar="FOLDER", help="that save_checkpoint has written")
     parser.add_argument("--model", required=True, metavar="SOURCE", help="folder or hub id that training began from")
     parser.add_argument("--to", required=True, metavar="FOLDER", help="where to; it must not exist")
-    parser.add_argument(
-        "--dtype", type=one_of(DTYPES, "--dtype"), metavar="|".join(DTYPES), help="default: the checkpoint's own"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, metavar="|".join(DTYPES), help="default: the checkpoint's own")
     add_common_flags(parser)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl_backends.errors import ModelError, RankError
+from rl_backends.errors import ModelError, RankError, some
 from rl_backends.loading.skeleton import in_float32, make_skeleton
 from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
 from rl_backends.rank_agreement import gather_text, on_every_rank
@@ -251,10 +251,9 @@ def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote
     )
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):  # which transformers would fill in at random
         if found := sorted(map(str, report.get(kind) or [])):
-            some = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
             raise ModelError(
-                f"{model_name}: {kind.replace('_', ' ')}: {some}. Training would go on from random weights there; "
-                f"give the folder of the whole causal language model"
+                f"{model_name}: {kind.replace('_', ' ')}: {some(found)}. Training would go on from random weights "
+                f"there; give the folder of the whole causal language model"
             )
     check_generation_config(model)
     config = AutoConfig.from_pretrained(model_name, revision=revision, trust_remote_code=trust_remote_code)

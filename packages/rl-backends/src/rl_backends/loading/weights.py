@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from rl_backends.errors import ModelError
+from rl_backends.errors import ModelError, some
 from rl_backends.loading.skeleton import initial_value, twin_of
 from rl_parallel_plans import Box, NamedShard, named_shards, stage_info
 
@@ -81,7 +81,7 @@ def shards_by_name(model: nn.Module, skeleton: nn.Module) -> dict[str, list[Name
             raise ModelError(f"{shard.name} lies on the meta device: call materialize(model, device) first")
         found.setdefault(first[name], []).append(shard)
     if (absent := sorted(set(first.values()) - found.keys())) and stage_info(model) is None:
-        raise ModelError(f"the model has no {_some(absent)}, which {type(skeleton).__name__} has")
+        raise ModelError(f"the model has no {some(absent)}, which {type(skeleton).__name__} has")
     return found
 
 
@@ -437,7 +437,7 @@ def _problems(
         if tensor.shape != shapes[name]
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": misshaped}
-    problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{kind}: {some(names)}" for kind, names in kinds.items() if names]
     if missing and all(not _in_base_model(name, skeleton) for name in missing):
         problems.append("the head alone is missing, which new_head=True draws at random")
     return problems
@@ -462,10 +462,6 @@ def _read(feeds: Sequence[tuple[str, LazyTensor]], shards: Sequence[Shard]) -> i
                         f"tie_word_embeddings to false in config.json"
                     )
     return total
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def initialise(model: nn.Module, *, seed: int) -> None:

@@ -172,11 +172,7 @@ class MegatronBackend(Backend):
         return [held for held in every if not held.duplicate]
 
     def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
-        """The buffers that gradients add up in, and float32 masters of weights in bfloat16."""
-        ddp = self._distributed.ddp
-        if part == "gradients":
-            buffers = [buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            return [(f"gradient buffer {number}", buffer.grad_data) for number, buffer in enumerate(buffers)]
+        """Float32 masters of weights in bfloat16."""
         if part == "optimizer" and self._optimizers is not None:
             masters = enumerate(masters_of(self._optimizers))
             return [(f"master {number}", master.tensor.detach()) for number, master in masters if master.is_copy]

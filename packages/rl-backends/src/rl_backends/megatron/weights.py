@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.checkpoints.shards import num_ranks, this_rank
-from rl_backends.errors import ModelError
+from rl_backends.errors import ModelError, some
 from rl_backends.examples import TokenRows
 from rl_backends.loading.skeleton import initial_value
 from rl_backends.loading.source import ModelSource
@@ -94,8 +94,7 @@ class Gatherer:
                     gathered[name] = gathered.get(name, 0) + size
         if wrong := [name for name, size in gathered.items() if size != torch.Size(shapes.get(name, (-1,))).numel()]:
             raise ModelError(
-                f"the ranks together do not hold the whole of {', '.join(wrong[:3])}"
-                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}: Megatron has no place for it, or it is of "
+                f"the ranks together do not hold the whole of {some(wrong)}: Megatron has no place for it, or it is of "
                 f"another model"
             )
         self._given: dict[str, list[tuple[HeldTensor, Box]]] = {}
