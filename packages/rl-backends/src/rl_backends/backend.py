@@ -18,6 +18,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -534,7 +535,10 @@ class Backend(ABC):
         Args:
             memory: add the account of memory as it is now, which looks at every parameter.
         """
-        return self._meter.metrics(memory=memory)
+        found = self._meter.metrics()
+        if found is None or not memory:
+            return found
+        return replace(found, memory=memory_by_category(self.model, self._torch_optimizers()))
 
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
         """The policy as it is now, frozen: `reference.logp(examples)`.
@@ -618,27 +622,14 @@ class Backend(ABC):
     ) -> None:
         """Write a Hugging Face model folder, adapters merged, completely or not at all; every rank must call it.
 
-        Args:
-            folder: where to; it must not exist.
-            dtype: of floating-point tensors. "auto" gives each tensor the dtype that it has in the folder which the
-                model came from; None writes the float32 that was trained.
-            tokenizer: saved beside the model if it is given, so that an engine can serve the folder as it is.
-
-        Raises:
-            FileExistsError: `folder` is there already; nothing is overwritten.
-            OSError: the disk is full or read-only; `folder` does not exist afterwards.
+        Arguments and errors are those of `rl_backends.export_pretrained`.
         """
 
     @abstractmethod
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
         """Write the adapters in PEFT's format, whole or not at all; every rank must call it.
 
-        Args:
-            folder: where to; it must not exist.
-            base_model_name: of the model that they adapt, a folder or hub id, for whoever loads them.
-
-        Raises:
-            ModelError: the policy has no adapters.
+        Arguments and errors are those of `rl_backends.lora.files.save_adapter`.
         """
 
     def save_checkpoint(
@@ -792,7 +783,6 @@ class Backend(ABC):
             layout=self._distributed.layout,
             token_multiple=self._distributed.token_multiple,
             peak_flops_per_s=config.peak_flops_per_s or peak_of_this_device(device, config.precision),
-            memory=lambda: memory_by_category(self.model, self._torch_optimizers()),
         )
 
     def _read(self, examples: TokenBatch | DealtRows[Any], reader: Reader, **where: Any) -> dict[int, Tensor]:

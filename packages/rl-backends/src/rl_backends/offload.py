@@ -381,13 +381,12 @@ class Store(ABC):
 
     def put(self, pieces: Sequence[Tensor]) -> None:
         """Copy `pieces`, one after the other, into room for all of them."""
-        self._make_room(sum(piece.numel() for piece in pieces))
-        for part, place in self._places(pieces):
+        for part, place in self._places(pieces, new=True):
             place.copy_(part, non_blocking=place.is_pinned())
 
     def get(self, into: Sequence[Tensor]) -> None:
         """Copy back."""
-        for part, place in self._places(into):
+        for part, place in self._places(into, new=False):
             part.copy_(place, non_blocking=place.is_pinned())
 
     @abstractmethod
@@ -395,11 +394,19 @@ class Store(ABC):
         """The bytes are not wanted any more."""
 
     @abstractmethod
-    def _make_room(self, num_bytes: int) -> None: ...
+    def _room(self, num_bytes: int, *, new: bool) -> Sequence[Tensor]:
+        """Room for so many bytes, in one chunk or several alike; `new`, or what was written to."""
 
-    @abstractmethod
-    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _places(self, pieces: Sequence[Tensor], *, new: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Each part of a piece, and where it lies here."""
+        chunks, at = self._room(sum(piece.numel() for piece in pieces), new=new), 0
+        for piece in pieces:
+            done = 0
+            while done < piece.numel():
+                chunk, offset = divmod(at, chunks[0].numel())
+                size = min(piece.numel() - done, chunks[0].numel() - offset)
+                yield piece[done : done + size], chunks[chunk][offset : offset + size]
+                done, at = done + size, at + size
 
 
 class HostStore(Store):
@@ -412,20 +419,12 @@ class HostStore(Store):
     def clear(self) -> None:
         """Nothing: the next bytes overwrite these."""
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _room(self, num_bytes: int, *, new: bool) -> list[Tensor]:
+        del new
         while self.host_bytes < num_bytes:
             self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
             self.host_bytes += self._chunk_bytes
-
-    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        at = 0
-        for piece in pieces:
-            done = 0
-            while done < piece.numel():
-                chunk, offset = divmod(at, self._chunk_bytes)
-                size = min(piece.numel() - done, self._chunk_bytes - offset)
-                yield piece[done : done + size], self._chunks[chunk][offset : offset + size]
-                done, at = done + size, at + size
+        return self._chunks
 
 
 class DiskStore(Store):
@@ -447,20 +446,16 @@ class DiskStore(Store):
             self._delete()
         self._delete = None
 
-    def _make_room(self, num_bytes: int) -> None:
-        folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
-        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._file = Path(folder) / "bytes"
-        try:
-            with self._file.open("wb") as file:  # a full disk is an error here; who writes to mapped memory, it kills
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            raise OSError(f"{self._file} could not be written: {error}") from error
-
-    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        sizes = [piece.numel() for piece in pieces]
-        wanted, size = sum(sizes), self._file.stat().st_size
-        if size != wanted:
-            raise RuntimeError(f"{self._file} is not what was written to it: {size} bytes, and {wanted} were written")
-        mapped = torch.from_file(str(self._file), shared=True, size=wanted, dtype=torch.uint8)
-        yield from zip(pieces, torch.split(mapped, sizes), strict=True)
+    def _room(self, num_bytes: int, *, new: bool) -> list[Tensor]:
+        if new:
+            folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
+            self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._file = Path(folder) / "bytes"
+            try:  # a full disk is an error here; who writes to mapped memory, it kills
+                with self._file.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                raise OSError(f"{self._file} could not be written: {error}") from error
+        if (size := self._file.stat().st_size) != num_bytes:
+            raise RuntimeError(f"{self._file} is not what was written to it: {size} of {num_bytes} bytes are there")
+        return [torch.from_file(str(self._file), shared=True, size=num_bytes, dtype=torch.uint8)]

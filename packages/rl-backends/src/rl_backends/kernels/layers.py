@@ -41,24 +41,28 @@ def _gives(run: Callable[[], Any], wanted: Any) -> bool:
 # -- RMS norms -------------------------------------------------------------------------------------------
 
 
+def _norms(model: nn.Module, look: Callable[[str, nn.Module], Any]) -> Iterator[tuple[nn.Module, Any]]:
+    """Every RMS norm, and what `look` finds out about the first of its class."""
+    found: dict[type[nn.Module], Any] = {}
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            if type(module) not in found:
+                found[type(module)] = look(path, module)
+            yield module, found[type(module)]
+
+
 def replace_norms(model: nn.Module, op: Callable[..., Tensor]) -> int:
     """Let every RMS norm run by `op`; return how many.
 
     Raises:
         ModelError: a norm of that name computes something else, or there is none.
     """
-    offsets: dict[type[nn.Module], float] = {}
-    found = 0
-    for path, module in model.named_modules():
-        if not type(module).__name__.endswith("RMSNorm"):
-            continue
-        if type(module) not in offsets:
-            offsets[type(module)] = _offset_of(path, module)
-        module.forward = types.MethodType(_norm_forward(op, float(_eps_of(module)), offsets[type(module)]), module)
-        found += 1
-    if not found:
+    norms = list(_norms(model, _offset_of))
+    for norm, offset in norms:
+        norm.forward = types.MethodType(_norm_forward(op, float(_eps_of(norm)), offset), norm)
+    if not norms:
         raise ModelError(f"{type(model).__qualname__} has no RMS norm, which kernels.norm is about: choose 'torch'")
-    return found
+    return len(norms)
 
 
 @functools.cache
@@ -91,18 +95,10 @@ def _offset_of(path: str, norm: nn.Module) -> float:
 
 def replace_norms_to_the_bit(model: nn.Module) -> int:
     """Let every RMS norm that computes what `rms_norm` does, to the bit, run by it on a CPU; return how many."""
-    same: dict[type[nn.Module], bool] = {}
-    found = 0
-    for module in model.modules():
-        kind = type(module)
-        if not kind.__name__.endswith("RMSNorm"):
-            continue
-        if kind not in same:
-            same[kind] = _has_bits_of_rms_norm(module)
-        if same[kind]:
-            module.forward = types.MethodType(_to_the_bit(kind.forward, _eps_of(module)), module)
-            found += 1
-    return found
+    norms = [norm for norm, same in _norms(model, _has_bits_of_rms_norm) if same]
+    for norm in norms:
+        norm.forward = types.MethodType(_to_the_bit(type(norm).forward, _eps_of(norm)), norm)
+    return len(norms)
 
 
 @functools.cache
@@ -117,7 +113,7 @@ def _eps_of(norm: nn.Module) -> Any:
 
 
 @torch.enable_grad()
-def _has_bits_of_rms_norm(norm: nn.Module) -> bool:
+def _has_bits_of_rms_norm(_path: str, norm: nn.Module) -> bool:
     """Of results and of gradients, on random numbers."""
     with unset_fake_temporarily():
         own = torch.Generator().manual_seed(0)  # the program's random numbers stay as they would be

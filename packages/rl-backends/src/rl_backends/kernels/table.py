@@ -7,7 +7,7 @@ the model is changed. `register_kernel` adds an entry, or takes the place of one
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -72,15 +72,17 @@ def register_kernel(kernel: Kernel) -> None:
 
 def static_problems(config: "DTensorConfig") -> Iterator[str]:
     """One sentence for each choice that the rest of the configuration rules out, whatever the machine and model."""
+
+    def reasons(kernel: Kernel) -> Iterator[str]:
+        if config.device not in kernel.devices:
+            yield f"it runs on {' or '.join(kernel.devices)}, not on a CPU"
+        if config.precision not in kernel.precisions:
+            yield f"it computes in {' or '.join(kernel.precisions)}, not in {config.precision}"
+        yield from kernel.config_problems(config)
+
     kernels, unknown = _chosen(config)
     yield from unknown
-    for kernel in kernels:
-        reasons = []
-        if config.device not in kernel.devices:
-            reasons.append(f"it runs on {' or '.join(kernel.devices)}, not on a CPU")
-        if config.precision not in kernel.precisions:
-            reasons.append(f"it computes in {' or '.join(kernel.precisions)}, not in {config.precision}")
-        yield from _refusal(kernel, [*reasons, *kernel.config_problems(config)])
+    yield from _refusals(kernels, reasons)
 
 
 def _chosen(config: "DTensorConfig") -> tuple[list[Kernel], list[str]]:
@@ -102,10 +104,11 @@ def _chosen(config: "DTensorConfig") -> tuple[list[Kernel], list[str]]:
     return found, unknown
 
 
-def _refusal(kernel: Kernel, reasons: Sequence[str]) -> Iterator[str]:
-    if reasons:
-        remedy = {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
-        yield f"kernels.{kernel.part}={kernel.name!r} cannot be used: {'; '.join(reasons)}; choose {remedy}"
+def _refusals(kernels: Iterable[Kernel], reasons: Callable[[Kernel], Iterable[str]]) -> Iterator[str]:
+    for kernel in kernels:
+        if against := "; ".join(reasons(kernel)):
+            remedy = {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
+            yield f"kernels.{kernel.part}={kernel.name!r} cannot be used: {against}; choose {remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +142,9 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
             of the model has changed.
     """
     kernels, _ = _chosen(config)
-    problems = [
-        problem
-        for kernel in kernels
-        for problem in _refusal(kernel, [*_missing(kernel), *kernel.model_problems(model, config)])
-    ]
-    if problems:
-        raise ModelError("; ".join(problems))
+    reasons: Callable[[Kernel], Iterable[str]] = lambda each: (*_missing(each), *each.model_problems(model, config))  # noqa: E731
+    if problems := "; ".join(_refusals(kernels, reasons)):
+        raise ModelError(problems)
 
     attention, reason = _attention_of(model, config)
     if attention != "model":

@@ -12,7 +12,7 @@ by events on the stream of a GPU; figures are computed, and a GPU is waited for,
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -149,7 +149,7 @@ class StepMetrics(Work):
     device_used_bytes: int | None
     """Of this rank's GPU, what all processes held after the update, their contexts included. torch keeps what its peak
     took. None on a CPU."""
-    memory: MemoryUse | None
+    memory: MemoryUse | None = None
     """Of this rank, when the metrics were asked for; None if they were asked for without it."""
 
     def as_dict(self) -> dict[str, float]:
@@ -186,8 +186,6 @@ class StepMeter:
     """What rows are rounded up to: 2 · ranks under context parallelism."""
     peak_flops_per_s: float | None = None
     """Of one device, in the dtype of the computation; None where it is not known."""
-    memory: Callable[[], MemoryUse] | None = None
-    """What takes the account of memory, when metrics are asked for."""
     _passes: list[Pass] = field(default_factory=list, init=False)
     _pending: Callable[[], StepMetrics] | None = field(default=None, init=False)
     """Computes the figures of the last step, when they are asked for."""
@@ -242,13 +240,11 @@ class StepMeter:
         if failure is not None:
             raise failure
 
-    def metrics(self, *, memory: bool = True) -> StepMetrics | None:
+    def metrics(self) -> StepMetrics | None:
         """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step."""
         if self._pending is not None:
             self._metrics, self._pending = self._pending(), None
-        if self._metrics is None or self.memory is None or not memory:
-            return self._metrics
-        return replace(self._metrics, memory=self.memory())
+        return self._metrics
 
     def _now(self) -> Any:
         """Seconds of the wall clock; on a GPU, an event that is recorded when its stream comes to it."""
@@ -286,7 +282,6 @@ class StepMeter:
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             router=dict(outcome.router),
-            memory=None,
             **known,
         )
 
