@@ -528,9 +528,9 @@ def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_
     import json
 
     from rl_backends.__main__ import main
-    from rl_backends.commands import comparison
+    from rl_backends.commands import verify
 
-    choices = dict(comparison._choices())
+    choices = dict(verify._choices())
     assert {"compile, padded rows", "attention=flex, packed rows", "loss=verl", "float8=rowwise, emulated"} <= set(
         choices
     )
