@@ -17,7 +17,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -770,12 +770,9 @@ class Backend(ABC):
 
     def _make_meter(self) -> StepMeter:
         """The meter of this backend's steps."""
-        device, config = torch.device(self.config.device), self.config
-        flops: ModelFlops | ModelError
-        try:
+        device, config, flops = torch.device(self.config.device), self.config, None
+        with suppress(ModelError):  # of a model whose modules do not tell
             flops = ModelFlops.of(self._skeleton)
-        except ModelError as error:  # its modules do not tell, and metrics say so
-            flops = error
         return StepMeter(
             flops,
             device=device,

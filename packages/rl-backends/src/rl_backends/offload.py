@@ -25,14 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rl_backends.metrics.memory import (
-    MemoryUse,
-    NamedStorage,
-    memory_by_category,
-    named_storages,
-    plain_tensors,
-    tensors_by_category,
-)
+from rl_backends.metrics.memory import NamedStorage, named_storages, plain_tensors, tensors_by_category
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
@@ -43,24 +36,13 @@ _WEIGHTS: tuple[Part, ...] = ("weights",)
 class OffloadReport:
     """Of one `offload` or `onload`, on this rank."""
 
-    action: Literal["offload", "onload"]
-    to: Literal["host", "disk"]
-    """Where parts are kept while they are away."""
     bytes_moved: Mapping[str, int]
-    """Of each part that was asked for and was not there already; 0 where it had nothing that could move."""
+    """Of each part that was asked for and was not there already: what the device was freed of, or has again."""
     seconds: float
-    before: MemoryUse
-    """Memory by category."""
-    after: MemoryUse
     host_bytes: int
     """Host memory that is kept for the next time, or holds what is away."""
     notes: tuple[str, ...]
     """Why something that was asked for did not happen."""
-
-    @property
-    def freed_bytes(self) -> int:
-        """That the device holds less of parameters, gradients and optimizer state than before; negative for onload."""
-        return self.before.total() - self.after.total()
 
 
 class Offloader:
@@ -88,7 +70,6 @@ class Offloader:
         self._extra = extra
         self._stores: dict[Part, Store] = {}
         self._away: dict[Part, list[NamedStorage]] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._handles: list[RemovableHandle] = []
 
@@ -123,7 +104,6 @@ class Offloader:
         """
         start, optimizers = time.perf_counter(), list(optimizers)
         wanted = self._checked(parts, away=False)
-        before = memory_by_category(self._model, [*self._optimizers, *optimizers])
         found = self._find(wanted, optimizers)
         devices = {held.device for storages in found.values() for held in storages}
         try:
@@ -145,9 +125,8 @@ class Offloader:
         for part, storages in found.items():
             self._away[part] = storages
             _empty(storages)
-        self._optimizers += [each for each in optimizers if all(each is not known for known in self._optimizers)]
         _give_back(devices)
-        return self._report("offload", found, before=before, start=start, asked=parts)
+        return self._report(found, "away", start=start, asked=parts)
 
     def onload(self, parts: Collection[Part] = PARTS) -> OffloadReport:
         """Bring `parts` back, those of them that are away.
@@ -160,7 +139,6 @@ class Offloader:
         start = time.perf_counter()
         found = {part: self._away[part] for part in self._checked(parts, away=True)}
         devices = {held.device for storages in found.values() for held in storages}
-        before = memory_by_category(self._model, self._optimizers)
         try:
             for part, storages in found.items():
                 for held in storages:
@@ -181,10 +159,7 @@ class Offloader:
             del self._away[part]
         self._clear_stores(found)
         self._allow(found)
-        report = self._report("onload", found, before=before, start=start, asked=parts)
-        if not self._away:
-            self._optimizers.clear()
-        return report
+        return self._report(found, "here", start=start, asked=parts)
 
     def close(self) -> None:
         """Give back the host memory that is kept for the next time.
@@ -245,26 +220,14 @@ class Offloader:
             self._handles = []
 
     def _report(
-        self,
-        action: Literal["offload", "onload"],
-        found: dict[Part, list[NamedStorage]],
-        *,
-        before: MemoryUse,
-        start: float,
-        asked: Collection[Part],
+        self, found: dict[Part, list[NamedStorage]], state: str, *, start: float, asked: Collection[Part]
     ) -> OffloadReport:
-        seconds = time.perf_counter() - start
-        state = "away" if action == "offload" else "here"
         notes = [f"{part} was {state} already" for part in PARTS if part in asked and part not in found]
         if self._to == "host" and found and not any(found.values()):
             notes.append("device is cpu: everything is in host memory already, and nothing was moved or freed")
         return OffloadReport(
-            action=action,
-            to=self._to,
             bytes_moved={part: sum(held.num_bytes for held in storages) for part, storages in found.items()},
-            seconds=seconds,
-            before=before,
-            after=memory_by_category(self._model, self._optimizers),
+            seconds=time.perf_counter() - start,
             host_bytes=sum(store.host_bytes for store in self._stores.values()),
             notes=tuple(notes),
         )

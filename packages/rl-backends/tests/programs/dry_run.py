@@ -90,7 +90,7 @@ def measured(case, ranks):
 def largest(case):
     """Of logp and forward_backward, with the bytes of the largest parameter."""
     backend = DTensorBackend(model_of(case), config_of(case))
-    rows = rows_of(case["lengths"])
+    rows = rows_of(case["lengths"], backend)
     found = {"weight": max(world_local(p).nbytes for p in backend.model.parameters())}
     with LargestTensor() as mode:
         backend.logp(rows)

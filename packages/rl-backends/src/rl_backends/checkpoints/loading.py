@@ -43,13 +43,9 @@ class CheckpointState:
     """Optimizer steps that the weights have seen."""
     extra: dict[str, Any]
     """What `save_checkpoint` was given."""
-    mesh: dict[str, Any]
-    """Of the ranks that wrote it: `ranks`, and `axes` with their sizes."""
     rng_restored: bool
     """Whether the random-number generators were restored; only on as many ranks as wrote it, and on the same kind of
     device."""
-    torch: str
-    """Release of torch that wrote it."""
 
 
 def load_checkpoint(
@@ -167,7 +163,5 @@ def read_checkpoint(
     return CheckpointState(
         version=manifest.version,
         extra=state["extra"],
-        mesh=manifest.mesh,
         rng_restored=bool(rng),
-        torch=manifest.torch,
     )

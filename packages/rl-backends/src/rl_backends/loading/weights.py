@@ -9,7 +9,6 @@ names. Its own conversions run here on tensors that are not read yet.
 
 import copy
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -366,7 +365,6 @@ class LoadReport:
     """How many tensors of the model were filled; a tied one counts once."""
     bytes_read: int
     """Bytes of this rank's parts in the files."""
-    seconds: float
     ignored: tuple[str, ...]
     """Tensors of the files that the model has no use for."""
     new: tuple[str, ...]
@@ -384,7 +382,6 @@ def load_weights(
     shards: what this rank holds of each tensor, by its first name; a rank may hold nothing of some.
     skeleton: the model before it was sharded; it learns what transformers has converted in reading.
     """
-    start = time.monotonic()
     with open_tensors(files) as found:
         converted = as_in_model(skeleton, found)
         names = first_names(skeleton)
@@ -414,7 +411,6 @@ def load_weights(
     return LoadReport(
         tensors=len(shards),
         bytes_read=bytes_read,
-        seconds=time.monotonic() - start,
         ignored=tuple(ignored),
         new=tuple(new),
         dtypes={name: each[0][1].dtype for name, each in feeds.items() if each[0][1].dtype.is_floating_point},

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_backends.batching.dealing import DealtRows, trainable_of
 from rl_backends.batching.microbatches import Layout, Microbatch
-from rl_backends.errors import ModelError, NonFiniteGradientError
+from rl_backends.errors import NonFiniteGradientError
 from rl_backends.examples import TokenBatch
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.metrics.memory import MemoryUse, device_used_bytes
@@ -130,9 +130,7 @@ class StepMetrics(Work):
     """Real tokens over the seconds of both."""
     flops_per_s_per_rank: float | None
     mfu: float | None
-    """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
-    mfu_unknown: str | None
-    """Why there is no `mfu`; None where there is."""
+    """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1; None where either is not known."""
     grad_norm: float | None
     """Before clipping."""
     skipped: bool
@@ -175,8 +173,8 @@ class StepMetrics(Work):
 class StepMeter:
     """Measures steps one after another."""
 
-    flops: ModelFlops | ModelError
-    """What a token costs, or why that is not known."""
+    flops: ModelFlops | None
+    """What a token costs; None where the modules of the model do not tell."""
     _: KW_ONLY
     device: torch.device
     num_ranks: int
@@ -257,17 +255,7 @@ class StepMeter:
     def _figures(
         self, passes: Sequence[Pass], outcome: StepOutcome, *, optim: tuple[Any, Any], **known: Any
     ) -> StepMetrics:
-        work = work_of(
-            passes,
-            flops=self.flops if isinstance(self.flops, ModelFlops) else None,
-            layout=self.layout,
-            token_multiple=self.token_multiple,
-        )
-        unknown = None
-        if isinstance(self.flops, ModelError):
-            unknown = f"unknown: {self.flops}"
-        elif self.peak_flops_per_s is None:
-            unknown = f"unknown: no data sheet's peak for {self.device}; pass peak_flops_per_s"
+        work = work_of(passes, flops=self.flops, layout=self.layout, token_multiple=self.token_multiple)
         passed, optim_s = sum(_seconds(each.start, each.end) for each in passes), _seconds(*optim)
         seconds, peak = passed + optim_s, self.peak_flops_per_s
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
@@ -278,7 +266,6 @@ class StepMeter:
             tokens_per_s=work.tokens / seconds,
             flops_per_s_per_rank=each_rank,
             mfu=None if each_rank is None or peak is None else each_rank / peak,
-            mfu_unknown=unknown,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             router=dict(outcome.router),
