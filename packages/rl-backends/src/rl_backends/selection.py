@@ -50,10 +50,7 @@ class BackendSelection:
 
     def without_adapters(self) -> "BackendSelection":
         """The same backend for a model that gets none, such as a teacher."""
-        config = self.config
-        if config.lora_cfg is None:
-            return self
-        return replace(self, config=replace(config, lora_cfg=None))
+        return replace(self, config=replace(self.config, lora_cfg=None))
 
     def require_installed(self) -> None:
         """Refuse at once what `make` would refuse after a model was loaded.

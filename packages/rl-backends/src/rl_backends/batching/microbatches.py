@@ -243,7 +243,6 @@ def make_inputs(
     offset: int = 1,
     shard: SequenceShard | None = None,
     multiple: int = 1,
-    pad_token_id: int = 0,
     words: Int[Tensor, "b w k"] | None = None,
 ) -> ModelInputs:
     """What the model reads of right-padded rows on the host.
@@ -258,7 +257,6 @@ def make_inputs(
         shard: this rank's part of the rows.
         multiple: t, of each rank, is padded to a multiple of it: sequence parallelism needs one of its ranks. Padded
             rows get more columns, packed ones another row of padding alone.
-        pad_token_id: what stands for padding; it is seen by nothing that counts.
         words: ids that are asked about in each asked token's place, besides its own.
     """
     num_rows, width = tokens.shape
@@ -281,11 +279,11 @@ def make_inputs(
     own = place >= 0
     rows, columns, place = rows[own], columns[own], place[own]
 
-    # Ids at this rank's positions: padding beyond a row's length, and in the row of padding alone.
+    # Ids at this rank's positions: 0 beyond a row's length, and in the row of padding alone, which nobody looks at.
     positions = whole.positions_of_rows(held)
     read = positions[:num_rows]
-    ids = positions.new_full(positions.shape, pad_token_id)
-    ids[:num_rows] = tokens.gather(1, read.clamp(max=width - 1)).where(read < lengths[:, None], pad_token_id)
+    ids = torch.zeros_like(positions)
+    ids[:num_rows] = tokens.gather(1, read.clamp(max=width - 1)).where(read < lengths[:, None], 0)
     if packed:
         kept = torch.arange(positions.shape[1]) < held[:, None]
         ids, positions = ids[kept][None], positions[kept][None]

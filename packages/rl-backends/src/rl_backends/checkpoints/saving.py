@@ -41,7 +41,6 @@ def save_checkpoint(
     version: int,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
-    frozen: Mapping[str, int] | None = None,
 ) -> "CheckpointWrite":
     """Write weights, optimizers, schedule and random-number generators into a new folder; every rank must call it.
 
@@ -54,8 +53,6 @@ def save_checkpoint(
             host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
             the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
         extra: what else belongs to the run, as JSON.
-        frozen: weights that are left out, since they never change: their digests by name, as `tensor_digests` returns
-            them. A model that loads the checkpoint must have them.
 
     Returns:
         The write; already complete unless `asynchronous`.
@@ -65,7 +62,7 @@ def save_checkpoint(
             save failed and nobody has been told; nothing was saved then.
     """
     contents = TorchContents(model, optimizers)
-    return write_checkpoint(contents, folder, version=version, asynchronous=asynchronous, extra=extra, frozen=frozen)
+    return write_checkpoint(contents, folder, version=version, asynchronous=asynchronous, extra=extra)
 
 
 class CheckpointWrite:
@@ -147,9 +144,12 @@ def write_checkpoint(
     version: int,
     asynchronous: bool,
     extra: Mapping[str, Any] | None,
-    frozen: Mapping[str, int] | None,
+    frozen: Mapping[str, int] | None = None,
 ) -> CheckpointWrite:
-    """As `save_checkpoint`, of what any backend has laid out."""
+    """As `save_checkpoint`, of what any backend has laid out.
+
+    frozen: weights that are left out, since they never change: their digests by name, as `tensor_digests` returns them.
+    """
     group = idle_group()
     unseen = [error for write in _last if (error := write.unseen_error()) is not None]
     _last.clear()

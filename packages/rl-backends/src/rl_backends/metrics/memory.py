@@ -32,10 +32,9 @@ class MemoryUse:
     peak_resident: int | None
     """The most it has been since the process began."""
 
-    def total(self, device: str | None = None) -> int:
-        """Of all categories, on one device or on all."""
-        chosen = self.by_device.values() if device is None else [self.by_device.get(device, {})]
-        return sum(sum(categories.values()) for categories in chosen)
+    def total(self) -> int:
+        """Of all categories on all devices."""
+        return sum(sum(categories.values()) for categories in self.by_device.values())
 
     def category(self, name: str) -> int:
         """Of one category on all devices."""
