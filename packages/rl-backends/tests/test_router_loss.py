@@ -10,7 +10,7 @@ from rl_backends.batching.dealing import RowDealing
 from rl_backends.batching.microbatches import make_inputs
 from rl_backends.errors import ModelError
 from rl_backends.moe import RouterWatch, router_metrics
-from rl_backends.packing import enable_packing
+from rl_backends.packing.enable import enable_packing
 
 MIXTURES = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},

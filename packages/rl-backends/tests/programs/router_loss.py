@@ -55,7 +55,7 @@ def run(world, case, rank):
     from rl_backends.batching.dealing import RowDealing
     from rl_backends.batching.microbatches import SequenceShard, make_inputs
     from rl_backends.moe import RouterWatch
-    from rl_backends.packing import enable_packing
+    from rl_backends.packing.enable import enable_packing
     from rl_parallel_plans import named_shards
 
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

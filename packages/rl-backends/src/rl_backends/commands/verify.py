@@ -39,7 +39,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config
 from rl_backends.dtensor.backend import DTensorBackend
-from rl_backends.errors import MissingDependencyError
+from rl_backends.errors import MissingDependencyError, some
 from rl_backends.examples import TokenRows
 from rl_backends.kernels.table import KERNELS
 from rl_backends.optimizers.config import OptimizerConfig
@@ -110,18 +110,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         small = save_small_model(arguments, folder / "model", **sizes)
         print(f"{small.described}: {arguments.ranks} ranks start", file=sys.stderr)
-        shortest, longest = LENGTHS[arguments.backend]
-        rows = {
-            "rows": 2 * arguments.ranks + 1,
-            "seed": arguments.seed,
-            "vocabulary": small.vocabulary,
-            "padding": small.padding,
-            "shortest": shortest,
-            "longest": longest,
-        }
+        rows = make_rows(small, rows=2 * arguments.ranks + 1, seed=arguments.seed, lengths=LENGTHS[arguments.backend])
         task = {"folder": name, "backend": arguments.backend, "config": config, "ranks": arguments.ranks, "rows": rows}
         found = run_ranks(task, deadline_s=arguments.deadline_s)
-        truth = plain_result(folder / "model", make_rows(**rows))
+        truth = plain_result(folder / "model", rows)
         untrained = getattr(torch, config.precision) if megatron else None
         checks = compare(folder, truth, found, tolerance=tolerance, untrained=untrained)
     holds = all(check.holds for check in checks)
@@ -208,14 +200,12 @@ def save_small_model(
     )
 
 
-def make_rows(
-    *, rows: int, seed: int, vocabulary: int, padding: int | None = None, shortest: int = 5, longest: int = 13
-) -> VerifyRows:
-    """The same rows in every process, of `shortest` to `longest` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocabulary, (rows, longest), generator=generator)
-    if padding is not None:
-        tokens = torch.where(tokens == padding, (padding + 1) % vocabulary, tokens)
+def make_rows(small: SmallModel, *, rows: int, seed: int, lengths: tuple[int, int]) -> VerifyRows:
+    """Rows of the fewest to the most tokens of `lengths`."""
+    generator, (shortest, longest) = torch.Generator().manual_seed(seed), lengths
+    tokens = torch.randint(0, small.vocabulary, (rows, longest), generator=generator)
+    if small.padding is not None:
+        tokens = torch.where(tokens == small.padding, (small.padding + 1) % small.vocabulary, tokens)
     lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
     starts = torch.randint(1, 4, (rows,), generator=generator)
     place = torch.arange(longest)
@@ -344,7 +334,7 @@ def result_of_rank(task: Mapping[str, Any]) -> Found:
         backend.save_pretrained(folder / "untrained")
     else:
         backend = DTensorBackend.from_pretrained(str(folder / "model"), config)
-    rows = make_rows(**task["rows"])
+    rows = task["rows"]
     loss = functools.partial(loss_of, num_tokens=int(rows.trainable.sum()))
     backend.start_training(OPTIMIZER, num_steps=STEPS)
     found: Found = {"logp": backend.logp(rows)}
@@ -445,19 +435,12 @@ def check(name: str, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], *
 def _saved(folder: Path, weights: Mapping[str, Tensor], *, name: str) -> Check:
     """What from_pretrained makes of the folder has these weights, bit for bit."""
     loaded = _loaded(folder)
-    if loaded.keys() != weights.keys():
-        missing = sorted(loaded.keys() ^ weights.keys())
-        return Check(name=name, difference=NOT_A_NUMBER, where=", ".join(missing[:3]), holds=False)
-    pairs = {key: (tensor, loaded[key]) for key, tensor in weights.items()}
-    differing = [
-        key
-        for key, (left, right) in pairs.items()
-        if not (torch.equal(left, right) and torch.equal(left.signbit(), right.signbit()))  # 0.0 equals -0.0
-    ]
-    apart = max(
-        (float((loaded[key] - weights[key]).abs().nan_to_num(NOT_A_NUMBER).max()) for key in differing), default=0.0
-    )
-    return Check(name=name, difference=apart, where=", ".join(differing[:3]), holds=not differing)
+    if missing := sorted(loaded.keys() ^ weights.keys()):
+        return Check(name=name, difference=NOT_A_NUMBER, where=some(missing), holds=False)
+    as_bits = torch.int32  # of float32; 0.0 equals -0.0
+    differing = [key for key, each in weights.items() if not torch.equal(each.view(as_bits), loaded[key].view(as_bits))]
+    apart = [float((loaded[key] - weights[key]).abs().nan_to_num(NOT_A_NUMBER).max()) for key in differing]
+    return Check(name=name, difference=max(apart, default=0.0), where=some(differing), holds=not differing)
 
 
 def _loaded(folder: Path) -> dict[str, Tensor]:
@@ -472,7 +455,7 @@ def _loaded(folder: Path) -> dict[str, Tensor]:
 FLOAT8_TOLERANCE = 0.5
 """Of 3 or 2 bits of mantissa, over the largest entry of each tensor."""
 TIMED_STEPS = 3
-TIMED_ROWS = {"rows": 16, "shortest": 64, "longest": 256}
+TIMED_LENGTHS = (64, 256)
 
 
 def verify_each_kernel(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -487,8 +470,8 @@ def verify_each_kernel(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rl-backends-verify-") as name:
         model = Path(name) / "model"
         small = save_small_model(arguments, model, tp=1, keep_heads=True)
-        words: dict[str, Any] = {"vocabulary": small.vocabulary, "padding": small.padding, "seed": arguments.seed}
-        rows, timed_rows = make_rows(rows=5, **words), make_rows(**TIMED_ROWS, **words)
+        rows = make_rows(small, rows=5, seed=arguments.seed, lengths=LENGTHS["dtensor"])
+        timed_rows = make_rows(small, rows=16, seed=arguments.seed, lengths=TIMED_LENGTHS)
         truth = plain_result(model, rows)
         print(f"{small.described} on {arguments.device} against plain transformers in float32", flush=True)
         for choice, changes in _choices():

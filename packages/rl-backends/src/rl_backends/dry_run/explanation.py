@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.dtensor.sharded_model import AXES
 from rl_backends.errors import ModelError
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
@@ -45,14 +46,6 @@ from rl_parallel_plans.forecast.report import PhasePeak, StepPeaks
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
 FORMAT = 1
-AXES = {
-    "pp": "shares out the layers",
-    "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
-    "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
-    "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",
-    "cp": "shares the tokens of each row; shards parameters as dp does",
-    "tp": "shares each matrix multiplication",
-}
 MICROBATCHES = 2
 """That a rank works on where nobody said how many rows there are: the second finds the gradient of the first."""
 

@@ -54,17 +54,16 @@ METHOD = "read_hidden_states"
 
 
 # ---- The ranks of this run as a mesh; a lone process is a mesh of one. Axes of one rank are left out, but dp and tp.
-#
-#     pp              shares out the layers
-#     dp_replicate    copies of the shards (HSDP); rows of its own
-#     dp              parameters are sharded over it; rows of its own
-#     ep              shares the experts of a mixture; rows of its own
-#     cp              shares the tokens of each row
-#     tp              shares each matrix multiplication
-#
-# Parameters are sharded over cp too: its ranks hold the same weights and gradients of their own tokens.
 
-AXES = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")
+AXES = {
+    "pp": "shares out the layers",
+    "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
+    "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
+    "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",
+    "cp": "shares the tokens of each row; shards parameters as dp does",
+    "tp": "shares each matrix multiplication",
+}
+"""What each axis does, for people."""
 FIELDS = {
     "pp": "pipeline_parallel_size",
     "dp_replicate": "data_parallel_replicate_size",

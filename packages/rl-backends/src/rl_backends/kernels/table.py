@@ -26,9 +26,8 @@ from rl_backends.kernels.layers import (
     replace_rope,
     replace_rope_on_cpu,
 )
-from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
-from rl_backends.packing.attention import LARGEST_HEAD
-from rl_backends.packing.enable import attention_modules
+from rl_backends.packing.attention import LARGEST_HEAD, AttentionKernel, block_masks
+from rl_backends.packing.enable import attention_modules, enable_packing, enable_padded_kernel
 from rl_backends.readers import has_language_model_head
 from rl_parallel_plans.structure import head_size
 
@@ -128,8 +127,6 @@ class KernelsInUse:
         if lengths is None or starts is None:
             return {}
         if self.attention == "flex":
-            from rl_backends.packing import block_masks
-
             return {"block_masks": block_masks(starts, num_tokens=sum(lengths), windows=self.windows)}
         return {"row_lengths": lengths} if self.attention == "sdpa" and starts.device.type != "cpu" else {}
 
