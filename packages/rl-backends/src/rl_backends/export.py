@@ -6,7 +6,6 @@ transformers keeps some weights in another layout than files do, and its own rev
 meta tensors to plan names, shapes and dtypes, then on the weights, group by group.
 """
 
-import copy
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from rl_backends.checkpoints.folders import atomic_folder, probe_file, sees, unfinished_name, write_safetensors
 from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
-from rl_backends.loading.skeleton import twin_of
+from rl_backends.loading.skeleton import in_dtype, twin_of
 from rl_backends.loading.source import dtype_of_config
 from rl_backends.loading.weights import first_names
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
@@ -160,11 +159,8 @@ def _write_stream(
 
 def _write_configuration(model: Any, skeleton: Any, folder: Path, *, dtype: torch.dtype) -> None:
     """What transformers' own `save_pretrained` writes beside the weights."""
-    config = copy.deepcopy(model.config)
+    config = in_dtype(model.config, dtype)
     config.architectures = [type(skeleton).__name__]
-    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if each is not None:
-            each.dtype = str(dtype).removeprefix("torch.")
     if skeleton._auto_class is not None:  # noqa: SLF001 - code that came with the model goes with it
         from transformers.dynamic_module_utils import custom_object_save
 

@@ -171,26 +171,15 @@ def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tens
     return made
 
 
-def rotated(  # noqa: PLR0917 - as transformers calls it
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """By halves, as Llama's: x * cos + rotate_half(x) * sin."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-    return rotate(query), rotate(key)
-
-
 @torch.no_grad()
 def _check_rotation(path: str, module: nn.Module, own: Callable[..., Any]) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
         query, key = torch.randn(1, 4, 5, 8, device="cpu"), torch.randn(1, 2, 5, 8, device="cpu")
         angles = torch.randn(1, 5, 4, device="cpu").repeat(1, 1, 2)
         given = query, key, angles.cos(), angles.sin()
-        same = _gives(lambda: own(*given), rotated(*given))
+        same = _gives(lambda: own(*given), apply_rotary_pos_emb(*given))
     if not same:
         raise ModelError(
             f"{path} ({type(module).__name__}) does not rotate queries and keys by halves, as Llama does and as "
