@@ -16,7 +16,7 @@ Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w to
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -340,7 +340,6 @@ class Backend(ABC):
     """
 
     _distributed: DistributedModel
-    _meter: StepMeter
 
     def __init__(self, config: BackendConfig, model: nn.Module, *, filled: bool) -> None:
         if not filled and any(parameter.is_meta for parameter in model.parameters()):
@@ -584,19 +583,14 @@ class Backend(ABC):
             directory: write them there; None copies them to host memory.
 
         Raises:
-            ValueError: a part that is none, or another place than where some parts are already.
+            ValueError: a part that is none.
+            RuntimeError: another place than where some parts are already.
         """
         place = None if directory is None else Path(directory)
         if self._offloader is None or place != self._offloader.directory:
-            if self._offloader is not None:
-                if self._offloader.away:
-                    raise ValueError(
-                        f"directory={place}, and {', '.join(self._offloader.away)} went to "
-                        f"{self._offloader.directory or 'the host'}: call onload() before choosing another place"
-                    )
-                self._offloader.close()
+            self._require_on_device(f"offload(directory={place})")
             # Kept, and its memory used again, until another place is chosen.
-            self._offloader = Offloader(self.model, directory=place, extra=self._extra_memory)
+            self._offloader = Offloader(self.model, directory=place)
         self._before_offload()
         report = self._offloader.offload(self._torch_optimizers(), parts=parts)
         if "weights" in parts:
@@ -750,11 +744,6 @@ class Backend(ABC):
         """Reads the number of a value or reward head; ModelError where the model has none."""
         return value_reader(self.model)
 
-    def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
-        """Tensors of a part, with names, that neither the model nor torch's optimizers know."""
-        del part
-        return ()
-
     def _before_offload(self) -> None:  # noqa: B027 - nothing, unless a subclass says otherwise
         """Let communication end that writes what is to be moved."""
 
@@ -768,8 +757,8 @@ class Backend(ABC):
         if self._offloader is not None:
             self._offloader.require(what, parts)
 
-    def _make_meter(self) -> StepMeter:
-        """The meter of this backend's steps."""
+    @cached_property
+    def _meter(self) -> StepMeter:
         device, config, flops = torch.device(self.config.device), self.config, None
         with suppress(ModelError):  # of a model whose modules do not tell
             flops = ModelFlops.of(self._skeleton)

@@ -50,24 +50,15 @@ class Offloader:
 
     Args:
         model: plain or sharded; gathered parameters of FSDP2 are resharded first.
-        extra: tensors with their names that belong to a part and that neither the model nor torch's optimizers know,
-            such as gradient buffers and master weights.
         directory: a folder of its own is made there, and what is anywhere moves into files in it, deleted
             when they are read back. None moves what is on a GPU into pinned host memory, which is kept and used again.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        directory: str | Path | None = None,
-        extra: Callable[[Part], Iterable[tuple[str, Tensor]]] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, directory: str | Path | None = None) -> None:
         self.directory = None if directory is None else Path(directory)
         """Where files go; None where there are none."""
         self._to: Literal["host", "disk"] = "host" if directory is None else "disk"
         self._model = model
-        self._extra = extra
         self._stores: dict[Part, Store] = {}
         self._away: dict[Part, list[NamedStorage]] = {}
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -180,9 +171,6 @@ class Offloader:
         self, parts: Sequence[Part], optimizers: Iterable[torch.optim.Optimizer]
     ) -> dict[Part, list[NamedStorage]]:
         tensors = dict(zip(PARTS, tensors_by_category(self._model, optimizers).values(), strict=False))
-        if self._extra is not None:
-            for part in parts:
-                tensors[part] += self._extra(part)
         if self._to == "disk":
             make_resizable([each for part in parts for each in tensors[part]])
         # Views of the weights among the others, such as shards of a distributed optimizer, move with the weights alone.

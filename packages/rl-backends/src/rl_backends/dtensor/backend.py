@@ -91,7 +91,6 @@ class DTensorBackend(Backend):
                 check_head(self._distributed, self._head)
             watched = config.router_aux_loss_coef > 0
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
-            self._meter = self._make_meter()
         self._merged: MergedWeights | None = None
 
     @classmethod

@@ -3,7 +3,7 @@
 `Backend` has the surface and what DTensor shares; here is how Megatron's model computes, steps and is saved.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
@@ -29,7 +29,7 @@ from rl_backends.megatron.gradients import accumulate, clip_and_step, discard
 from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel, require_trainable
-from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers, masters_of
+from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
 from rl_backends.megatron.weights import (
     Gatherer,
     at_random,
@@ -39,7 +39,7 @@ from rl_backends.megatron.weights import (
     prove,
     require_own_code,
 )
-from rl_backends.offload import Offloader, Part
+from rl_backends.offload import Offloader
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import GradientStep
 from rl_backends.rank_agreement import on_every_rank, require_same_model
@@ -94,7 +94,6 @@ class MegatronBackend(Backend):
         except BaseException:
             self._distributed.close()
             raise
-        self._meter = self._make_meter()
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
 
@@ -170,13 +169,6 @@ class MegatronBackend(Backend):
         adapters = self._distributed.adapters
         every = self._distributed.held if adapters is None else adapters.merged()
         return [held for held in every if not held.duplicate]
-
-    def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
-        """Float32 masters of weights in bfloat16."""
-        if part == "optimizer" and self._optimizers is not None:
-            masters = enumerate(masters_of(self._optimizers))
-            return [(f"master {number}", master.tensor.detach()) for number, master in masters if master.is_copy]
-        return ()
 
     def _before_offload(self) -> None:
         self._distributed.finish_param_gather()

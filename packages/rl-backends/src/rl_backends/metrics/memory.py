@@ -136,15 +136,18 @@ def tensors_by_category(
     named = [(name, getattr(each, "offloaded_parameter", each)) for name, each in model.named_parameters()]
     # Megatron adds gradients up in `main_grad`, a part of a buffer of its own.
     gradients = [(name, grad) for name, each in named for grad in (each.grad, getattr(each, "main_grad", None))]
+    # What an optimizer steps may be copies of the parameters in more digits.
     states = [
-        (f"{type(optimizer).__name__} state {number}", state)
+        each
         for optimizer in optimizers
-        for number, state in enumerate(optimizer.state.values())
+        for kept in ([group["params"] for group in optimizer.param_groups], list(optimizer.state.values()))
+        for number, state in enumerate(kept)
+        for each in _inside(state, f"{type(optimizer).__name__} state {number}")
     ]
     found = (
         named,
         [(f"gradient of {name}", grad) for name, grad in gradients if grad is not None],
-        [each for name, state in states for each in _inside(state, name)],
+        states,
         list(model.named_buffers()),
     )
     return dict(zip(CATEGORIES, found, strict=True))
