@@ -535,7 +535,7 @@ def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_
         choices
     )
     some = ("loss_chunk_size=3", "attention=flex, packed rows")
-    monkeypatch.setattr(comparison, "_choices", lambda: [(name, choices[name]) for name in some])
+    monkeypatch.setattr(verify, "_choices", lambda: [(name, choices[name]) for name in some])
     assert main(["verify", "qwen3", "--each-kernel", "--json"]) == 0
     held, refused = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
     assert held["holds"]
@@ -543,5 +543,5 @@ def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_
     assert {check["name"] for check in held["checks"]} == {"log-probabilities", "gradients"}
     assert refused["holds"] is None
     assert "it runs on cuda, not on a CPU" in refused["refused"]
-    monkeypatch.setattr(comparison, "TOLERANCES", {"float32": 0.0})
+    monkeypatch.setattr(verify, "TOLERANCES", {"float32": 0.0})
     assert main(["verify", "qwen3", "--each-kernel"]) == 1

@@ -45,7 +45,7 @@ from rl_backends.kernels.table import KERNELS
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans import named_shards
 
-LEFT_OUT = ("device", "router_aux_loss_coef", "peak_flops_per_s", "checkpoint_dir", "timeout_s")
+LEFT_OUT = ("device", "router_aux_loss_coef", "peak_flops_per_s", "timeout_s")
 PREFERRED = {"micro_batch_size": 2}
 LENGTHS = {"dtensor": (5, 13), "megatron": (512, 560)}
 """Tokens of the shortest row, and of the longest."""

@@ -1,3 +1,4 @@
+# ruff: noqa: PLR0917 - ops are called by position
 """The table of kernels: what each needs, when it is refused, and how a model is made to run it.
 
 A choice of `KernelsConfig` is looked up here. What its entry needs is checked in two steps, each of which lists all
@@ -105,7 +106,7 @@ def _chosen(config: "DTensorConfig") -> tuple[list[Kernel], list[str]]:
 
 def _refusals(kernels: Iterable[Kernel], reasons: Callable[[Kernel], Iterable[str]]) -> Iterator[str]:
     for kernel in kernels:
-        if against := "; ".join(reasons(kernel)):
+        if against := "; ".join(dict.fromkeys(reasons(kernel))):  # what holds for all layers once
             remedy = {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
             yield f"kernels.{kernel.part}={kernel.name!r} cannot be used: {against}; choose {remedy}"
 
@@ -213,25 +214,23 @@ def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[AttentionK
         ]
         if not reasons:
             return name, "; ".join([f"{name}, {kernel.is_what} (auto, packed rows on a GPU)", *passed_over])
-        passed_over.append(f"not {name}: {', '.join(reasons)}")
+        passed_over.append(f"not {name}: {', '.join(dict.fromkeys(reasons))}")
     return "sdpa", "; ".join([f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto)", *passed_over])
 
 
 def _of_flash(model: nn.Module, config: "DTensorConfig", *, caps: bool) -> Iterator[str]:
-    """What flash kernels do not compute of a model's attention, once for all its layers."""
+    """What flash kernels do not compute of a model's attention."""
     del config
-    found: dict[str, None] = {}
     for _, attention in attention_modules(model):
         if any("sink" in name for name, _ in attention.named_parameters(recurse=False)):
-            found["it has no attention sinks, and the model has"] = None
+            yield "it has no attention sinks, and the model has"
         if not caps and getattr(attention.config, "attn_logit_softcapping", None):
-            found["it does not cap scores, and the model does"] = None
+            yield "it does not cap scores, and the model does"
         keys, values = _head_sizes(attention)
         if keys != values:
-            found[f"queries and values must be of one size, and are {keys} and {values}"] = None
+            yield f"queries and values must be of one size, and are {keys} and {values}"
         if keys > LARGEST_HEAD or keys % 8:
-            found[f"heads must be of a multiple of 8 up to {LARGEST_HEAD}, and are {keys}"] = None
-    yield from found
+            yield f"heads must be of a multiple of 8 up to {LARGEST_HEAD}, and are {keys}"
 
 
 def _of_flex(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
@@ -270,9 +269,7 @@ def _needs_a_head(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
 # -- norm, rope, mlp -----------------------------------------------------------------------------------------
 
 
-def _liger_norm(  # noqa: PLR0917 - an op of this part
-    hidden: Tensor, weight: Tensor, eps: float, offset: float
-) -> Tensor:
+def _liger_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     from liger_kernel.ops import LigerRMSNormFunction  # type: ignore[import-not-found]
 
     # Not in place: what the gradient comes from may be read again, as the residual of Gemma is.
@@ -280,9 +277,7 @@ def _liger_norm(  # noqa: PLR0917 - an op of this part
     return normed
 
 
-def _liger_rope(  # noqa: PLR0917 - an op of this part
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def _liger_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     from liger_kernel.ops import LigerRopeFunction
 
     rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
@@ -304,9 +299,7 @@ def _hub_norm_layer() -> Any:
     return LayerRepository(repo_id="kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3).load()
 
 
-def _hub_norm(  # noqa: PLR0917 - an op of this part
-    hidden: Tensor, weight: Tensor, eps: float, offset: float
-) -> Tensor:
+def _hub_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     said = {"weight": weight, "variance_epsilon": eps, "offset": offset, "in_place": False, "row_mode": None}
     normed: Tensor = _hub_norm_layer().forward(
         SimpleNamespace(**said, casting_mode="gemma" if offset else "llama"), hidden
