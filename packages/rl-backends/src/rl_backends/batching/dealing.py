@@ -18,7 +18,7 @@ Axes: B rows of the batch, b of them that a rank is given, T tokens.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic
 
@@ -35,7 +35,7 @@ from rl_backends.batching.microbatches import (
     share_out,
 )
 from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch, check_examples, require_token_ids
+from rl_backends.examples import BatchT, TokenBatch, changed, check_examples, require_token_ids
 from rl_parallel_plans import TopKLogp
 
 
@@ -167,15 +167,11 @@ class RowDealing:
             BatchError: the examples cannot be cut or read; no rank was given any.
         """
         cut = self.cut(examples, with_token_ids=with_token_ids)
-        instance: Any = examples  # the protocol cannot say that it is a dataclass
         lengths, asked = examples.lengths.cpu(), examples.trainable.sum(dim=1).cpu()
         dealt = []
         for rank, microbatches in enumerate(cut):
             rows = _rows_of(microbatches)
-            own = {each.name: getattr(instance, each.name) for each in fields(instance) if each.init}
-            taken: BatchT = replace(
-                instance, **{name: each.index_select(0, rows.to(each.device)) for name, each in own.items()}
-            )
+            taken = changed(examples, lambda _, each, rows=rows: each.index_select(0, rows.to(each.device)))
             dealt.append(DealtRows(rank=rank, rows=rows, examples=taken, lengths=lengths, asked=asked))
         return dealt
 

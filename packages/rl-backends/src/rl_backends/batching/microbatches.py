@@ -19,14 +19,14 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rl_backends.examples import BatchT, row_fields
+from rl_backends.examples import BatchT, changed, row_fields
 
 Groups = list[list[int]]
 
@@ -350,14 +350,12 @@ class Microbatch:
 
     def of(self, examples: BatchT, *, device: str) -> BatchT:
         """These rows of `examples`, on no more columns than they fill, on `device`."""
-        instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
-        taken = {}
-        for field in fields(instance):
-            tensor = getattr(instance, field.name)
-            along_tokens = tensor.ndim > 1 and field.name not in row_fields(examples)
-            taken[field.name] = (tensor[self.rows, : self.width] if along_tokens else tensor[self.rows]).to(device)
-        cut: BatchT = replace(instance, **taken)
-        return cut
+
+        def taken(name: str, tensor: Tensor) -> Tensor:
+            along_tokens = tensor.ndim > 1 and name not in row_fields(examples)
+            return (tensor[self.rows, : self.width] if along_tokens else tensor[self.rows]).to(device)
+
+        return changed(examples, taken)
 
 
 _TOKENS_AT_WHICH_ATTENTION_IS_HALF = 24576

@@ -12,7 +12,7 @@ by events on the stream of a GPU; figures are computed, and a GPU is waited for,
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -221,17 +221,16 @@ class StepMeter:
             outcome.skipped, failure = True, error
         self._skipped_steps += outcome.skipped
         if self._passes:  # otherwise there was nothing to step along
-            peaks: tuple[int | None, int | None] = (None, None)
-            if self.device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
-                peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+            # What the allocator has counted on the host; waits for no kernel.
+            on_gpu, cuda = self.device.type == "cuda", torch.cuda
             self._pending = partial(
                 self._figures,
                 self._passes,
                 outcome,
                 optim=(start, self._now()),
                 skipped_steps=self._skipped_steps,
-                peak_allocated_bytes=peaks[0],
-                peak_reserved_bytes=peaks[1],
+                peak_allocated_bytes=cuda.max_memory_allocated(self.device) if on_gpu else None,
+                peak_reserved_bytes=cuda.max_memory_reserved(self.device) if on_gpu else None,
                 device_used_bytes=device_used_bytes(self.device),
             )
             self._passes = []
@@ -260,7 +259,7 @@ class StepMeter:
         seconds, peak = passed + optim_s, self.peak_flops_per_s
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
         return StepMetrics(
-            **{each.name: getattr(work, each.name) for each in fields(Work)},
+            **asdict(work),
             forward_backward_s=passed,
             optim_s=optim_s,
             tokens_per_s=work.tokens / seconds,
