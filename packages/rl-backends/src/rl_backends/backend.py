@@ -42,7 +42,7 @@ from rl_backends.checkpoints.loading import CheckpointState, read_checkpoint
 from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers, write_checkpoint
 from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.config import BackendConfig
-from rl_backends.errors import BatchError, ModelError
+from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
@@ -54,7 +54,7 @@ from rl_backends.metrics.step import StepMeter, StepMetrics
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import GradientStep, StageOptimizers
-from rl_backends.rank_agreement import host_group, require_same_batch, require_same_deal
+from rl_backends.rank_agreement import host_group, on_every_rank, require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
 from rl_parallel_plans import TopKLogp
 
@@ -173,14 +173,8 @@ class DistributedModel(ABC):
             require_same_batch(examples, with_token_ids=with_token_ids)
             whole = dealing.cut(examples, with_token_ids=with_token_ids)
             return examples, whole[dealing.rank], whole
-        cut: list[list[Microbatch]] = []
-        own: list[Microbatch] = []
-        error: BatchError | None = None
-        try:
-            cut, own = dealing.cut_of(examples)
-        except BatchError as caught:
-            error = caught  # raised below, once every rank knows: others would wait in the model's collectives
-        require_same_deal(examples, error=error)
+        cut, own = on_every_rank(lambda: dealing.cut_of(examples))  # others would wait in the model's collectives
+        require_same_deal(examples)
         return examples.examples, own, cut
 
     def inputs(
