@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config
+from rl_backends.commands.megatron_layout import describe_layout
+from rl_backends.config import LoraConfig
+from rl_backends.dry_run.explanation import explain, skeleton_of
 from rl_backends.optimizers.config import OptimizerConfig
 
 GIB = 2**30
@@ -41,17 +44,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Explain; it holds what fits."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
         raise ValueError(f"--device-memory-gib must be above 0; got {given}")
-    from rl_backends.dry_run.explanation import explain, skeleton_of
-
     source = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     if arguments.backend == "megatron":
-        from rl_backends.commands.megatron_layout import describe_layout
-
         skeleton = skeleton_of(arguments.model, **source)
         text, document, peak = describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
     else:
-        from rl_backends.config import LoraConfig
-
         rank, name = arguments.lora_rank, arguments.optimizer
         explanation = explain(
             arguments.model,

@@ -9,15 +9,26 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_backends.checkpoints.contents import TorchContents
+from rl_backends.checkpoints.folders import check_file, in_threads
+from rl_backends.checkpoints.shards import WEIGHTS, whole_tensor
+from rl_backends.checkpoints.storage import (
+    DAMAGED,
+    Manifest,
+    check_model,
+    plan_reads,
+    read_boxes,
+    read_index,
+    read_manifest,
+)
 from rl_backends.commands.flags import add_common_flags
-
-if TYPE_CHECKING:
-    from rl_backends.checkpoints.storage import Manifest
+from rl_backends.export import export_pretrained
+from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
 
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,12 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Export."""
-    from rl_backends.checkpoints.contents import TorchContents
-    from rl_backends.checkpoints.folders import check_file, in_threads
-    from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
-    from rl_backends.export import export_pretrained
-    from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
-
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
     manifest = read_manifest(checkpoint)
     asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
@@ -66,11 +71,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"folder": str(target), "version": version, "tensors": tensors, "bytes": written, "holds": True}
 
 
-def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(checkpoint: Path, manifest: Manifest, *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
-    from rl_backends.checkpoints.shards import WEIGHTS, whole_tensor
-    from rl_backends.checkpoints.storage import plan_reads, read_boxes, read_index
-
     index = read_index(checkpoint, manifest)
     for name in manifest.model:
         key = f"{WEIGHTS}{name}"

@@ -38,12 +38,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config
+from rl_backends.commands.megatron_layout import readable_layout
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.errors import MissingDependencyError, some
 from rl_backends.examples import TokenRows
 from rl_backends.kernels.table import KERNELS
+from rl_backends.megatron.installed import check_installed
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans import named_shards
+from rl_parallel_plans.model_source import build, read_config
+from rl_parallel_plans.verification.shrink import shrunk
 
 LEFT_OUT = ("device", "router_aux_loss_coef", "peak_flops_per_s", "timeout_s")
 PREFERRED = {"micro_batch_size": 2}
@@ -92,10 +96,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     megatron = arguments.backend == "megatron"
     if megatron:
         # What could not be done with the model itself is refused here, and not done with a small one.
-        from rl_backends.commands.megatron_layout import readable_layout
-        from rl_backends.megatron.installed import check_installed
-        from rl_parallel_plans.model_source import read_config
-
         trust = arguments.trust_remote_code
         hf_config = read_config(arguments.model, revision=arguments.revision, trust_remote_code=trust)
         _, config = readable_layout(hf_config, lambda: chosen_config(arguments, **PREFERRED), ranks=arguments.ranks)
@@ -172,9 +172,6 @@ def save_small_model(
     keep_heads: leave the size of a head as it is, on which kernels of attention depend.
     """
     from transformers.utils import logging
-
-    from rl_parallel_plans.model_source import build, read_config
-    from rl_parallel_plans.verification.shrink import shrunk
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     trust = arguments.trust_remote_code
