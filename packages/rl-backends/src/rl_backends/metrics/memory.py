@@ -136,14 +136,14 @@ def tensors_by_category(
     named = [(name, getattr(each, "offloaded_parameter", each)) for name, each in model.named_parameters()]
     # Megatron adds gradients up in `main_grad`, a part of a buffer of its own.
     gradients = [(name, grad) for name, each in named for grad in (each.grad, getattr(each, "main_grad", None))]
-    # What an optimizer steps may be copies of the parameters in more digits.
-    states = [
-        each
-        for optimizer in optimizers
-        for kept in ([group["params"] for group in optimizer.param_groups], list(optimizer.state.values()))
-        for number, state in enumerate(kept)
-        for each in _inside(state, f"{type(optimizer).__name__} state {number}")
-    ]
+    own, states = {id(each) for _, each in named}, list[tuple[str, Tensor]]()
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        for number, state in enumerate(optimizer.state.values()):
+            states += _inside(state, f"{kind} state {number}")
+        # It may step copies of the parameters in more digits.
+        stepped = (each for group in optimizer.param_groups for each in group["params"])
+        states += [(f"what {kind} steps", each) for each in stepped if id(each) not in own]
     found = (
         named,
         [(f"gradient of {name}", grad) for name, grad in gradients if grad is not None],
