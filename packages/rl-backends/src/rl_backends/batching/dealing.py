@@ -171,7 +171,7 @@ class RowDealing:
         dealt = []
         for rank, microbatches in enumerate(cut):
             rows = _rows_of(microbatches)
-            taken = changed(examples, lambda _, each, rows=rows: each.index_select(0, rows.to(each.device)))
+            taken = changed(examples, partial(_taken, rows))
             dealt.append(DealtRows(rank=rank, rows=rows, examples=taken, lengths=lengths, asked=asked))
         return dealt
 
@@ -194,6 +194,10 @@ class RowDealing:
                 f"model's RowDealing, whose microbatches or ranks are not this one's"
             )
         return cut, [replace(each, rows=torch.searchsorted(dealt.rows, each.rows)) for each in own]
+
+
+def _taken(rows: Tensor, _: str, tensor: Tensor) -> Tensor:
+    return tensor.index_select(0, rows.to(tensor.device))
 
 
 def _rows_of(microbatches: Sequence[Microbatch]) -> Int[Tensor, " b"]:

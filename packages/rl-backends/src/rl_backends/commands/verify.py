@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         small = save_small_model(arguments, folder / "model", **sizes)
         print(f"{small.described}: {arguments.ranks} ranks start", file=sys.stderr)
-        rows = make_rows(small, rows=2 * arguments.ranks + 1, seed=arguments.seed, lengths=LENGTHS[arguments.backend])
+        rows = make_rows(small, rows=2 * arguments.ranks + 1, seed=arguments.seed, between=LENGTHS[arguments.backend])
         task = {"folder": name, "backend": arguments.backend, "config": config, "ranks": arguments.ranks, "rows": rows}
         found = run_ranks(task, deadline_s=arguments.deadline_s)
         truth = plain_result(folder / "model", rows)
@@ -197,9 +197,9 @@ def save_small_model(
     )
 
 
-def make_rows(small: SmallModel, *, rows: int, seed: int, lengths: tuple[int, int]) -> VerifyRows:
-    """Rows of the fewest to the most tokens of `lengths`."""
-    generator, (shortest, longest) = torch.Generator().manual_seed(seed), lengths
+def make_rows(small: SmallModel, *, rows: int, seed: int, between: tuple[int, int]) -> VerifyRows:
+    """Rows of so many tokens, from the fewest to the most."""
+    generator, (shortest, longest) = torch.Generator().manual_seed(seed), between
     tokens = torch.randint(0, small.vocabulary, (rows, longest), generator=generator)
     if small.padding is not None:
         tokens = torch.where(tokens == small.padding, (small.padding + 1) % small.vocabulary, tokens)
@@ -467,8 +467,8 @@ def verify_each_kernel(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rl-backends-verify-") as name:
         model = Path(name) / "model"
         small = save_small_model(arguments, model, tp=1, keep_heads=True)
-        rows = make_rows(small, rows=5, seed=arguments.seed, lengths=LENGTHS["dtensor"])
-        timed_rows = make_rows(small, rows=16, seed=arguments.seed, lengths=TIMED_LENGTHS)
+        rows = make_rows(small, rows=5, seed=arguments.seed, between=LENGTHS["dtensor"])
+        timed_rows = make_rows(small, rows=16, seed=arguments.seed, between=TIMED_LENGTHS)
         truth = plain_result(model, rows)
         print(f"{small.described} on {arguments.device} against plain transformers in float32", flush=True)
         for choice, changes in _choices():
