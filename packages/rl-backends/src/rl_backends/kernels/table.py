@@ -21,11 +21,8 @@ from rl_backends.errors import ModelError
 from rl_backends.kernels.layers import (
     float8_linears,
     replace_mlps,
-    replace_mlps_on_cpu,
     replace_norms,
-    replace_norms_to_the_bit,
     replace_rope,
-    replace_rope_on_cpu,
 )
 from rl_backends.packing.attention import LARGEST_HEAD, AttentionKernel, block_masks
 from rl_backends.packing.enable import attention_modules, enable_packing, enable_padded_kernel
@@ -154,17 +151,17 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
         does = "of log-probabilities and entropies; torch for those of given tokens and the top k, which no kernel has"
     lines = [f"kernel of attention: {reason}", f"kernel of the loss: {loss}, {does}"]
     by_part = {kernel.part: kernel for kernel in kernels}
-    replacements: tuple[tuple[Part, Callable[..., int], Callable[[nn.Module], int], str], ...] = (
-        ("norm", replace_norms, replace_norms_to_the_bit, "RMS norms"),
-        ("rope", replace_rope, replace_rope_on_cpu, "attentions"),
-        ("mlp", replace_mlps, replace_mlps_on_cpu, "MLPs"),
+    replacements: tuple[tuple[Part, Callable[[nn.Module, Any], int], str], ...] = (
+        ("norm", replace_norms, "RMS norms"),
+        ("rope", replace_rope, "attentions"),
+        ("mlp", replace_mlps, "MLPs"),
     )
-    for part, put, put_on_cpu, things in replacements:
+    for part, put, things in replacements:
         if (kernel := by_part.get(part)) is not None:
             assert kernel.op is not None, f"{kernel} has no op"
             lines.append(f"kernel of {part}: {kernel.name}, {kernel.is_what}, in {put(model, kernel.op)} {things}")
         elif config.device == "cpu" and not config.compile:
-            found = put_on_cpu(model)
+            found = put(model, None)
             lines.append(
                 f"kernel of {part}: torch, the numbers of the model's own code; fewer passes in {found} {things}"
             )
