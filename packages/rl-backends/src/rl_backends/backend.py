@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from rl_backends.batching.dealing import DealtRows, RowDealing, trainable_of
@@ -37,6 +37,7 @@ from rl_backends.batching.microbatches import (
     lengths_read,
     make_inputs,
 )
+from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.checkpoints.contents import CheckpointContents
 from rl_backends.checkpoints.loading import CheckpointState, read_checkpoint
 from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers, write_checkpoint
@@ -121,6 +122,8 @@ class DistributedModel(ABC):
     """What a batch is cut into at least, on each rank."""
     reads_whole_rows: bool = False
     """Whether tokens are read that no asked token depends on, as the loss of a router wants them."""
+    shares_prefixes: bool = False
+    """Whether what rows of a pack begin with alike is read once."""
 
     @property
     @abstractmethod
@@ -185,22 +188,22 @@ class DistributedModel(ABC):
         offset: int = 1,
         words: Shaped[Tensor, "b w k"] | None = None,
     ) -> ModelInputs:
-        """What the model reads of rows on the host, on the device; see `make_inputs`."""
-        made = make_inputs(
-            rows.tokens,
-            self.lengths_read(rows, asked, offset=offset),
-            asked,
-            layout=self.layout,
-            offset=offset,
-            shard=self.sequence_shard,
-            multiple=self.length_multiple,
-            words=words,
-        )
+        """What the model reads of rows on the host, on the device; see `make_inputs` and `make_shared_inputs`."""
+        lengths = rows.lengths if self.reads_whole_rows else lengths_read(rows.lengths, asked, offset=offset)
+        if self.shares_prefixes:
+            made = make_shared_inputs(rows.tokens, lengths, asked, offset=offset, words=words)
+        else:
+            made = make_inputs(
+                rows.tokens,
+                lengths,
+                asked,
+                layout=self.layout,
+                offset=offset,
+                shard=self.sequence_shard,
+                multiple=self.length_multiple,
+                words=words,
+            )
         return made.to(self.config.device)
-
-    def lengths_read(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int) -> Int[Tensor, " b"]:
-        """How many tokens of each row the model reads."""
-        return rows.lengths if self.reads_whole_rows else lengths_read(rows.lengths, asked, offset=offset)
 
     @torch.inference_mode(mode=False)  # Megatron keeps buffers for the next pass, in which its tensors would be refused
     @torch.no_grad()

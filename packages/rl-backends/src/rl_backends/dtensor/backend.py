@@ -6,7 +6,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from rl_backends.optimizers.optimizers import GradientStep, Optimizers, clip_and
 from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
 from rl_parallel_plans import NamedShard, get_logprobs_from_vocab_parallel_logits, named_shards, to_local_if_dtensor
+from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.dtensor import has_numbers
 
 
@@ -86,11 +87,13 @@ class DTensorBackend(Backend):
 
         super().__init__(config, model, filled=fill is not None)
         self._distributed = ShardedModel(model, config, fill=None if fill is None else fill_all)
-        with self._distributed.closed_on_failure():
+        with ExitStack() as undo:
+            undo.callback(self._distributed.close)
             if has_language_model_head(self.model):
                 check_head(self._distributed, self._head)
             watched = config.router_aux_loss_coef > 0
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
+            undo.pop_all()
         self._merged: MergedWeights | None = None
 
     @classmethod
@@ -325,7 +328,7 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     else:
         sharded.run_pipeline([inputs], from_logits, backward=False)
     ours, theirs = sharded._on_every_stage(kept).values()  # noqa: SLF001 - ours
-    sharded.reshard()
+    reshard(sharded.model)
     apart = largest_on_any_rank((ours - theirs).abs().max())
     if apart > TOLERANCE[sharded.config.precision]:
         raise ModelError(

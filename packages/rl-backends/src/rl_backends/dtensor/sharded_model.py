@@ -6,8 +6,8 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -15,17 +15,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
 from rl_backends.backend import DistributedModel, max_positions, media_tokens
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard, of_one_shape
-from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
-from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading.skeleton import materialize
 from rl_backends.loading.weights import write_whole
@@ -144,8 +141,11 @@ class ShardedModel(DistributedModel):
         self.config: DTensorConfig = config
         self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
         """In the process group."""
-        with self.closed_on_failure() if membership is None else nullcontext():
+        with ExitStack() as undo:
+            if membership is None:
+                undo.callback(self.close)
             self._build(model, fill if any(parameter.is_meta for parameter in model.parameters()) else None)
+            undo.pop_all()
 
     def _build(self, model: nn.Module, fill: Callable[[nn.Module], object] | None) -> None:
         config = self.config
@@ -154,7 +154,7 @@ class ShardedModel(DistributedModel):
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         self.vocabulary_size, self.max_positions = int(embeddings.weight.shape[0]), max_positions(model)
         self.media_tokens = media_tokens(model)
-        self.reads_whole_rows = config.router_aux_loss_coef > 0
+        self.reads_whole_rows, self.shares_prefixes = config.router_aux_loss_coef > 0, config.share_prefixes
         self.plan = plan_for(
             model,
             tp=config.tensor_parallel_size,
@@ -203,21 +203,6 @@ class ShardedModel(DistributedModel):
         """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
         mesh = self.rows if axis == "rows" else self._context
         return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
-
-    def inputs(
-        self,
-        rows: TokenBatch,
-        asked: Shaped[Tensor, "b w"],
-        *,
-        offset: int = 1,
-        words: Shaped[Tensor, "b w k"] | None = None,
-    ) -> ModelInputs:
-        """As of every model; rows that share prefixes are laid out in one pack, each prefix once."""
-        if not self.config.share_prefixes:
-            return super().inputs(rows, asked, offset=offset, words=words)
-        lengths = self.lengths_read(rows, asked, offset=offset)
-        made = make_shared_inputs(rows.tokens, lengths, asked, offset=offset, words=words)
-        return made.to(self.config.device)
 
     def read(
         self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int], stage: Any = None
@@ -281,24 +266,11 @@ class ShardedModel(DistributedModel):
             return
         for number, (each, shape) in enumerate(zip(inputs, shapes, strict=True)):
             keep(number, self.read(each, reader, shape=shape))
-        self.reshard()
-
-    def reshard(self) -> None:
-        """Free what a forward without a backward, or a failure, has left gathered."""
-        reshard(self.model)
+        reshard(self.model)  # what a forward without a backward has left gathered
 
     def close(self) -> None:
         """Leave the process group, which the last model destroys, if it is not the user's. Once is enough."""
         self.membership.leave()
-
-    @contextmanager
-    def closed_on_failure(self) -> Iterator[None]:
-        """Close, if what is inside raises."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
 
 @torch.no_grad()
@@ -407,7 +379,7 @@ def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> Sha
     @torch.no_grad()
     def fill(target: nn.Module) -> None:
         """Copy parameters and all buffers, also those that no file holds or that have changed since."""
-        sharded.reshard()
+        reshard(sharded.model)
         held = dict(sharded.model.named_parameters())
         for name, parameter in target.named_parameters():
             to_local_if_dtensor(parameter).copy_(to_local_if_dtensor(held[name].detach()))

@@ -26,8 +26,6 @@ STATIC = ("default", "linear", "llama3", "yarn")
 class Rope:
     """Position p turns pair i of a head by p * inverse_frequencies[i]."""
 
-    kind: str
-    """`rope_type` of the configuration."""
     inverse_frequencies: tuple[float, ...]
     """head_dim / 2 numbers, each exact in float32."""
     attention_scaling: float
@@ -69,7 +67,6 @@ def read_rope(hf_config: Any, *, head_dim: int) -> Rope:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(hf_config), torch.device("cpu"))
     assert frequencies.shape == (head_dim // 2,), (kind, frequencies.shape, head_dim)
     return Rope(
-        kind=kind,
         inverse_frequencies=tuple(frequencies.to(torch.float32).tolist()),
         attention_scaling=float(scaling),
     )
