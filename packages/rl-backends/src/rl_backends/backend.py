@@ -36,8 +36,8 @@ from rl_backends.batching.microbatches import (
     SequenceShard,
     lengths_read,
     make_inputs,
+    make_shared_inputs,
 )
-from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.checkpoints.contents import CheckpointContents
 from rl_backends.checkpoints.loading import CheckpointState, read_checkpoint
 from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers, write_checkpoint
@@ -607,7 +607,6 @@ class Backend(ABC):
             self._weights_moved(away=False)
         return report
 
-    @abstractmethod
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
     ) -> None:
@@ -615,6 +614,8 @@ class Backend(ABC):
 
         Arguments and errors are those of `rl_backends.export_pretrained`.
         """
+        self._require_on_device("save_pretrained", WEIGHTS)
+        self._export(folder, dtype=dtype, tokenizer=tokenizer)
 
     @abstractmethod
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
@@ -723,6 +724,10 @@ class Backend(ABC):
     def _clear_gradient(self) -> None:
         """Forget every gradient, wherever a pass that failed half-way has left it. A subclass adds where that is."""
         self._gradient = "none"
+
+    @abstractmethod
+    def _export(self, folder: str | Path, **asked: Any) -> None:
+        """Write the folder of `save_pretrained`."""
 
     @abstractmethod
     def _contents(self) -> CheckpointContents:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -223,17 +223,13 @@ class DTensorBackend(Backend):
             else:
                 self._merged.refresh()
 
-    def save_pretrained(  # noqa: D102
-        self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
-    ) -> None:
-        self._require_on_device("save_pretrained", WEIGHTS)
-        pipeline = self._distributed.pipeline
-        if pipeline is not None:
-            tensors = pipeline.export_state_dict()
-            export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors)
-            return
-        merged = None if self.config.lora_cfg is None else export_merged(self.model, every_rank=True)
-        export_pretrained(self.model, folder, dtype=dtype, tokenizer=tokenizer, tensors=merged, every_rank=True)
+    def _export(self, folder: str | Path, **asked: Any) -> None:
+        if self._distributed.pipeline is not None:
+            tensors = self._distributed.pipeline.export_state_dict()
+            export_pretrained(self._skeleton, folder, tensors=tensors, **asked)
+        else:
+            merged = None if self.config.lora_cfg is None else export_merged(self.model, every_rank=True)
+            export_pretrained(self.model, folder, tensors=merged, every_rank=True, **asked)
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         self._require_on_device("save_adapter", WEIGHTS)

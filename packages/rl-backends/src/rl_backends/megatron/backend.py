@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -182,18 +182,14 @@ class MegatronBackend(Backend):
         tensors = Gatherer(trainable, shapes).tensors()
         save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
 
-    def save_pretrained(  # noqa: D102
-        self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
-    ) -> None:
-        self._require_on_device("save_pretrained", WEIGHTS)
+    def _export(self, folder: str | Path, **asked: Any) -> None:
         self._distributed.finish_param_gather()
-        if dtype == "auto":
-            dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
+        if asked["dtype"] == "auto":
+            asked["dtype"] = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
         adapters, gatherer = self._distributed.adapters, self._gatherer
         if adapters is not None:
             gatherer = Gatherer(adapters.merged(), bare_shapes(self._distributed.shapes))
-        tensors = gatherer.tensors()
-        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
+        export_pretrained(self._skeleton, folder, tensors=gatherer.tensors(), every_rank=True, **asked)
 
     def _contents(self) -> MegatronContents:
         model = self._distributed
