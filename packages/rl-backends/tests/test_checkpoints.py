@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig, load_causal_lm
 from rl_backends.checkpoints import storage
+from rl_backends.checkpoints.contents import TorchContents
 from rl_backends.checkpoints.folders import record_of, write_json, write_safetensors
 from rl_backends.checkpoints.loading import load_checkpoint
 from rl_backends.checkpoints.saving import find_latest, prune, save_checkpoint
-from rl_backends.checkpoints.shards import model_shards
 from rl_backends.errors import CheckpointError
 
 
@@ -665,15 +665,15 @@ def test_tensors_of_one_memory_are_saved_each_by_itself(tmp_path, start):
 def test_a_save_copies_into_the_memory_of_the_one_before_it(start):
     model, _ = start()
     buffers = storage.StagingBuffers()
-    shards = {name: shard.of() for name, shard in model_shards(model).items()}
-    first = {name: staged.local.data_ptr() for name, staged in buffers.stage(shards).items()}
+    shards = TorchContents(model, None).weights()
+    first = {staged.weight: staged.local.data_ptr() for staged in buffers.stage(shards)}
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     second = buffers.stage(shards)
-    assert {name: staged.local.data_ptr() for name, staged in second.items()} == first
+    assert {staged.weight: staged.local.data_ptr() for staged in second} == first
     assert len(set(first.values())) == len(first)
-    for name, staged in second.items():
-        assert torch.equal(staged.boxes[0].of_local(staged.local), model.get_parameter(name))
+    for staged in second:
+        assert torch.equal(staged.boxes[0].of_local(staged.local), model.get_parameter(staged.weight))
 
 
 def test_the_file_of_tensors_is_one_that_safetensors_reads(tmp_path):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from rl_backends import DTensorBackend, DTensorConfig, KernelsConfig, OptimizerConfig
 from rl_backends.__main__ import main
-from rl_backends.commands.comparison import Plain, compare
 from rl_backends.commands.flags import config_of, field_docs
+from rl_backends.commands.verify import Plain, compare
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rl_backends.batching.dealing import RowDealing, in_order
-from rl_backends.batching.microbatches import MicrobatchLimits
 from rl_backends.errors import BatchError
 from rl_parallel_plans import TopKLogp
 
@@ -91,9 +90,7 @@ def test_another_ranks_rows_and_those_of_other_batches_are_refused_on_every_rank
 
 
 def dealing(rank=0, num_ranks=2, rows=2):
-    return RowDealing(
-        rank=rank, num_ranks=num_ranks, limits=MicrobatchLimits(rows=rows), token_multiple=1, vocabulary_size=67
-    )
+    return RowDealing(rank=rank, num_ranks=num_ranks, micro_batch_size=rows, token_multiple=1, vocabulary_size=67)
 
 
 def test_rows_are_dealt_by_length_and_units_are_never_parted(world):

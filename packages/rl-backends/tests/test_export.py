@@ -132,8 +132,8 @@ def test_nothing_is_overwritten(world, tmp_path):
 
 
 def test_what_an_earlier_failure_left_is_cleared_away(world, tmp_path):
-    (tmp_path / "model.unfinished").mkdir()
-    (tmp_path / "model.unfinished" / "model-00009-of-00009.safetensors").write_text("half")
+    (tmp_path / ".model.unfinished").mkdir()
+    (tmp_path / ".model.unfinished" / "model-00009-of-00009.safetensors").write_text("half")
     export_pretrained(world.make_model("Llama"), tmp_path / "model")
     assert listed(tmp_path) == ["model"]
     assert not (tmp_path / "model" / "model-00009-of-00009.safetensors").exists()

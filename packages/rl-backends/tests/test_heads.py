@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_backends import BatchError, DTensorBackend, DTensorConfig, ModelError
+from rl_backends import BatchError, DTensorBackend, DTensorConfig, KernelsConfig, ModelError
 from rl_backends.readers import Head, token_logp_reader
 
 PROGRAM = Path(__file__).parent / "programs" / "heads.py"
@@ -229,7 +229,7 @@ def test_words_that_cannot_be_asked_about_are_refused_and_leave_the_gradient(wor
 
 def test_an_output_that_there_is_not_is_refused_by_name():
     with pytest.raises(ValueError, match=r"output='entropy' must be one of 'logp', 'logp_and_entropy'"):
-        token_logp_reader("entropy", Head(logit_scale=1.0, softcap=None), 1.0)
+        token_logp_reader("entropy", Head(logit_scale=1.0, softcap=None, kernels=KernelsConfig()), 1.0)
 
 
 def test_what_the_policy_was_may_be_its_teacher(world):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_backends import DTensorBackend, DTensorConfig, Kernel, KernelsConfig, OptimizerConfig, register_kernel
 from rl_backends.kernels import table
-from rl_backends.kernels.layers import replace_mlps_on_cpu, replace_norms_to_the_bit, replace_rope_on_cpu
+from rl_backends.kernels.layers import replace_mlps, replace_norms, replace_rope
 from rl_backends.packing import attention
 from rl_backends.packing.attention import packed_attention, padded_attention
 
@@ -255,7 +255,7 @@ PARTLY_ROTATED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermed
 
 @pytest.mark.parametrize(("family", "norms"), [("Llama", 5), ("Qwen3", 9), ("Mistral", 5), ("Gemma2", 0)])
 def test_norms_on_a_cpu_have_the_bits_of_the_models_own_code_in_results_and_gradients(world, family, norms):
-    found = before_and_after(world, family, replace_norms_to_the_bit, replaced=norms)
+    found = before_and_after(world, family, replace_norms, replaced=norms)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -263,7 +263,7 @@ def before_and_after(world, family, replace, *, replaced, **fields):
     """Logits and gradients of a model, and of the same with `replaced` modules that `replace` has replaced."""
     models = [world.make_model(family, **fields).eval() for _ in range(2)]
     state = torch.get_rng_state()
-    assert replace(models[1]) == replaced
+    assert replace(models[1], None) == replaced
     assert torch.equal(torch.get_rng_state(), state)
     tokens = world.make_examples().tokens
     found = []
@@ -276,7 +276,7 @@ def before_and_after(world, family, replace, *, replaced, **fields):
 
 @pytest.mark.parametrize(("family", "mlps"), [("Llama", 2), ("Qwen3", 2), ("Gemma2", 2), ("Phi3", 0)])
 def test_mlps_on_a_cpu_have_the_bits_of_the_models_own_code_in_results_and_gradients(world, family, mlps):
-    found = before_and_after(world, family, replace_mlps_on_cpu, replaced=mlps)
+    found = before_and_after(world, family, replace_mlps, replaced=mlps)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -284,14 +284,14 @@ def test_mlps_on_a_cpu_have_the_bits_of_the_models_own_code_in_results_and_gradi
     ("family", "fields"), [("Llama", {}), ("Qwen3", {}), ("Gemma2", {}), ("Phi3", {}), ("Glm4Moe", PARTLY_ROTATED)]
 )
 def test_rotary_embeddings_on_a_cpu_are_the_models_own_but_for_a_rounding(world, family, fields):
-    found = before_and_after(world, family, replace_rope_on_cpu, replaced=2, **fields)
+    found = before_and_after(world, family, replace_rope, replaced=2, **fields)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
 
 
 def test_a_frozen_norm_gets_no_gradient_and_hands_on_the_same_one(world):
     own, replaced = (world.make_model("Qwen3").eval() for _ in range(2))
-    replace_norms_to_the_bit(replaced)
+    replace_norms(replaced, None)
     for model in (own, replaced):
         for name, parameter in model.named_parameters():
             parameter.requires_grad = "norm" not in name
@@ -528,14 +528,14 @@ def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_
     import json
 
     from rl_backends.__main__ import main
-    from rl_backends.commands import comparison
+    from rl_backends.commands import verify
 
-    choices = dict(comparison._choices())
+    choices = dict(verify._choices())
     assert {"compile, padded rows", "attention=flex, packed rows", "loss=verl", "float8=rowwise, emulated"} <= set(
         choices
     )
     some = ("loss_chunk_size=3", "attention=flex, packed rows")
-    monkeypatch.setattr(comparison, "_choices", lambda: [(name, choices[name]) for name in some])
+    monkeypatch.setattr(verify, "_choices", lambda: [(name, choices[name]) for name in some])
     assert main(["verify", "qwen3", "--each-kernel", "--json"]) == 0
     held, refused = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
     assert held["holds"]
@@ -543,5 +543,5 @@ def test_the_command_holds_each_choice_against_plain_transformers_and_says_what_
     assert {check["name"] for check in held["checks"]} == {"log-probabilities", "gradients"}
     assert refused["holds"] is None
     assert "it runs on cuda, not on a CPU" in refused["refused"]
-    monkeypatch.setattr(comparison, "TOLERANCES", {"float32": 0.0})
+    monkeypatch.setattr(verify, "TOLERANCES", {"float32": 0.0})
     assert main(["verify", "qwen3", "--each-kernel"]) == 1

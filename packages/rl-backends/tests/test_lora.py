@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
+from rl_backends.config import LoraConfig
 from rl_backends.errors import CheckpointError, ModelError
-from rl_backends.lora.config import LoraConfig
 from rl_backends.lora.files import save_adapter
 from rl_backends.lora.inject import add_lora
 from rl_backends.lora.layers import adapter_size, adapter_tensors, adapters_disabled, peft_names

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from rl_backends.lora.config import LoraConfig
+from rl_backends.config import LoraConfig
 from rl_backends.lora.files import save_adapter
 from rl_backends.lora.inject import add_lora
 

@@ -130,7 +130,7 @@ class HeadRMSNorm(nn.Module):
 
 def test_groups_go_by_what_a_parameter_is_and_not_by_its_shape():
     optimizers = make_optimizers(Oddities(), OptimizerConfig(lr=1e-2, name="muon"), num_steps=2)
-    found = {(group.trained_by, group.decays): set(group.names) for group in optimizers.groups}
+    found = {(group.trained_by, group.decays): {each.name for each in group.shards} for group in optimizers.groups}
     assert found == {
         ("muon", True): {"layers.0.up.weight", "layers.0.experts.gate_up_proj"},
         ("adamw", True): {"layers.0.positions.weight", "layers.0.conv.weight", "head.weight"},
@@ -146,7 +146,7 @@ def test_groups_go_by_what_a_parameter_is_and_not_by_its_shape():
 def test_patterns_and_decay_vectors_say_what_decays(world):
     model = world.make_model("Qwen2", tie_word_embeddings=True)  # it has biases
     spared = make_optimizers(model, OptimizerConfig(lr=1.0, no_decay=("*embed_tokens*", "*.1.mlp.*")), num_steps=2)
-    decaying = {name for group in spared.groups if group.decays for name in group.names}
+    decaying = {each.name for group in spared.groups if group.decays for each in group.shards}
     assert decaying == {
         name
         for name, parameter in model.named_parameters()

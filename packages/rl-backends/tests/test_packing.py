@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from rl_backends.batching.microbatches import make_inputs
-from rl_backends.batching.prefixes import make_shared_inputs
+from rl_backends.batching.microbatches import make_inputs, make_shared_inputs
 from rl_backends.errors import ModelError
-from rl_backends.packing import enable_packing
 from rl_backends.packing.attention import packed_attention
+from rl_backends.packing.enable import enable_packing
 
 FAMILIES = {
     "Llama": ("Llama", {}),

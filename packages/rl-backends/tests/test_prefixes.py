@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
-from rl_backends.batching.prefixes import make_shared_inputs
+from rl_backends.batching.microbatches import make_shared_inputs
 
 SHARED = {"sequence_packing": True, "share_prefixes": True}
 

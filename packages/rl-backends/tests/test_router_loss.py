@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from rl_backends.batching.dealing import RowDealing
-from rl_backends.batching.microbatches import MicrobatchLimits, make_inputs
+from rl_backends.batching.microbatches import make_inputs
 from rl_backends.errors import ModelError
 from rl_backends.moe import RouterWatch, router_metrics
-from rl_backends.packing import enable_packing
+from rl_backends.packing.enable import enable_packing
 
 MIXTURES = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
@@ -53,10 +53,10 @@ def gradients(model):
 def watched_loss(model, watch, examples, *, limits, num_ranks=1):
     """What a backend adds up over its microbatches and ranks, backward included."""
     total = 0.0
-    ranks = RowDealing(rank=0, limits=limits, num_ranks=num_ranks).cut(examples)
+    ranks = RowDealing(rank=0, **limits, num_ranks=num_ranks).cut(examples)
     for microbatch in (microbatch for rank in ranks for microbatch in rank):
         rows = microbatch.of(examples, device="cpu")
-        inputs = make_inputs(rows.tokens, rows.lengths, rows.trainable, layout=limits.layout)
+        inputs = make_inputs(rows.tokens, rows.lengths, rows.trainable, layout=limits.get("layout", "padded"))
         given = {}
         if inputs.cu_seq_lens is not None:
             given = {"cu_seq_lens_q": inputs.cu_seq_lens, "cu_seq_lens_k": inputs.cu_seq_lens}
@@ -81,7 +81,7 @@ def test_value_and_gradient_are_those_of_the_formula_row_by_row(world, family):
     expected.backward()
     wanted = gradients(model)
     assert any("gate" in name or "router" in name for name in wanted)
-    total = watched_loss(model, watch, examples, limits=MicrobatchLimits(rows=4))
+    total = watched_loss(model, watch, examples, limits={"micro_batch_size": 4})
     assert total == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(gradients(model), wanted, rtol=1e-5, atol=1e-7)
 
@@ -95,7 +95,7 @@ def test_neither_the_cut_nor_the_layout_changes_it(world, layout, rows, num_rank
     if layout == "packed":
         enable_packing(model)
     watch = RouterWatch(model)
-    watched_loss(model, watch, examples, limits=MicrobatchLimits(rows=rows, layout=layout), num_ranks=num_ranks)
+    watched_loss(model, watch, examples, limits={"micro_batch_size": rows, "layout": layout}, num_ranks=num_ranks)
     torch.testing.assert_close(gradients(model), wanted, rtol=1e-5, atol=1e-7)
     counts = watch.take_counts()
     assert {count.sum().item() for count in counts.values()} == {2.0 * examples.lengths.sum().item()}
@@ -107,7 +107,7 @@ def test_recomputation_in_backward_does_not_count_twice(world, mode):
     from rl_parallel_plans import apply_activation_checkpointing
 
     model, examples = make_mixture(world), world.make_examples()
-    limits = MicrobatchLimits(rows=4)
+    limits = {"micro_batch_size": 4}
     total = watched_loss(model, RouterWatch(model), examples, limits=limits)
     wanted = gradients(model)
     again = make_mixture(world)

@@ -34,7 +34,6 @@ from rl_algorithms.objective import Objective
 from rl_algorithms.observation import ObservedPolicy, number_rows
 from rl_algorithms.rollouts import Rollouts
 from rl_backends.batching.dealing import DealtRows, RowDealing
-from rl_backends.batching.microbatches import MicrobatchLimits
 from rl_launcher.ray.policy import RayPolicy
 from rl_launcher.ray.remote_calls import Actor
 from rl_launcher.ray.remote_methods import RemoteCall
@@ -105,13 +104,13 @@ class Host:
 
 def make_policy(num_ranks: int, *, sharing: int) -> RayPolicy:
     """A policy of so many ranks, of which `sharing` at a time are given the same rows."""
-    limits, groups = MicrobatchLimits(rows=4), num_ranks // sharing
+    groups = num_ranks // sharing
     backends = {
         rank: SimulatedBackend(
             RowDealing(
                 rank=rank // sharing,
                 num_ranks=groups,
-                limits=limits,
+                micro_batch_size=4,
                 token_multiple=1,
                 vocabulary_size=VOCABULARY,
             )

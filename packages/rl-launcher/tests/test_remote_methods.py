@@ -12,7 +12,6 @@ from rl_algorithms import contracts
 from rl_backends import DTensorBackend, MegatronBackend, OptimizerConfig
 from rl_backends.backend import TrainingBackend
 from rl_backends.batching.dealing import DealtRows, RowDealing
-from rl_backends.batching.microbatches import MicrobatchLimits
 from rl_backends.errors import BatchError
 from rl_launcher.ray.colocation import ColocatedModel
 from rl_launcher.ray.policy import RayModel, RayPolicy
@@ -66,7 +65,7 @@ def batch():
 
 def test_a_batch_travels_as_arrays_and_arrives_bit_for_bit():
     sent = batch()
-    [dealt] = RowDealing(rank=0, num_ranks=1, limits=MicrobatchLimits(rows=4)).deal(sent)
+    [dealt] = RowDealing(rank=0, num_ranks=1, micro_batch_size=4).deal(sent)
     travelled = unpacked(pickle.loads(pickle.dumps(packed(dealt))), writable=False)
     assert (type(travelled), travelled.rows.tolist()) == (DealtRows, [0, 1, 2, 3])
     arrived = travelled.examples
@@ -83,8 +82,7 @@ class BackendDouble:
         self.dealt_to, self.num_ranks = dealt_to, num_ranks
 
     def row_dealing(self):
-        limits = MicrobatchLimits(rows=1)
-        options = {"limits": limits, "token_multiple": 1, "vocabulary_size": 12}
+        options = {"micro_batch_size": 1, "token_multiple": 1, "vocabulary_size": 12}
         return RowDealing(rank=self.dealt_to, num_ranks=self.num_ranks, **options)
 
     @property

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rl_backends.backend import Backend, ReferenceModel, TrainingBackend
     from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
     from rl_backends.checkpoints.saving import CheckpointWrite, find_latest, prune, save_checkpoint
+    from rl_backends.config import KernelsConfig, LoraConfig
     from rl_backends.dry_run.explanation import DryRun, Explanation, explain, predict
     from rl_backends.dtensor.backend import DTensorBackend
     from rl_backends.dtensor.config import DTensorConfig
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     )
     from rl_backends.examples import TokenBatch
     from rl_backends.export import export_pretrained
-    from rl_backends.kernels.config import KernelsConfig
     from rl_backends.kernels.table import Kernel, register_kernel
     from rl_backends.loading.skeleton import materialize
     from rl_backends.loading.source import (
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         open_model,
     )
     from rl_backends.loading.weights import LoadReport, initialise
-    from rl_backends.lora.config import LoraConfig
     from rl_backends.lora.merged import MergedWeights
     from rl_backends.megatron.backend import MegatronBackend
     from rl_backends.megatron.config import MegatronConfig, megatron_checkpoint_dir

@@ -1,17 +1,21 @@
 """`rl-backends`, also `python -m rl_backends`: the backend from the command line.
 
 Each command is a module of `rl_backends.commands` with `add_arguments(parser, given)`, whose flags may depend on the
-command line `given`, and `run(arguments) -> int`; it is imported when it is chosen and not before.
+command line `given`, and `run(arguments)`, which tells people and returns the figures for `--json`, among them whether
+it "holds"; it is imported when it is chosen and not before.
 Exit codes: 0 it holds, 1 it does not, 2 refused or misused; the reasons are printed.
 """
 
 import argparse
 import difflib
+import json
 import os
+import re
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 from rl_backends.errors import MissingDependencyError
 
@@ -45,8 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.add_arguments(parser, given[1:])
     arguments = parser.parse_args(given[1:])
+    started = time.monotonic()
     try:
-        code: int = command.run(arguments)
+        figures: dict[str, Any] = command.run(arguments)
+        if arguments.json:
+            print(json.dumps({"seconds": round(time.monotonic() - started, 3), **figures}, allow_nan=False))
         sys.stdout.flush()
     except (ValueError, MissingDependencyError) as refusal:  # of ours, and of what ours builds on: PlanError too
         print(f"{PROGRAM} {chosen}: {refusal}", file=sys.stderr)
@@ -60,15 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{PROGRAM} {chosen}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return code
+    return 0 if figures["holds"] else 1
 
 
 @final
 class _CommandParser(argparse.ArgumentParser):
-    """Says which flag an unknown one may have meant."""
+    """Says which flag, or which of its words, an unknown one may have meant."""
 
     def error(self, message: str) -> NoReturn:
         hints = ""
+        if unknown := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):  # as argparse says it
+            for near in difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), n=1):
+                hints = f"; did you mean {near!r}?"
         for word in message.split() if "unrecognized arguments" in message else ():  # as argparse says it
             flag = word.partition("=")[0]
             if flag.startswith("--") and (near := difflib.get_close_matches(flag, self._option_string_actions, n=1)):

@@ -16,43 +16,46 @@ Axes: B rows, T tokens, k tokens of the vocabulary; b rows of a microbatch, w to
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from rl_backends.batching.dealing import DealtRows, RowDealing, trainable_of
 from rl_backends.batching.microbatches import (
+    Layout,
     Microbatch,
-    MicrobatchLimits,
     ModelInputs,
     SequenceShard,
     lengths_read,
     make_inputs,
+    make_shared_inputs,
 )
-from rl_backends.checkpoints.loading import CheckpointState
-from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers
+from rl_backends.checkpoints.contents import CheckpointContents
+from rl_backends.checkpoints.loading import CheckpointState, read_checkpoint
+from rl_backends.checkpoints.saving import CheckpointWrite, release_staging_buffers, write_checkpoint
 from rl_backends.checkpoints.shards import tensor_digests
 from rl_backends.config import BackendConfig
-from rl_backends.errors import BatchError, ModelError
+from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT, TokenBatch, token_ids_of
+from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
-from rl_backends.loading.weights import Shard
 from rl_backends.lora.layers import adapter_size
 from rl_backends.losses import LossFunction, Output, Sums, last_tokens
-from rl_backends.metrics.flops import ModelFlops, peak_of_this_device
+from rl_backends.metrics.flops import ModelFlops, decoder_of, peak_of_this_device
 from rl_backends.metrics.memory import memory_by_category
 from rl_backends.metrics.step import StepMeter, StepMetrics
 from rl_backends.offload import PARTS, Offloader, OffloadReport, Part
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import GradientStep, StageOptimizers
-from rl_backends.rank_agreement import host_group, require_same_batch, require_same_deal
+from rl_backends.rank_agreement import host_group, on_every_rank, require_same_batch, require_same_deal
 from rl_backends.readers import Head, Reader, read_entropy, read_logp, read_top_k, token_logp_reader, value_reader
 from rl_parallel_plans import TopKLogp
 
@@ -119,6 +122,8 @@ class DistributedModel(ABC):
     """What a batch is cut into at least, on each rank."""
     reads_whole_rows: bool = False
     """Whether tokens are read that no asked token depends on, as the loss of a router wants them."""
+    shares_prefixes: bool = False
+    """Whether what rows of a pack begin with alike is read once."""
 
     @property
     @abstractmethod
@@ -131,18 +136,21 @@ class DistributedModel(ABC):
         """Whether it has left its process groups."""
 
     @property
+    def layout(self) -> Layout:
+        """How rows of a microbatch lie."""
+        return "packed" if self.config.sequence_packing else "padded"
+
+    @property
     def row_dealing(self) -> RowDealing:
         """How the rows of a batch are shared out among the ranks that have rows of their own."""
         config = self.config
         return RowDealing(
             rank=self.row_group.rank(),
             num_ranks=self.row_group.size(),
-            limits=MicrobatchLimits(
-                rows=config.micro_batch_size,
-                tokens=config.micro_batch_tokens,
-                layout="packed" if config.sequence_packing else "padded",
-                fewest=self.fewest_microbatches,
-            ),
+            micro_batch_size=config.micro_batch_size,
+            micro_batch_tokens=config.micro_batch_tokens,
+            layout=self.layout,
+            fewest_microbatches=self.fewest_microbatches,
             token_multiple=self.token_multiple,
             vocabulary_size=self.vocabulary_size,
             max_positions=self.max_positions,
@@ -168,14 +176,8 @@ class DistributedModel(ABC):
             require_same_batch(examples, with_token_ids=with_token_ids)
             whole = dealing.cut(examples, with_token_ids=with_token_ids)
             return examples, whole[dealing.rank], whole
-        cut: list[list[Microbatch]] = []
-        own: list[Microbatch] = []
-        error: BatchError | None = None
-        try:
-            cut, own = dealing.cut_of(examples)
-        except BatchError as caught:
-            error = caught  # raised below, once every rank knows: others would wait in the model's collectives
-        require_same_deal(examples, error=error)
+        cut, own = on_every_rank(lambda: dealing.cut_of(examples))  # others would wait in the model's collectives
+        require_same_deal(examples)
         return examples.examples, own, cut
 
     def inputs(
@@ -186,22 +188,22 @@ class DistributedModel(ABC):
         offset: int = 1,
         words: Shaped[Tensor, "b w k"] | None = None,
     ) -> ModelInputs:
-        """What the model reads of rows on the host, on the device; see `make_inputs`."""
-        made = make_inputs(
-            rows.tokens,
-            self.lengths_read(rows, asked, offset=offset),
-            asked,
-            layout="packed" if self.config.sequence_packing else "padded",
-            offset=offset,
-            shard=self.sequence_shard,
-            multiple=self.length_multiple,
-            words=words,
-        )
+        """What the model reads of rows on the host, on the device; see `make_inputs` and `make_shared_inputs`."""
+        lengths = rows.lengths if self.reads_whole_rows else lengths_read(rows.lengths, asked, offset=offset)
+        if self.shares_prefixes:
+            made = make_shared_inputs(rows.tokens, lengths, asked, offset=offset, words=words)
+        else:
+            made = make_inputs(
+                rows.tokens,
+                lengths,
+                asked,
+                layout=self.layout,
+                offset=offset,
+                shard=self.sequence_shard,
+                multiple=self.length_multiple,
+                words=words,
+            )
         return made.to(self.config.device)
-
-    def lengths_read(self, rows: TokenBatch, asked: Shaped[Tensor, "b w"], *, offset: int) -> Int[Tensor, " b"]:
-        """How many tokens of each row the model reads."""
-        return rows.lengths if self.reads_whole_rows else lengths_read(rows.lengths, asked, offset=offset)
 
     @torch.inference_mode(mode=False)  # Megatron keeps buffers for the next pass, in which its tensors would be refused
     @torch.no_grad()
@@ -317,15 +319,11 @@ def max_positions(model: nn.Module) -> int | None:
     The table is a sibling of the embedding of tokens. Beyond its end a lookup fails, on a GPU by an assertion in a
     kernel, after which the process cannot use the device any more.
     """
-    tokens = model.get_input_embeddings()  # type: ignore[operator]
-    for module in model.modules():
-        siblings = dict(module.named_children())
-        if any(each is tokens for each in siblings.values()):
-            for name, table in siblings.items():
-                if POSITION_TABLE.fullmatch(name) and isinstance(table, nn.Embedding):
-                    # OPT leaves the first rows out, RoBERTa those up to that of padding.
-                    left_out = int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1
-                    return table.num_embeddings - left_out
+    for name, table in decoder_of(model).named_children():
+        if POSITION_TABLE.fullmatch(name) and isinstance(table, nn.Embedding):
+            # OPT leaves the first rows out, RoBERTa those up to that of padding.
+            left_out = int(getattr(table, "offset", 0)) if table.padding_idx is None else table.padding_idx + 1
+            return table.num_embeddings - left_out
     return None
 
 
@@ -334,15 +332,20 @@ class Backend(ABC):
 
     Args:
         config: of the backend.
-        skeleton: the Hugging Face model without its weights.
+        model: the Hugging Face model.
+        filled: whether something puts weights into a model that is on the meta device.
     """
 
     _distributed: DistributedModel
-    _meter: StepMeter
 
-    def __init__(self, config: BackendConfig, skeleton: nn.Module) -> None:
+    def __init__(self, config: BackendConfig, model: nn.Module, *, filled: bool) -> None:
+        if not filled and any(parameter.is_meta for parameter in model.parameters()):
+            raise ModelError(
+                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
+                f"pass fill= to put weights into it"
+            )
         self.config: BackendConfig = config
-        self._skeleton = skeleton
+        self._skeleton = without_weights(model)
         self._optimizers: StageOptimizers | None = None
         self._last_write: CheckpointWrite | None = None
         self._temperature = 1.0
@@ -422,11 +425,11 @@ class Backend(ABC):
 
     def value(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, "B T"]:
         """What a value head says of the state before each trainable token, in that token's place; 0 elsewhere."""
-        return self._read(examples, self._value_reader("value"))[0]
+        return self._read(examples, self._value_reader())[0]
 
     def score(self, examples: TokenBatch | DealtRows[Any]) -> Float[Tensor, " B"]:
         """What a reward head says of each row, at its last token."""
-        return self._read(examples, self._value_reader("score"), asked=last_tokens, offset=0)[0].sum(1)
+        return self._read(examples, self._value_reader(), asked=last_tokens, offset=0)[0].sum(1)
 
     # -- Training -----------------------------------------------------------------------------------------------------
 
@@ -475,7 +478,7 @@ class Backend(ABC):
         """
         self._require_on_device("forward_backward", PASSES)
         if output in {"value", "score"}:
-            reader = self._value_reader(output)
+            reader = self._value_reader()
         else:
             reader = token_logp_reader(output, self._head, self._temperature)
         of_rows = output == "score"
@@ -528,7 +531,10 @@ class Backend(ABC):
         Args:
             memory: add the account of memory as it is now, which looks at every parameter.
         """
-        return self._meter.metrics(memory=memory)
+        found = self._meter.metrics()
+        if found is None or not memory:
+            return found
+        return replace(found, memory=memory_by_category(self.model, self._torch_optimizers()))
 
     def freeze_reference(self, *, without_adapters: bool = False, offload: bool = False) -> ReferenceModel:
         """The policy as it is now, frozen: `reference.logp(examples)`.
@@ -574,19 +580,14 @@ class Backend(ABC):
             directory: write them there; None copies them to host memory.
 
         Raises:
-            ValueError: a part that is none, or another place than where some parts are already.
+            ValueError: a part that is none.
+            RuntimeError: another place than where some parts are already.
         """
         place = None if directory is None else Path(directory)
         if self._offloader is None or place != self._offloader.directory:
-            if self._offloader is not None:
-                if self._offloader.away:
-                    raise ValueError(
-                        f"directory={place}, and {', '.join(self._offloader.away)} went to "
-                        f"{self._offloader.directory or 'the host'}: call onload() before choosing another place"
-                    )
-                self._offloader.close()
+            self._require_on_device(f"offload(directory={place})")
             # Kept, and its memory used again, until another place is chosen.
-            self._offloader = Offloader(self.model, directory=place, extra=self._extra_memory)
+            self._offloader = Offloader(self.model, directory=place)
         self._before_offload()
         report = self._offloader.offload(self._torch_optimizers(), parts=parts)
         if "weights" in parts:
@@ -606,33 +607,21 @@ class Backend(ABC):
             self._weights_moved(away=False)
         return report
 
-    @abstractmethod
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
     ) -> None:
         """Write a Hugging Face model folder, adapters merged, completely or not at all; every rank must call it.
 
-        Args:
-            folder: where to; it must not exist.
-            dtype: of floating-point tensors. "auto" gives each tensor the dtype that it has in the folder which the
-                model came from; None writes the float32 that was trained.
-            tokenizer: saved beside the model if it is given, so that an engine can serve the folder as it is.
-
-        Raises:
-            FileExistsError: `folder` is there already; nothing is overwritten.
-            OSError: the disk is full or read-only; `folder` does not exist afterwards.
+        Arguments and errors are those of `rl_backends.export_pretrained`.
         """
+        self._require_on_device("save_pretrained", WEIGHTS)
+        self._export(folder, dtype=dtype, tokenizer=tokenizer)
 
     @abstractmethod
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:
         """Write the adapters in PEFT's format, whole or not at all; every rank must call it.
 
-        Args:
-            folder: where to; it must not exist.
-            base_model_name: of the model that they adapt, a folder or hub id, for whoever loads them.
-
-        Raises:
-            ModelError: the policy has no adapters.
+        Arguments and errors are those of `rl_backends.lora.files.save_adapter`.
         """
 
     def save_checkpoint(
@@ -643,9 +632,11 @@ class Backend(ABC):
         Arguments and errors are those of `rl_backends.save_checkpoint`; every rank must call it.
         """
         self._require_on_device("save_checkpoint")
+        contents = self._contents()
         if self.config.lora_cfg is not None and self._frozen is None:  # once: these weights never change
-            self._frozen = tensor_digests(self._frozen_weights(), group=host_group())
-        self._last_write = self._write_checkpoint(folder, asynchronous=asynchronous, extra=extra, frozen=self._frozen)
+            self._frozen = tensor_digests(contents.held(frozen=True), group=host_group())
+        asked: dict[str, Any] = {"asynchronous": asynchronous, "extra": extra, "frozen": self._frozen}
+        self._last_write = write_checkpoint(contents, folder, version=self.version, **asked)
         return self._last_write
 
     def load_checkpoint(self, folder: str | Path, *, optimizer: bool = True, verify: bool = True) -> CheckpointState:
@@ -655,7 +646,7 @@ class Backend(ABC):
         """
         self._require_on_device("load_checkpoint")
         self._frozen = None
-        state = self._read_checkpoint(folder, optimizer=optimizer, verify=verify)
+        state = read_checkpoint(self._contents(), folder, optimizer=optimizer, verify=verify)
         self._clear_gradient()
         self.version = state.version
         return state
@@ -735,14 +726,12 @@ class Backend(ABC):
         self._gradient = "none"
 
     @abstractmethod
-    def _frozen_weights(self) -> Iterable[Shard]:
-        """What this rank holds of the weights under adapters."""
+    def _export(self, folder: str | Path, **asked: Any) -> None:
+        """Write the folder of `save_pretrained`."""
 
     @abstractmethod
-    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite: ...
-
-    @abstractmethod
-    def _read_checkpoint(self, folder: str | Path, *, optimizer: bool, verify: bool) -> CheckpointState: ...
+    def _contents(self) -> CheckpointContents:
+        """What a checkpoint is written from and read into."""
 
     @property
     def _always_trains(self) -> bool:
@@ -753,15 +742,9 @@ class Backend(ABC):
         """How evenly experts were used since the last step; empty where nobody counts."""
         return {}
 
-    def _value_reader(self, output: str) -> Reader:
+    def _value_reader(self) -> Reader:
         """Reads the number of a value or reward head; ModelError where the model has none."""
-        del output
         return value_reader(self.model)
-
-    def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
-        """Tensors of a part, with names, that neither the model nor torch's optimizers know."""
-        del part
-        return ()
 
     def _before_offload(self) -> None:  # noqa: B027 - nothing, unless a subclass says otherwise
         """Let communication end that writes what is to be moved."""
@@ -776,22 +759,18 @@ class Backend(ABC):
         if self._offloader is not None:
             self._offloader.require(what, parts)
 
-    def _make_meter(self) -> StepMeter:
-        """The meter of this backend's steps."""
-        device, config = torch.device(self.config.device), self.config
-        flops: ModelFlops | ModelError
-        try:
+    @cached_property
+    def _meter(self) -> StepMeter:
+        device, config, flops = torch.device(self.config.device), self.config, None
+        with suppress(ModelError):  # of a model whose modules do not tell
             flops = ModelFlops.of(self._skeleton)
-        except ModelError as error:  # its modules do not tell, and metrics say so
-            flops = error
         return StepMeter(
             flops,
             device=device,
             num_ranks=dist.get_world_size(),
-            layout="packed" if config.sequence_packing else "padded",
+            layout=self._distributed.layout,
             token_multiple=self._distributed.token_multiple,
             peak_flops_per_s=config.peak_flops_per_s or peak_of_this_device(device, config.precision),
-            memory=lambda: memory_by_category(self.model, self._torch_optimizers()),
         )
 
     def _read(self, examples: TokenBatch | DealtRows[Any], reader: Reader, **where: Any) -> dict[int, Tensor]:

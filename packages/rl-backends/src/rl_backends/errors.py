@@ -1,5 +1,7 @@
 """What is refused, and what stops a step. Every message names the thing, says why, and says what to do."""
 
+from collections.abc import Sequence
+
 
 class ModelError(ValueError):
     """A model or tokenizer that cannot be used, or not in the way that was asked for."""
@@ -23,3 +25,8 @@ class RankError(RuntimeError):
 
 class MissingDependencyError(ImportError):
     """A library that an optional part needs is absent, or of a release that it was not made for."""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three, and how many more there are, for messages."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -3,7 +3,7 @@
 Axes: B rows, T tokens, K tokens of the vocabulary that are asked about in one place.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
@@ -89,14 +89,12 @@ def row_fields(examples: TokenBatch) -> Collection[str]:
     return named
 
 
-def moved(examples: BatchT, *, device: str) -> BatchT:
-    """The same examples on `device`; themselves where they are there."""
-    instance = cast("Any", examples)
-    tensors = {field.name: getattr(instance, field.name) for field in fields(instance)}
-    if all(tensor.device.type == device for tensor in tensors.values()):
-        return examples
-    there: BatchT = replace(instance, **{name: tensor.to(device) for name, tensor in tensors.items()})
-    return there
+def changed(examples: BatchT, change: Callable[[str, Tensor], Tensor]) -> BatchT:
+    """The same examples with what `change` makes of each field, of its name and tensor."""
+    instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
+    names = [field.name for field in fields(instance) if field.init]
+    made: BatchT = replace(instance, **{name: change(name, getattr(instance, name)) for name in names})
+    return made
 
 
 _ROWS_CHECKED_AT_A_TIME = 256

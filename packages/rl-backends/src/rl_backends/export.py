@@ -6,14 +6,12 @@ transformers keeps some weights in another layout than files do, and its own rev
 meta tensors to plan names, shapes and dtypes, then on the weights, group by group.
 """
 
-import copy
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_backends.checkpoints.folders import probe_file, sees, sync, write_safetensors
+from rl_backends.checkpoints.folders import atomic_folder, probe_file, sees, unfinished_name, write_safetensors
 from rl_backends.checkpoints.shards import this_rank
 from rl_backends.errors import ModelError
-from rl_backends.loading.skeleton import twin_of
+from rl_backends.loading.skeleton import in_dtype, twin_of
 from rl_backends.loading.source import dtype_of_config
 from rl_backends.loading.weights import first_names
 from rl_backends.rank_agreement import gather_text, on_every_rank, on_rank_0
@@ -69,7 +67,7 @@ def export_pretrained(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be >= 1")
     target = Path(folder)
-    unfinished = target.with_name(target.name + ".unfinished")
+    unfinished = target.with_name(unfinished_name(target))
     skeleton: Any = twin_of(model)
     transforms = getattr(model, "_weight_conversions", None)
     if transforms is None:  # not loaded from files: those that can be undone without knowing the files
@@ -82,19 +80,8 @@ def export_pretrained(
     groups = plan_groups(skeleton, _planned_tensors(model, skeleton, dtype=dtype, adapted=tensors is not None))
     outputs = {name: tensor for group in groups for name, tensor in group.outputs.items()}
 
-    def refuse_existing() -> None:
-        if target.exists():
-            raise FileExistsError(f"{target} exists already; a saved model is never overwritten, choose another folder")
-
-    remove = partial(shutil.rmtree, unfinished, ignore_errors=True)
-
-    def begin() -> None:
-        refuse_existing()
-        remove()
-        unfinished.mkdir(parents=True)
-
-    on_rank_0(begin)
-    try:
+    with ExitStack() as made:  # on rank 0: renamed to its place at the end, and removed by what raises
+        on_rank_0(lambda: made.enter_context(atomic_folder(target, replace=False)))
         writers = [0]
         if (tensors is None or every_rank) and dist.is_initialized() and dist.get_world_size() > 1:
             # The ranks to which this is the same folder: without a shared file system, those of rank 0's node.
@@ -105,32 +92,21 @@ def export_pretrained(
         files = _ShardFiles(unfinished, outputs, max_shard_bytes=max_shard_bytes, writers=writers)
         stream = export_state_dict(model, every_rank=True, device=None) if tensors is None else tensors
         failure = _write_stream(stream, groups, files=files, skeleton=skeleton)
-    except BaseException:
-        if this_rank() == 0:
-            remove()
-        raise
-    try:
-        on_every_rank(lambda: files.finish(failure))
-    except BaseException:
-        on_rank_0(remove)  # when all ranks have stopped writing, and before any of them returns
-        raise
-
-    def finish() -> None:
         try:
+            on_every_rank(lambda: files.finish(failure))
+        except BaseException:  # when all ranks have stopped writing, and before any of them returns
+            on_rank_0(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            raise
+
+        def finish() -> None:
             files.write_index()
             floats = [tensor.dtype for tensor in outputs.values() if tensor.is_floating_point()]
             _write_configuration(model, skeleton, unfinished, dtype=floats[0] if floats else torch.float32)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
-            sync([*unfinished.iterdir(), unfinished])
-            refuse_existing()  # an empty folder, made in the meantime, would be replaced silently
-            unfinished.rename(target)
-            sync([target.parent])
-        except BaseException:
-            remove()
-            raise
+            made.close()
 
-    on_rank_0(finish)
+        on_rank_0(finish)
 
 
 def _planned_tensors(
@@ -183,11 +159,8 @@ def _write_stream(
 
 def _write_configuration(model: Any, skeleton: Any, folder: Path, *, dtype: torch.dtype) -> None:
     """What transformers' own `save_pretrained` writes beside the weights."""
-    config = copy.deepcopy(model.config)
+    config = in_dtype(model.config, dtype)
     config.architectures = [type(skeleton).__name__]
-    for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if each is not None:
-            each.dtype = str(dtype).removeprefix("torch.")
     if skeleton._auto_class is not None:  # noqa: SLF001 - code that came with the model goes with it
         from transformers.dynamic_module_utils import custom_object_save
 

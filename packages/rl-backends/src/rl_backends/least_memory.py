@@ -48,13 +48,11 @@ def least_memory(
     optimizers: names of the optimizers that are used, one after another; nothing is trained if there are none.
     adapters: what is trained instead of the weights.
     """
+    element, state = bytes_of_element(config, optimizers=optimizers)
     if isinstance(config, MegatronConfig):
-        element, state = (2, 12) if config.precision == "bfloat16" else (4, 8)
         # Without the distributed optimizer every data-parallel rank has its own copy.
         copies = 1 if config.use_distributed_optimizer else max(1, ranks // config.data_multiple)
     else:
-        element = 4 if config.lora_cfg is None else config.lora_cfg.torch_base_dtype.itemsize
-        state = 8 if "adamw" in optimizers else 2
         copies = config.data_parallel_replicate_size
     state = GRADIENT_BYTES + state if optimizers else 0
     held, trained, merged = parameters * element, parameters, 0
@@ -62,6 +60,14 @@ def least_memory(
         held, trained = adapters.frozen_bytes + adapters.trainable_bytes, adapters.trainable
         merged = adapters.merged_bytes
     return LeastMemory(element, held * copies, (held + trained * state + merged) * copies)
+
+
+def bytes_of_element(config: DTensorConfig | MegatronConfig, *, optimizers: Collection[str]) -> tuple[int, int]:
+    """Bytes of one element of the weights as they are stored, and of the optimizer's state of it."""
+    if isinstance(config, MegatronConfig):
+        return (2, 12) if config.precision == "bfloat16" else (4, 8)
+    element = 4 if config.lora_cfg is None else config.lora_cfg.torch_base_dtype.itemsize
+    return element, 8 if "adamw" in optimizers else 2
 
 
 def host_bytes() -> int:

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal
 import torch
 from torch import Tensor
 
-from rl_backends.examples import BatchT, TokenBatch, moved
+from rl_backends.examples import BatchT, TokenBatch, changed
 
 Sums = dict[str, Tensor]
 Output = Literal["logp", "logp_and_entropy", "logp_of_token_ids", "value", "score"]
@@ -45,7 +45,7 @@ class LossOverMicrobatches(Generic[BatchT]):
         leaf = outputs.detach().requires_grad_(outputs.requires_grad)
         try:
             with self._around():
-                result = self._loss(leaf, moved(rows, device=self._device))
+                result = self._loss(leaf, changed(rows, lambda _, tensor: tensor.to(self._device)))
                 loss, parts = self._checked(result, leaf)
                 if counted:  # the backward of the loss alone: in the model's an error would stop this rank alone
                     torch.autograd.backward(loss.reshape(()))

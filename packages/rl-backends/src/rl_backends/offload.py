@@ -25,16 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rl_backends.metrics.memory import (
-    MemoryUse,
-    NamedStorage,
-    memory_by_category,
-    named_parameters,
-    named_storages,
-    optimizer_tensors,
-    plain_tensors,
-)
-from rl_parallel_plans.checkpoints import reshard
+from rl_backends.metrics.memory import NamedStorage, named_storages, plain_tensors, tensors_by_category
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
@@ -45,24 +36,13 @@ _WEIGHTS: tuple[Part, ...] = ("weights",)
 class OffloadReport:
     """Of one `offload` or `onload`, on this rank."""
 
-    action: Literal["offload", "onload"]
-    to: Literal["host", "disk"]
-    """Where parts are kept while they are away."""
     bytes_moved: Mapping[str, int]
-    """Of each part that was asked for and was not there already; 0 where it had nothing that could move."""
+    """Of each part that was asked for and was not there already: what the device was freed of, or has again."""
     seconds: float
-    before: MemoryUse
-    """Memory by category."""
-    after: MemoryUse
     host_bytes: int
     """Host memory that is kept for the next time, or holds what is away."""
     notes: tuple[str, ...]
     """Why something that was asked for did not happen."""
-
-    @property
-    def freed_bytes(self) -> int:
-        """That the device holds less of parameters, gradients and optimizer state than before; negative for onload."""
-        return self.before.total() - self.after.total()
 
 
 class Offloader:
@@ -70,27 +50,17 @@ class Offloader:
 
     Args:
         model: plain or sharded; gathered parameters of FSDP2 are resharded first.
-        extra: tensors with their names that belong to a part and that neither the model nor torch's optimizers know,
-            such as gradient buffers and master weights.
         directory: a folder of its own is made there, and what is anywhere moves into files in it, deleted
             when they are read back. None moves what is on a GPU into pinned host memory, which is kept and used again.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        directory: str | Path | None = None,
-        extra: Callable[[Part], Iterable[tuple[str, Tensor]]] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, directory: str | Path | None = None) -> None:
         self.directory = None if directory is None else Path(directory)
         """Where files go; None where there are none."""
         self._to: Literal["host", "disk"] = "host" if directory is None else "disk"
         self._model = model
-        self._extra = extra
         self._stores: dict[Part, Store] = {}
         self._away: dict[Part, list[NamedStorage]] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._handles: list[RemovableHandle] = []
 
@@ -125,7 +95,6 @@ class Offloader:
         """
         start, optimizers = time.perf_counter(), list(optimizers)
         wanted = self._checked(parts, away=False)
-        before = memory_by_category(self._model, [*self._optimizers, *optimizers])
         found = self._find(wanted, optimizers)
         devices = {held.device for storages in found.values() for held in storages}
         try:
@@ -147,9 +116,8 @@ class Offloader:
         for part, storages in found.items():
             self._away[part] = storages
             _empty(storages)
-        self._optimizers += [each for each in optimizers if all(each is not known for known in self._optimizers)]
         _give_back(devices)
-        return self._report("offload", found, before=before, start=start, asked=parts)
+        return self._report(found, "away", start=start, asked=parts)
 
     def onload(self, parts: Collection[Part] = PARTS) -> OffloadReport:
         """Bring `parts` back, those of them that are away.
@@ -162,7 +130,6 @@ class Offloader:
         start = time.perf_counter()
         found = {part: self._away[part] for part in self._checked(parts, away=True)}
         devices = {held.device for storages in found.values() for held in storages}
-        before = memory_by_category(self._model, self._optimizers)
         try:
             for part, storages in found.items():
                 for held in storages:
@@ -183,10 +150,7 @@ class Offloader:
             del self._away[part]
         self._clear_stores(found)
         self._allow(found)
-        report = self._report("onload", found, before=before, start=start, asked=parts)
-        if not self._away:
-            self._optimizers.clear()
-        return report
+        return self._report(found, "here", start=start, asked=parts)
 
     def close(self) -> None:
         """Give back the host memory that is kept for the next time.
@@ -206,16 +170,7 @@ class Offloader:
     def _find(
         self, parts: Sequence[Part], optimizers: Iterable[torch.optim.Optimizer]
     ) -> dict[Part, list[NamedStorage]]:
-        reshard(self._model)
-        named = named_parameters(self._model)
-        tensors: dict[Part, list[tuple[str, Tensor]]] = {
-            "weights": list(named),
-            "gradients": [(f"gradient of {name}", p.grad) for name, p in named if p.grad is not None],
-            "optimizer": list(optimizer_tensors(optimizers)),
-        }
-        if self._extra is not None:
-            for part in parts:
-                tensors[part] += self._extra(part)
+        tensors = dict(zip(PARTS, tensors_by_category(self._model, optimizers).values(), strict=False))
         if self._to == "disk":
             make_resizable([each for part in parts for each in tensors[part]])
         # Views of the weights among the others, such as shards of a distributed optimizer, move with the weights alone.
@@ -253,26 +208,14 @@ class Offloader:
             self._handles = []
 
     def _report(
-        self,
-        action: Literal["offload", "onload"],
-        found: dict[Part, list[NamedStorage]],
-        *,
-        before: MemoryUse,
-        start: float,
-        asked: Collection[Part],
+        self, found: dict[Part, list[NamedStorage]], state: str, *, start: float, asked: Collection[Part]
     ) -> OffloadReport:
-        seconds = time.perf_counter() - start
-        state = "away" if action == "offload" else "here"
         notes = [f"{part} was {state} already" for part in PARTS if part in asked and part not in found]
         if self._to == "host" and found and not any(found.values()):
             notes.append("device is cpu: everything is in host memory already, and nothing was moved or freed")
         return OffloadReport(
-            action=action,
-            to=self._to,
             bytes_moved={part: sum(held.num_bytes for held in storages) for part, storages in found.items()},
-            seconds=seconds,
-            before=before,
-            after=memory_by_category(self._model, self._optimizers),
+            seconds=time.perf_counter() - start,
             host_bytes=sum(store.host_bytes for store in self._stores.values()),
             notes=tuple(notes),
         )
@@ -389,13 +332,12 @@ class Store(ABC):
 
     def put(self, pieces: Sequence[Tensor]) -> None:
         """Copy `pieces`, one after the other, into room for all of them."""
-        self._make_room(sum(piece.numel() for piece in pieces))
-        for part, place in self._places(pieces):
+        for part, place in self._places(pieces, new=True):
             place.copy_(part, non_blocking=place.is_pinned())
 
     def get(self, into: Sequence[Tensor]) -> None:
         """Copy back."""
-        for part, place in self._places(into):
+        for part, place in self._places(into, new=False):
             part.copy_(place, non_blocking=place.is_pinned())
 
     @abstractmethod
@@ -403,11 +345,19 @@ class Store(ABC):
         """The bytes are not wanted any more."""
 
     @abstractmethod
-    def _make_room(self, num_bytes: int) -> None: ...
+    def _room(self, num_bytes: int, *, new: bool) -> Sequence[Tensor]:
+        """Room for so many bytes, in one chunk or several alike; `new`, or what was written to."""
 
-    @abstractmethod
-    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _places(self, pieces: Sequence[Tensor], *, new: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Each part of a piece, and where it lies here."""
+        chunks, at = self._room(sum(piece.numel() for piece in pieces), new=new), 0
+        for piece in pieces:
+            done = 0
+            while done < piece.numel():
+                chunk, offset = divmod(at, chunks[0].numel())
+                size = min(piece.numel() - done, chunks[0].numel() - offset)
+                yield piece[done : done + size], chunks[chunk][offset : offset + size]
+                done, at = done + size, at + size
 
 
 class HostStore(Store):
@@ -420,20 +370,12 @@ class HostStore(Store):
     def clear(self) -> None:
         """Nothing: the next bytes overwrite these."""
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _room(self, num_bytes: int, *, new: bool) -> list[Tensor]:
+        del new
         while self.host_bytes < num_bytes:
             self._chunks.append(torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned))
             self.host_bytes += self._chunk_bytes
-
-    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        at = 0
-        for piece in pieces:
-            done = 0
-            while done < piece.numel():
-                chunk, offset = divmod(at, self._chunk_bytes)
-                size = min(piece.numel() - done, self._chunk_bytes - offset)
-                yield piece[done : done + size], self._chunks[chunk][offset : offset + size]
-                done, at = done + size, at + size
+        return self._chunks
 
 
 class DiskStore(Store):
@@ -455,20 +397,16 @@ class DiskStore(Store):
             self._delete()
         self._delete = None
 
-    def _make_room(self, num_bytes: int) -> None:
-        folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
-        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self._file = Path(folder) / "bytes"
-        try:
-            with self._file.open("wb") as file:  # a full disk is an error here; who writes to mapped memory, it kills
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-        except OSError as error:
-            raise OSError(f"{self._file} could not be written: {error}") from error
-
-    def _places(self, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        sizes = [piece.numel() for piece in pieces]
-        wanted, size = sum(sizes), self._file.stat().st_size
-        if size != wanted:
-            raise RuntimeError(f"{self._file} is not what was written to it: {size} bytes, and {wanted} were written")
-        mapped = torch.from_file(str(self._file), shared=True, size=wanted, dtype=torch.uint8)
-        yield from zip(pieces, torch.split(mapped, sizes), strict=True)
+    def _room(self, num_bytes: int, *, new: bool) -> list[Tensor]:
+        if new:
+            folder = tempfile.mkdtemp(prefix="rl-backends-offload-", dir=self._directory)
+            self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self._file = Path(folder) / "bytes"
+            try:  # a full disk is an error here; who writes to mapped memory, it kills
+                with self._file.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                raise OSError(f"{self._file} could not be written: {error}") from error
+        if (size := self._file.stat().st_size) != num_bytes:
+            raise RuntimeError(f"{self._file} is not what was written to it: {size} of {num_bytes} bytes are there")
+        return [torch.from_file(str(self._file), shared=True, size=num_bytes, dtype=torch.uint8)]

@@ -197,12 +197,11 @@ def require_same_batch(examples: TokenBatch, *, with_token_ids: bool = False) ->
         )
 
 
-def require_same_deal(dealt: Any, *, error: BatchError | None) -> None:
-    """Raise `error` on every rank if one has it, and compare what the ranks know of the whole batch; all must call it.
+def require_same_deal(dealt: Any) -> None:
+    """Compare what the ranks know of the whole batch; all must call it.
 
     dealt: `DealtRows`, of which lengths and trainable tokens of all rows are the same everywhere.
     """
-    raise_together(error)
     together = dist.is_initialized() and dist.get_world_size() > 1
     if together and _differ(_digest([dealt.lengths, dealt.asked], crc32(f"{dealt.examples.rows_per_unit}".encode()))):
         raise BatchError("the ranks were given rows of different batches: deal one batch to all of them")

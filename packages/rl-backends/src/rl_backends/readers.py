@@ -8,15 +8,15 @@ Axes: n asked places, H hidden, V vocabulary, k tokens of it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_backends.batching.microbatches import ModelInputs
+from rl_backends.config import KernelsConfig
 from rl_backends.errors import ModelError
-from rl_backends.kernels.config import KernelsConfig
 from rl_backends.lora.layers import adapted_head
 from rl_backends.losses import Output
 from rl_parallel_plans import TopKLogp, linear_logp, logp_of_token_ids, top_k_logp
@@ -36,10 +36,8 @@ class Head:
 
     logit_scale: float
     softcap: float | None
-    kernel: Literal["torch", "liger", "verl"] = "torch"
+    kernels: KernelsConfig
     """What computes log-probabilities and entropies; the top k and given tokens are torch's."""
-    chunk_size: int | None = None
-    """Rows whose logits exist at one time; None lets their size decide."""
 
     @classmethod
     def of(cls, model: nn.Module, kernels: KernelsConfig | None = None) -> "Head":
@@ -54,13 +52,8 @@ class Head:
             config = config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0)
         divisor = float(getattr(config, "logits_scaling", None) or 1.0)
-        chosen = KernelsConfig() if kernels is None else kernels
-        return cls(
-            logit_scale=scale / divisor,
-            softcap=getattr(config, "final_logit_softcapping", None),
-            kernel=chosen.loss,
-            chunk_size=chosen.loss_chunk_size,
-        )
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(logit_scale=scale / divisor, softcap=softcap, kernels=kernels or KernelsConfig())
 
     def options(self, temperature: float) -> dict[str, Any]:
         """The keyword arguments of `linear_logp`, `logp_of_token_ids` and `top_k_logp`."""
@@ -68,7 +61,7 @@ class Head:
             "temperature": temperature,
             "logit_scale": self.logit_scale,
             "softcap": self.softcap,
-            "chunk_size": self.chunk_size,
+            "chunk_size": self.kernels.loss_chunk_size,
         }
 
 
@@ -81,6 +74,7 @@ def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
     if output not in {"logp", "logp_and_entropy", "logp_of_token_ids"}:
         raise ValueError(f"output={output!r} must be one of {', '.join(map(repr, get_args(Output)))}")
     options = head.options(temperature)
+    by_kernel = {**options, "ignore_index": None, "kernel": head.kernels.loss}
 
     def read(model: Any, hidden: Float[Tensor, "n H"], inputs: ModelInputs) -> Tensor:
         lm_head, hidden = adapted_head(model.get_output_embeddings(), hidden)
@@ -88,12 +82,9 @@ def token_logp_reader(output: str, head: Head, temperature: float) -> Reader:
             assert inputs.words is not None
             logp: Tensor = logp_of_token_ids(hidden, lm_head, inputs.words, **options)
         elif output == "logp_and_entropy":
-            both = linear_logp(
-                hidden, lm_head, inputs.targets, ignore_index=None, entropy=True, kernel=head.kernel, **options
-            )
-            logp = torch.stack(both, dim=-1)
+            logp = torch.stack(linear_logp(hidden, lm_head, inputs.targets, entropy=True, **by_kernel), dim=-1)
         else:
-            logp = linear_logp(hidden, lm_head, inputs.targets, ignore_index=None, kernel=head.kernel, **options)
+            logp = linear_logp(hidden, lm_head, inputs.targets, **by_kernel)
         return logp
 
     return read

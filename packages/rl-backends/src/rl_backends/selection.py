@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import nn
 
 from rl_backends.backend import Backend
+from rl_backends.config import LoraConfig
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.lora.config import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
 
 
@@ -50,10 +50,7 @@ class BackendSelection:
 
     def without_adapters(self) -> "BackendSelection":
         """The same backend for a model that gets none, such as a teacher."""
-        config = self.config
-        if config.lora_cfg is None:
-            return self
-        return replace(self, config=replace(config, lora_cfg=None))
+        return replace(self, config=replace(self.config, lora_cfg=None))
 
     def require_installed(self) -> None:
         """Refuse at once what `make` would refuse after a model was loaded.

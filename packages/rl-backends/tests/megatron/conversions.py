@@ -46,7 +46,7 @@ def from_files(made, source, skeleton):
     """Without a conversion."""
     from rl_backends.megatron.weights import from_files
 
-    from_files(source, skeleton)(made)
+    from_files(source, skeleton, made)
 
 
 def from_conversion(conversion):

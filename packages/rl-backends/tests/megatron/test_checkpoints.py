@@ -230,7 +230,7 @@ def test_training_on_while_it_is_written_does_not_tear_it(start, train, tmp_path
 def test_of_a_fused_parameter_each_name_copies_its_own_part_to_the_host_alone():
     fused = torch.arange(24.0).view(6, 4)
     box = Box(offsets=(0, 0), sizes=(2, 4), local_offsets=(3, 0))
-    copied = storage.StagingBuffers().stage({"k": TensorShard(local=fused, shape=(2, 4), boxes=(box,))})["k"]
+    [copied] = storage.StagingBuffers().stage([TensorShard(local=fused, shape=(2, 4), boxes=(box,))])
     assert copied.local.numel() == 8
     assert torch.equal(copied.boxes[0].of_local(copied.local), fused[3:5])
 

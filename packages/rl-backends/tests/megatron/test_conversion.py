@@ -20,14 +20,15 @@ from rl_backends.megatron.config import explain_megatron_checkpoint_dir, megatro
 
 def test_the_directory_is_nemo_rls_and_says_why(monkeypatch):
     home = Path("~/.cache/huggingface").expanduser()
-    given = {"NRL_MEGATRON_CHECKPOINT_DIR": "/a", "HF_HOME": "/b"}
-    assert megatron_checkpoint_dir(given) == Path("/a")
-    assert megatron_checkpoint_dir({**given, "NRL_MEGATRON_CHECKPOINT_DIR": ""}) == Path("/b/nemo_rl")
-    assert megatron_checkpoint_dir({}) == home / "nemo_rl"
-    assert "NRL_MEGATRON_CHECKPOINT_DIR says so" in explain_megatron_checkpoint_dir(given)
-    assert "HF_HOME is /b" in explain_megatron_checkpoint_dir({"HF_HOME": "/b"})
-    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/c")
-    assert megatron_checkpoint_dir() == Path("/c")
+    monkeypatch.setenv("HF_HOME", "/b")
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/a")
+    assert megatron_checkpoint_dir() == Path("/a")
+    assert "NRL_MEGATRON_CHECKPOINT_DIR says so" in explain_megatron_checkpoint_dir()
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "")
+    assert megatron_checkpoint_dir() == Path("/b/nemo_rl")
+    assert "HF_HOME is /b" in explain_megatron_checkpoint_dir()
+    monkeypatch.delenv("HF_HOME")
+    assert megatron_checkpoint_dir() == home / "nemo_rl"
 
 
 # -- The same numbers ----------------------------------------------------------------------------

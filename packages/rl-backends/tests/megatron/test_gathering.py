@@ -41,7 +41,7 @@ def one_rank(world, layout, rank):
 
     hugging_face = make_model(world, layout)
     config = MegatronConfig(precision="bfloat16", **LAYOUTS[layout][1])
-    model = MegatronModel(hugging_face, config, fill=from_hugging_face(hugging_face))
+    model = MegatronModel(hugging_face, config, fill=functools.partial(from_hugging_face, hugging_face))
     gatherer = Gatherer(model.held, model.shapes)
     seen = {"weights": gathered(gatherer)}
     seen |= {name: told(functools.partial(wrong, gatherer, rank)) for name, wrong in WRONG.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_backends import CheckpointError, DTensorBackend, DTensorConfig, ModelError, OptimizerConfig
-from rl_backends.lora.config import LoraConfig
+from rl_backends.config import LoraConfig
 from rl_backends.megatron.config import MegatronConfig
 
 ADAMW = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.01)

@@ -1,6 +1,7 @@
 """Claims about Megatron's optimizer: the numbers of the other backend, whole steps or none, the same on every rank."""
 
 import copy
+import functools
 import inspect
 import json
 import math
@@ -286,7 +287,7 @@ def trained_on_rank(config, optimizer, hugging_face, *, world, poison=None):
     from rl_backends.megatron.weights import from_hugging_face
     from rl_backends.readers import Head, read_logp
 
-    model = MegatronModel(hugging_face, config, fill=from_hugging_face(hugging_face))
+    model = MegatronModel(hugging_face, config, fill=functools.partial(from_hugging_face, hugging_face))
     examples = world.make_examples()
     optimizers = make_optimizers(model.ddp, config, optimizer, num_steps=3)
     mine, reader, count = model.take(examples)[1], read_logp(Head.of(hugging_face), 1.0), 30

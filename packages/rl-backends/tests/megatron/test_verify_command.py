@@ -11,7 +11,8 @@ import pytest
 
 from rl_backends import OptimizerConfig
 from rl_backends.__main__ import main
-from rl_backends.commands import comparison, megatron_layout
+from rl_backends.commands import megatron_layout
+from rl_backends.commands import verify as command
 from rl_backends.commands.flags import field_docs
 from rl_backends.megatron.architecture import read_architecture
 from rl_backends.megatron.config import MegatronConfig
@@ -52,12 +53,12 @@ def verify(world, tmp_path, capsys, monkeypatch, on_ranks):
     def run(family, *flags, broken=lambda: None, **config):
         def one(task):
             broken()
-            return comparison.result_of_rank(task)
+            return command.result_of_rank(task)
 
         def run_ranks(task, *, deadline_s):
             return on_ranks(lambda _: one(task), ranks=task["ranks"])
 
-        monkeypatch.setattr("rl_backends.commands.comparison.run_ranks", run_ranks)
+        monkeypatch.setattr("rl_backends.commands.verify.run_ranks", run_ranks)
         world.make_model(family, **config).config.save_pretrained(tmp_path)
         given = ["verify", str(tmp_path / "config.json"), "--backend", "megatron", "--ranks", "2", "--json", *flags]
         code = main(given)

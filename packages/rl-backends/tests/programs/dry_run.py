@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_backends import DTensorBackend, DTensorConfig
+from rl_backends.config import LoraConfig
 from rl_backends.dry_run.explanation import StepRequest, predict
 from rl_backends.dry_run.fake import rows_of, run_step
-from rl_backends.lora.config import LoraConfig
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_parallel_plans.forecast import Ledger
 
@@ -90,7 +90,7 @@ def measured(case, ranks):
 def largest(case):
     """Of logp and forward_backward, with the bytes of the largest parameter."""
     backend = DTensorBackend(model_of(case), config_of(case))
-    rows = rows_of(case["lengths"])
+    rows = rows_of(case["lengths"], backend)
     found = {"weight": max(world_local(p).nbytes for p in backend.model.parameters())}
     with LargestTensor() as mode:
         backend.logp(rows)

@@ -73,7 +73,7 @@ def main(task):
     for sizes in ({}, {"tensor_parallel_size": 2}, {"data_parallel_replicate_size": 2}):
         lora = LoraConfig(rank=2, base_dtype="bfloat16")
         backend = DTensorBackend(world.make_model("Phi3"), DTensorConfig(**sizes, lora_cfg=lora))
-        results.setdefault("frozen", []).append(tensor_digests(backend._frozen_weights(), group=None))
+        results.setdefault("frozen", []).append(tensor_digests(backend._contents().held(frozen=True), group=None))
         backend.close()
     for sizes in ({}, {"data_parallel_replicate_size": 2}, {"context_parallel_size": 2}):
         for kind in ("dora", "ends"):

@@ -101,7 +101,7 @@ def failures(model, folder):
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not full.exists()
-    assert not full.with_name("full.unfinished").exists()
+    assert not full.with_name(".full.unfinished").exists()
     dist.barrier()  # before rank 0 makes it again, every rank has looked
     export_pretrained(model, full)
 

@@ -72,7 +72,7 @@ def gradients(model):
 
 
 def lora_config(case):
-    from rl_backends.lora.config import LoraConfig
+    from rl_backends.config import LoraConfig
 
     return LoraConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in case.items()})
 

@@ -113,7 +113,7 @@ def main(task):
                 except RuntimeError as error:
                     results[f"{place}: refusal"] = str(error)
                 back = offloader.onload()
-            results[f"{place}: bytes"] = [sum(left.bytes_moved.values()), left.freed_bytes, -back.freed_bytes]
+            results[f"{place}: bytes"] = [sum(each.bytes_moved.values()) for each in (left, back)]
         logits = steps(model, optimizer, 1)
         model.reshard()
         results[place] = [logits, *(parameter.to_local().clone() for parameter in model.parameters())]

@@ -53,9 +53,9 @@ def sharded(model, case):
 
 def run(world, case, rank):
     from rl_backends.batching.dealing import RowDealing
-    from rl_backends.batching.microbatches import MicrobatchLimits, SequenceShard, make_inputs
+    from rl_backends.batching.microbatches import SequenceShard, make_inputs
     from rl_backends.moe import RouterWatch
-    from rl_backends.packing import enable_packing
+    from rl_backends.packing.enable import enable_packing
     from rl_parallel_plans import named_shards
 
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -66,8 +66,8 @@ def run(world, case, rank):
     plan, mesh = sharded(model, case)
     watch = RouterWatch(model, plan=plan)
     by_rows = 2 if case.startswith("fsdp") else 1
-    limits = MicrobatchLimits(rows=3, layout=layout)
-    parts = RowDealing(rank=0, limits=limits, num_ranks=by_rows, token_multiple=4).cut(examples)
+    limits = {"micro_batch_size": 3, "layout": layout}
+    parts = RowDealing(rank=0, **limits, num_ranks=by_rows, token_multiple=4).cut(examples)
     shard = SequenceShard(rank, 2) if case.startswith("cp") else None
     total = torch.zeros(())
     for microbatch in parts[rank % by_rows]:

@@ -18,7 +18,7 @@ Axes: B rows of the batch, b of them that a rank is given, T tokens.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic
 
@@ -27,15 +27,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rl_backends.batching.microbatches import (
+    Layout,
     Microbatch,
-    MicrobatchLimits,
     packed_groups,
     padded_groups,
     row_cost,
     share_out,
 )
 from rl_backends.errors import BatchError
-from rl_backends.examples import BatchT, TokenBatch, check_examples, require_token_ids
+from rl_backends.examples import BatchT, TokenBatch, changed, check_examples, require_token_ids
 from rl_parallel_plans import TopKLogp
 
 
@@ -67,7 +67,14 @@ class RowDealing:
     """This rank's number among those with rows of their own."""
     num_ranks: int
     """How many have rows of their own."""
-    limits: MicrobatchLimits
+    micro_batch_size: int = 64
+    """Most rows of a microbatch."""
+    micro_batch_tokens: int | None = None
+    """Most tokens of one as the model reads them, padding included; None bounds by rows alone."""
+    layout: Layout = "padded"
+    """Whether rows are padded to the longest of their microbatch, or laid one after the other."""
+    fewest_microbatches: int = 1
+    """Of a rank: a schedule of virtual pipeline stages needs as many as there are stages."""
     token_multiple: int = 1
     """What the length of a row is rounded up to: 2 · ranks under context parallelism."""
     vocabulary_size: int = sys.maxsize
@@ -88,7 +95,7 @@ class RowDealing:
             BatchError: the examples cannot be cut or read.
         """
         lengths: list[int] = examples.lengths.tolist()
-        check_examples(examples, lengths, most_rows=self.limits.rows, vocabulary_size=self.vocabulary_size)
+        check_examples(examples, lengths, most_rows=self.micro_batch_size, vocabulary_size=self.vocabulary_size)
         if with_token_ids:
             require_token_ids(examples, vocabulary_size=self.vocabulary_size)
         if self.max_positions is not None and (longest := max(lengths)) > self.max_positions:
@@ -108,19 +115,19 @@ class RowDealing:
     def cut_lengths(self, lengths: Sequence[int], *, rows_per_unit: int) -> list[list[Microbatch]]:
         """The same of rows of which nothing is known but their `lengths`."""
         # Tokens that the model reads of each unit, where it is alone in a microbatch.
-        unit, packed = rows_per_unit, self.limits.layout == "packed"
+        unit, packed = rows_per_unit, self.layout == "packed"
         units = [lengths[start : start + unit] for start in range(0, len(lengths), unit)]
         if packed:
             tokens = [sum(self.token_multiple * -(-length // self.token_multiple) for length in rows) for rows in units]
         else:
             tokens = [unit * self.token_multiple * -(-max(rows) // self.token_multiple) for rows in units]
-        if self.limits.tokens is not None and max(tokens) > self.limits.tokens:
+        if self.micro_batch_tokens is not None and max(tokens) > self.micro_batch_tokens:
             worst = max(range(len(tokens)), key=tokens.__getitem__)
             row = max(range(worst * unit, (worst + 1) * unit), key=lengths.__getitem__)
             together = "" if unit == 1 else f", and the {unit} rows that belong together"
             raise BatchError(
                 f"row {row} has {lengths[row]} tokens{together}: {tokens[worst]} as the model reads them, more than "
-                f"micro_batch_tokens={self.limits.tokens}; raise it to {tokens[worst]}, or shorten the row"
+                f"micro_batch_tokens={self.micro_batch_tokens}; raise it to {tokens[worst]}, or shorten the row"
             )
 
         # The units of each rank, dealt by what they cost; one rank has them all.
@@ -133,13 +140,14 @@ class RowDealing:
 
         # As few microbatches as the bounds allow, then as many on every rank as on the one that needs most.
         groups = packed_groups if packed else padded_groups
-        group = partial(groups, tokens=tokens, most_units=self.limits.rows // unit, most_tokens=self.limits.tokens)
+        most_units, most_tokens = self.micro_batch_size // unit, self.micro_batch_tokens
+        group = partial(groups, tokens=tokens, most_units=most_units, most_tokens=most_tokens)
         ranks = [group(share) for share in shares]
-        number = max(self.limits.fewest, *map(len, ranks))
+        number = max(self.fewest_microbatches, *map(len, ranks))
         ranks = [
             own if len(own) == number else group(share, number=number) for share, own in zip(shares, ranks, strict=True)
         ]
-        number = max(self.limits.fewest, *map(len, ranks))
+        number = max(self.fewest_microbatches, *map(len, ranks))
 
         # A rank with fewer repeats the shortest unit, uncounted.
         shortest = min(range(len(units)), key=lambda index: (tokens[index], index))
@@ -159,15 +167,11 @@ class RowDealing:
             BatchError: the examples cannot be cut or read; no rank was given any.
         """
         cut = self.cut(examples, with_token_ids=with_token_ids)
-        instance: Any = examples  # the protocol cannot say that it is a dataclass
         lengths, asked = examples.lengths.cpu(), examples.trainable.sum(dim=1).cpu()
         dealt = []
         for rank, microbatches in enumerate(cut):
             rows = _rows_of(microbatches)
-            own = {each.name: getattr(instance, each.name) for each in fields(instance) if each.init}
-            taken: BatchT = replace(
-                instance, **{name: each.index_select(0, rows.to(each.device)) for name, each in own.items()}
-            )
+            taken = changed(examples, partial(_taken, rows))
             dealt.append(DealtRows(rank=rank, rows=rows, examples=taken, lengths=lengths, asked=asked))
         return dealt
 
@@ -190,6 +194,10 @@ class RowDealing:
                 f"model's RowDealing, whose microbatches or ranks are not this one's"
             )
         return cut, [replace(each, rows=torch.searchsorted(dealt.rows, each.rows)) for each in own]
+
+
+def _taken(rows: Tensor, _: str, tensor: Tensor) -> Tensor:
+    return tensor.index_select(0, rows.to(tensor.device))
 
 
 def _rows_of(microbatches: Sequence[Microbatch]) -> Int[Tensor, " b"]:

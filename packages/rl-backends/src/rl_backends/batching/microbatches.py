@@ -19,14 +19,14 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from rl_backends.examples import BatchT, row_fields
+from rl_backends.examples import BatchT, changed, row_fields
 
 Groups = list[list[int]]
 
@@ -201,7 +201,7 @@ class ModelInputs:
     """Tokens of each packed row, the differences of `cu_seq_lens`, as numbers of the host; None where rows are padded.
     """
     places_of_rows: Int[Tensor, " N"] | None = None
-    """Place in the pack of each token of each row, row by row, where rows share what they begin with (see `prefixes`);
+    """Place in the pack of each token of each row, row by row, where rows share what they begin with;
     `cu_seq_lens` are then of these. None where each row is read by itself."""
     places_of_pack: Int[Tensor, " t"] | None = None
     """The reverse: for each place of the pack, one of the rows' tokens that is read there."""
@@ -243,7 +243,6 @@ def make_inputs(
     offset: int = 1,
     shard: SequenceShard | None = None,
     multiple: int = 1,
-    pad_token_id: int = 0,
     words: Int[Tensor, "b w k"] | None = None,
 ) -> ModelInputs:
     """What the model reads of right-padded rows on the host.
@@ -258,7 +257,6 @@ def make_inputs(
         shard: this rank's part of the rows.
         multiple: t, of each rank, is padded to a multiple of it: sequence parallelism needs one of its ranks. Padded
             rows get more columns, packed ones another row of padding alone.
-        pad_token_id: what stands for padding; it is seen by nothing that counts.
         words: ids that are asked about in each asked token's place, besides its own.
     """
     num_rows, width = tokens.shape
@@ -281,11 +279,11 @@ def make_inputs(
     own = place >= 0
     rows, columns, place = rows[own], columns[own], place[own]
 
-    # Ids at this rank's positions: padding beyond a row's length, and in the row of padding alone.
+    # Ids at this rank's positions: 0 beyond a row's length, and in the row of padding alone, which nobody looks at.
     positions = whole.positions_of_rows(held)
     read = positions[:num_rows]
-    ids = positions.new_full(positions.shape, pad_token_id)
-    ids[:num_rows] = tokens.gather(1, read.clamp(max=width - 1)).where(read < lengths[:, None], pad_token_id)
+    ids = torch.zeros_like(positions)
+    ids[:num_rows] = tokens.gather(1, read.clamp(max=width - 1)).where(read < lengths[:, None], 0)
     if packed:
         kept = torch.arange(positions.shape[1]) < held[:, None]
         ids, positions = ids[kept][None], positions[kept][None]
@@ -302,6 +300,79 @@ def make_inputs(
         into=rows * width + columns,
         words=None if words is None else words[rows, columns],
     )
+
+
+# ---- Rows that begin alike, read once: the prompt of a group of rollouts, and what their answers have in common.
+#
+# A token's hidden state is a function of the tokens of its row up to itself. Rows that are equal up to there have it in
+# common, so the model reads a tree instead of rows: each token once for all rows that have come to it the same way.
+# Only attention needs rows, and unfolds them: it alone costs what it costs without sharing. Gradients add up where rows
+# meet. N tokens of all rows; t that are left to read.
+#
+#     rows      1 5 9 2      the tree, read as one pack      1 5 9 2 4 7
+#               1 5 4 7                                      places of its rows: 0 1 2 3, 0 1 4 5, 0 1 4
+#               1 5 4
+
+_MULTIPLE = 4  # rows unfold to lengths of multiples of it: attention runs once for all rows of one length
+
+
+def make_shared_inputs(
+    tokens: Int[Tensor, "b w"],
+    lengths: Int[Tensor, " b"],
+    asked: Bool[Tensor, "b w"],
+    *,
+    offset: int = 1,
+    words: Int[Tensor, "b w k"] | None = None,
+) -> ModelInputs:
+    """What the model reads of right-padded rows on the host, what they begin with alike once; see `make_inputs`."""
+    # The rows in an order in which those that begin alike are neighbours.
+    own = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    alike = torch.tensor(sorted(range(len(own)), key=own.__getitem__))
+    place, is_first = _tree(tokens[alike], lengths[alike])
+    unfolded, starts = _unfolded(place, lengths[alike])
+    place = place[alike.argsort()]
+    rows, columns = asked.nonzero(as_tuple=True)
+    return ModelInputs(
+        tokens=tokens[alike][is_first][None],
+        position_ids=is_first.nonzero()[None, :, 1],
+        cu_seq_lens=starts,
+        longest=int(starts.diff().max()),
+        row_lengths=tuple(starts.diff().tolist()),
+        at=place[rows, columns - offset],
+        targets=tokens[rows, columns],
+        into=rows * tokens.shape[1] + columns,
+        words=None if words is None else words[rows, columns],
+        places_of_rows=unfolded,
+        # For each place of the pack the first of the unfolded rows' tokens that is read there.
+        places_of_pack=unfolded.new_full((int(is_first.sum()),), len(unfolded)).scatter_reduce(
+            0, unfolded, torch.arange(len(unfolded)), reduce="amin"
+        ),
+    )
+
+
+def _tree(tokens: Tensor, lengths: Tensor) -> tuple[Int[Tensor, "b w"], Bool[Tensor, "b w"]]:
+    """Where in the pack each token of alphabetical rows is read, and whether its row is the first that has it."""
+    columns = torch.arange(tokens.shape[1])
+    real = columns < lengths[:, None]
+    same = (tokens[1:] == tokens[:-1]) & real[1:] & real[:-1]
+    is_first = real & ~F.pad(same.long().cumprod(1).bool(), (0, 0, 1, 0))
+    number = torch.where(is_first, is_first.flatten().cumsum(0).view_as(is_first) - 1, -1)
+    return number.cummax(0).values, is_first  # the latest row that had something new in this column is the one it joins
+
+
+def _unfolded(place: Tensor, lengths: Tensor) -> tuple[Int[Tensor, " N"], Int[Tensor, " b_and_one"]]:
+    """Places of rows one after the other, longest first, and where each begins; each ends with its last token again.
+
+    A row that the next one begins with is left out: all that is read of it is read there too.
+    """
+    shared = (place[1:] == place[:-1]) & (torch.arange(place.shape[1]) < lengths[1:, None])
+    beginning = F.pad(shared.sum(1) == lengths[:-1], (0, 1))
+    order = lengths.argsort(descending=True, stable=True)
+    order = order[~beginning[order]]
+    held = _MULTIPLE * -(-lengths[order] // _MULTIPLE)
+    columns = torch.arange(int(held.max())).expand(len(held), -1)
+    wanted = torch.minimum(columns, lengths[order, None] - 1)
+    return place[order].gather(1, wanted)[columns < held[:, None]], F.pad(held.cumsum(0), (1, 0)).to(torch.int32)
 
 
 # ---- Microbatches of a pipeline, whose stages send one another tensors of one shape.
@@ -352,14 +423,12 @@ class Microbatch:
 
     def of(self, examples: BatchT, *, device: str) -> BatchT:
         """These rows of `examples`, on no more columns than they fill, on `device`."""
-        instance = cast("Any", examples)  # the protocol cannot say that it is a dataclass
-        taken = {}
-        for field in fields(instance):
-            tensor = getattr(instance, field.name)
-            along_tokens = tensor.ndim > 1 and field.name not in row_fields(examples)
-            taken[field.name] = (tensor[self.rows, : self.width] if along_tokens else tensor[self.rows]).to(device)
-        cut: BatchT = replace(instance, **taken)
-        return cut
+
+        def taken(name: str, tensor: Tensor) -> Tensor:
+            along_tokens = tensor.ndim > 1 and name not in row_fields(examples)
+            return (tensor[self.rows, : self.width] if along_tokens else tensor[self.rows]).to(device)
+
+        return changed(examples, taken)
 
 
 _TOKENS_AT_WHICH_ATTENTION_IS_HALF = 24576
@@ -386,23 +455,3 @@ def share_out(costs: Sequence[int], *, num_ranks: int) -> list[list[int]]:
     balanced = spread(order, costs, number=num_ranks, most_units=-(-len(order) // num_ranks))
     assert balanced is not None  # there is room for all units
     return min((balanced, dealt), key=lambda ranks: max(sum(costs[unit] for unit in units) for units in ranks))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchLimits:
-    """How large a microbatch may be."""
-
-    rows: int = 64
-    """Most rows."""
-    tokens: int | None = None
-    """Most tokens as the model reads them, padding included; None bounds by rows alone."""
-    layout: Layout = "padded"
-    """Whether rows are padded to the longest of their microbatch, or laid one after the other."""
-    fewest: int = 1
-    """Fewest microbatches of a rank: a schedule of virtual pipeline stages needs as many as there are stages."""
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"rows={self.rows} must be >= 1")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens} must be >= 1, or None for no bound")

@@ -75,15 +75,22 @@ def text_digest(body: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
     """Yield a folder to write to, which is renamed to `folder` if the block succeeds and removed if it fails.
 
-    An existing `folder` is replaced only when the new one is complete. A kill leaves either the unfinished folder or
-    the complete one.
+    An existing `folder` is replaced only when the new one is complete, or not at all. A kill leaves either the
+    unfinished folder or the complete one.
 
     Raises:
+        FileExistsError: `folder` exists, before the block or after it, and may not be replaced.
         NotADirectoryError: the parent of `folder` is a file.
     """
+
+    def refuse_existing() -> None:
+        if not replace and folder.exists():
+            raise FileExistsError(f"{folder} exists already; it is never overwritten, choose another folder")
+
+    refuse_existing()
     unfinished = folder.with_name(unfinished_name(folder))
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -94,6 +101,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         unfinished.mkdir()
         yield unfinished
         sync_tree(unfinished)
+        refuse_existing()
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)

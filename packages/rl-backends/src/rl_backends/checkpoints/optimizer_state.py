@@ -107,7 +107,8 @@ def state_shards(stepped: Iterable[Stepped]) -> list[TensorShard]:
                         f"{list(part(each.tensor).shape)}: only state that is cut as its parameter is can be read on "
                         f"another mesh; save with optimizers=None"
                     )
-                shards.append(replace(part(value) if value.ndim else whole_tensor(value), saved_as=_name(name, key)))
+                saved_as = _name(name, key)
+                shards.append(replace(part(value), saved_as=saved_as) if value.ndim else whole_tensor(value, saved_as))
     return shards
 
 
@@ -253,7 +254,7 @@ def new_state(each: Stepped, saved: Mapping[str, Mapping[str, Any]]) -> NewState
             shards += [replace(part(value), saved_as=_name(name, key)) for name, part in each.parts.items()]
         else:
             counts = {name: torch.zeros((), dtype=dtype, device=device) for name in specs}
-            scalars += [replace(whole_tensor(count), saved_as=_name(name, key)) for name, count in counts.items()]
+            scalars += [whole_tensor(count, _name(name, key)) for name, count in counts.items()]
             values[key] = next(iter(counts.values()))
     return NewState(stepped=each, values=values, scalars=scalars, shards=shards)
 
@@ -310,9 +311,8 @@ def _bound_shards(stepped: Iterable[Stepped]) -> list[TensorShard]:
                 tensors = {"local": local}
                 if is_traceable_wrapper_subclass(local):
                     tensors = {inner: getattr(local, inner) for inner in local.__tensor_flatten__()[0]}
-                for inner, tensor in tensors.items():
-                    saved_as = f"{_name(name, key)}/rank-{this_rank()}/{inner}"
-                    shards.append(replace(whole_tensor(tensor), saved_as=saved_as))
+                own = f"{_name(name, key)}/rank-{this_rank()}"
+                shards += [whole_tensor(tensor, f"{own}/{inner}") for inner, tensor in tensors.items()]
     return shards
 
 

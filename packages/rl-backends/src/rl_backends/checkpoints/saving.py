@@ -1,16 +1,14 @@
 """Save a checkpoint, either complete or not at all, at once or while training goes on; find and remove old ones.
 
 The order of a save: the previous save is awaited; all ranks agree on what to write; rank 0 makes a folder beside the
-target; each rank writes its file there; rank 0 writes the marker and renames the folder. `write_checkpoint` does this
-for any backend, and `save_checkpoint` says which tensors and figures a model of torch has.
+target; each rank writes its file there; rank 0 writes the marker and renames the folder.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,25 +16,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers, describe_optimizers, optimizer_shards
-from rl_backends.checkpoints.shards import (
-    TensorShard,
-    described_by_all_ranks,
-    device_of,
-    fingerprint,
-    mesh_of,
-    model_shards,
-    numbered,
-    rng_shards,
-    this_rank,
-)
+from rl_backends.checkpoints.contents import CheckpointContents, TorchContents
+from rl_backends.checkpoints.optimizer_state import CheckpointedOptimizers
+from rl_backends.checkpoints.shards import rng_shards, this_rank
 from rl_backends.checkpoints.storage import MARKER, Manifest, StagingBuffers, read_manifest, write_boxes
 from rl_backends.errors import CheckpointError, RankError
 from rl_backends.rank_agreement import gather_text, host_group, on_every_rank, on_rank_0
-from rl_parallel_plans import stage_info
-
-Collected = tuple[list[TensorShard], dict[str, list[Any]], list[dict[str, Any]] | None]
-"""What this rank holds of weights and optimizers' state; dtype and shape of each weight, and the optimizers, of all."""
 
 
 @contextmanager
@@ -48,7 +33,6 @@ def other_ranks_failures() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-@other_ranks_failures()
 def save_checkpoint(
     model: nn.Module,
     optimizers: CheckpointedOptimizers | None,
@@ -57,7 +41,6 @@ def save_checkpoint(
     version: int,
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
-    frozen: Mapping[str, int] | None = None,
 ) -> "CheckpointWrite":
     """Write weights, optimizers, schedule and random-number generators into a new folder; every rank must call it.
 
@@ -70,8 +53,6 @@ def save_checkpoint(
             host needs memory for this rank's shards of weights and moments; it is kept for the next save, pinned if
             the shards are on a GPU, until `release_staging_buffers` or the backend's `close`.
         extra: what else belongs to the run, as JSON.
-        frozen: weights that are left out, since they never change: their digests by name, as `tensor_digests` returns
-            them. A model that loads the checkpoint must have them.
 
     Returns:
         The write; already complete unless `asynchronous`.
@@ -80,35 +61,8 @@ def save_checkpoint(
         CheckpointError: on every rank: it cannot be written, something is there already, or the previous asynchronous
             save failed and nobody has been told; nothing was saved then.
     """
-
-    def collect(group: dist.ProcessGroup | None) -> Collected:
-        def collect_here() -> Collected:
-            shards = [
-                replace(each.of(), saved_as=f"weights/{name}")
-                for name, each in held.items()
-                if name not in (frozen or {})
-            ]
-            if optimizers is None:
-                return shards, fingerprint(held), None
-            return shards + optimizer_shards(optimizers, held), fingerprint(held), describe_optimizers(optimizers, held)
-
-        shards, names, described = on_every_rank(collect_here, group=group)
-        if stage_info(model) is not None:
-            names, described = described_by_all_ranks(names, described, group=group)
-        return shards, names, described
-
-    held = model_shards(model)
-    return write_checkpoint(
-        collect,
-        optimizers,
-        folder,
-        version=version,
-        mesh=mesh_of(held),
-        device=device_of(held),
-        asynchronous=asynchronous,
-        extra=extra,
-        frozen=frozen,
-    )
+    contents = TorchContents(model, optimizers)
+    return write_checkpoint(contents, folder, version=version, asynchronous=asynchronous, extra=extra)
 
 
 class CheckpointWrite:
@@ -184,21 +138,17 @@ def unfinished_name(folder: Path) -> str:
 
 @other_ranks_failures()
 def write_checkpoint(
-    collect: Callable[[dist.ProcessGroup | None], Collected],
-    optimizers: CheckpointedOptimizers | None,
+    contents: CheckpointContents,
     folder: str | Path,
     *,
     version: int,
-    mesh: dict[str, Any],
-    device: str,
     asynchronous: bool,
     extra: Mapping[str, Any] | None,
-    frozen: Mapping[str, int] | None,
+    frozen: Mapping[str, int] | None = None,
 ) -> CheckpointWrite:
-    """As `save_checkpoint`, of what `collect` returns on each rank. It is called when nothing else is being written.
+    """As `save_checkpoint`, of what any backend has laid out.
 
-    mesh: number of ranks, and the axes with their sizes.
-    device: type of the one whose random-number generator is saved too.
+    frozen: weights that are left out, since they never change: their digests by name, as `tensor_digests` returns them.
     """
     group = idle_group()
     unseen = [error for write in _last if (error := write.unseen_error()) is not None]
@@ -214,15 +164,16 @@ def write_checkpoint(
         raise CheckpointError(
             "asynchronous=True needs a process group: call torch.distributed.init_process_group first"
         )
-    held, names, described = collect(group)
-    shards = rng_shards(device) | numbered(held)
+    names, described = contents.described_by_all(optimizers=True, group=group)
+    left_out, optimizers = dict(frozen or {}), contents.optimizers
+    shards = on_every_rank(lambda: rng_shards(contents.device) + contents.shards(left_out=left_out), group=group)
 
     def state_here() -> dict[str, Any]:
         return {
             "extra": as_json("extra", dict(extra or {}), exact=True),
             "optimizers": as_json("the optimizers", described),
             "schedule": None if optimizers is None else as_json("the schedule's state", optimizers.schedule_state()),
-            "frozen": dict(frozen or {}),
+            "frozen": left_out,
         }
 
     state = on_every_rank(state_here, group=group)
@@ -230,9 +181,9 @@ def write_checkpoint(
         raise CheckpointError(f"the ranks were given different folders ({target} here): give all of them the same one")
     unfinished = target.with_name(unfinished_name(target))
     on_rank_0(lambda: _make_room(target, unfinished), group=group)
-    if asynchronous or any(not shard.local.is_cpu for shard in shards.values()):
+    if asynchronous or any(not shard.local.is_cpu for shard in shards):
         shards = _buffers.stage(shards)
-    manifest = Manifest(version=version, mesh=mesh, model=names)
+    manifest = Manifest(version=version, mesh=contents.mesh, model=names)
     action = partial(
         write_boxes, unfinished, target, shards, manifest=manifest, state=state, buffers=_buffers, group=group
     )

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from rl_backends.errors import CheckpointError
 from rl_backends.loading.weights import Shard
 from rl_backends.rank_agreement import gather_text
 from rl_parallel_plans import Box, NamedShard, local_boxes, named_shards, stage_info
+
+WEIGHTS = "weights/"
+"""How names of weights begin."""
 
 
 @final
@@ -49,10 +52,15 @@ class TensorShard:
     """Of the unsharded tensor."""
     boxes: tuple[Box | FlatBox, ...]
     """Which parts of the unsharded tensor `local` holds, and where."""
-    saved_as: str | None = None
-    """Name of the tensor in the checkpoint, if it is not the key of this shard; several shards may share one."""
+    saved_as: str = ""
+    """Name of the tensor in the checkpoint; several shards of a rank may share one, as Megatron's experts do."""
     takes: frozenset[torch.dtype] = frozenset()
     """Other dtypes that may be read into `local`, which are cast to its dtype."""
+
+    @property
+    def weight(self) -> str:
+        """Name in the model, of a weight."""
+        return self.saved_as.removeprefix(WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +70,8 @@ class ModelShard:
     shard: NamedShard
     boxes: tuple[Box, ...]
 
-    def of(self, tensor: Tensor | None = None) -> TensorShard:
+    def of(self, tensor: Tensor) -> TensorShard:
         """The shard of the parameter, or of another tensor that is sharded like it, such as a moment."""
-        if tensor is None:
-            return TensorShard(local=self.shard.local, shape=self.shard.shape, boxes=self.boxes)
         tensor = tensor.detach()
         alike = getattr(tensor, "placements", None) == getattr(self.shard.tensor, "placements", None)
         boxes = self.boxes if alike else tuple(self.shard.boxes(tensor))
@@ -85,61 +91,10 @@ def model_shards(model: nn.Module) -> dict[str, ModelShard]:
     }
 
 
-def numbered(shards: Iterable[TensorShard]) -> dict[str, TensorShard]:
-    """Under names of their own: a rank may hold one tensor of a checkpoint in several places, as Megatron's experts."""
-    return {f"{index} {each.saved_as}": each for index, each in enumerate(shards)}
-
-
-def whole_tensor(tensor: Tensor) -> TensorShard:
+def whole_tensor(tensor: Tensor, saved_as: str) -> TensorShard:
     """A tensor that is not sharded."""
-    return TensorShard(local=tensor.detach(), shape=tuple(tensor.shape), boxes=tuple(local_boxes(tensor)))
-
-
-def fingerprint(shards: Mapping[str, ModelShard]) -> dict[str, list[Any]]:
-    """What identifies a model: dtype and shape of each parameter and persistent buffer, by name."""
-    return {name: [dtype_name(each.shard.tensor.dtype), list(each.shard.shape)] for name, each in shards.items()}
-
-
-def described_by_all_ranks(
-    model: Mapping[str, list[Any]], optimizers: Sequence[Mapping[str, Any]] | None, *, group: dist.ProcessGroup | None
-) -> tuple[dict[str, list[Any]], list[dict[str, Any]] | None]:
-    """Fingerprint and description of the optimizers where each rank has parts of the model alone; a collective."""
-    names: dict[str, list[Any]] = {}
-    merged: list[dict[str, Any]] | None = None if optimizers is None else []
-    for text in gather_text(json.dumps([dict(model), optimizers]), group=group):
-        theirs, described = json.loads(text)
-        names |= theirs
-        for index, each in enumerate(described or ()):
-            assert merged is not None
-            if index == len(merged):
-                merged.append({**each, "groups": [], "state": {}})
-            merged[index]["state"] |= each["state"]
-            groups = merged[index]["groups"]
-            for part in each["groups"]:
-                same = next((group for group in groups if group["options"] == part["options"]), None)
-                if same is None:
-                    groups.append(same := {"names": [], "options": part["options"]})
-                same["names"] += [name for name in part["names"] if name not in same["names"]]
-    return names, merged
-
-
-def device_of(shards: Mapping[str, ModelShard]) -> str:
-    """Type of the device that the model computes on, wherever offloaded shards are."""
-    for each in shards.values():
-        mesh = getattr(each.shard.tensor, "device_mesh", None)
-        return str(each.shard.tensor.device.type if mesh is None else mesh.device_type)
-    return "cpu"
-
-
-def mesh_of(shards: Mapping[str, ModelShard]) -> dict[str, object]:
-    """The number of ranks and the sizes of the mesh axes that any tensor is laid over, as JSON."""
-    axes: dict[str, int] = {}
-    for each in shards.values():
-        mesh = getattr(each.shard.tensor, "device_mesh", None)
-        if mesh is not None:
-            names: Sequence[str] = mesh.mesh_dim_names or [f"axis {index}" for index in range(mesh.ndim)]
-            axes |= dict(zip(names, mesh.shape, strict=True))
-    return {"ranks": num_ranks(), "axes": axes}
+    boxes = tuple(local_boxes(tensor))
+    return TensorShard(local=tensor.detach(), shape=tuple(tensor.shape), boxes=boxes, saved_as=saved_as)
 
 
 def this_rank() -> int:
@@ -160,12 +115,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 # ---- Random-number generators.
 
 
-def rng_shards(device: str) -> dict[str, TensorShard]:
+def rng_shards(device: str) -> list[TensorShard]:
     """Copies of the state of this rank's generators: torch's own, and the device's."""
     states = {"cpu": torch.get_rng_state()}
     if device != "cpu":
         states[device] = torch.get_device_module(device).get_rng_state()
-    return {f"rng/rank-{this_rank()}/{name}": whole_tensor(state) for name, state in states.items()}
+    return [whole_tensor(state, f"rng/rank-{this_rank()}/{name}") for name, state in states.items()]
 
 
 def has_rng(saved: Collection[str], device: str) -> bool:
@@ -174,10 +129,10 @@ def has_rng(saved: Collection[str], device: str) -> bool:
     return wanted == {name for name in saved if name.startswith("rng/")}
 
 
-def set_rng(shards: Mapping[str, TensorShard]) -> None:
+def set_rng(shards: Iterable[TensorShard]) -> None:
     """Restore what `rng_shards` returned."""
-    for name, shard in shards.items():
-        device = name.rpartition("/")[2]
+    for shard in shards:
+        device = shard.saved_as.rpartition("/")[2]
         set_state = torch.set_rng_state if device == "cpu" else torch.get_device_module(device).set_rng_state
         set_state(shard.local)
 

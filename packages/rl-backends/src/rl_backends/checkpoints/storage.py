@@ -16,7 +16,7 @@ docs/adr/0017-checkpoints-without-dcp.md).
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,21 +113,21 @@ class StagingBuffers:
         self._chunk = self._offset = 0
         self._copied: torch.cuda.Event | None = None
 
-    def stage(self, shards: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
+    def stage(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
         """Copy what the boxes hold, and nothing beside: their storage is often that of other tensors too.
 
         From a GPU the copies run on a stream of their own. Work that is queued on the current stream afterwards waits
         for them on the device, so that training may change the weights; `wait` before the copies are read.
         """
         self._chunk = self._offset = 0
-        device = next((shard.local.device for shard in shards.values() if shard.local.is_cuda), None)
+        device = next((shard.local.device for shard in shards if shard.local.is_cuda), None)
         if device is None:
-            return {name: self._copy(shard, pinned=False) for name, shard in shards.items()}
+            return [self._copy(shard, pinned=False) for shard in shards]
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            staged = {name: self._copy(shard, pinned=True) for name, shard in shards.items()}
+            staged = [self._copy(shard, pinned=True) for shard in shards]
         self._copied = side.record_event()
         current.wait_stream(side)
         return staged
@@ -166,7 +166,7 @@ class StagingBuffers:
 def write_boxes(
     unfinished: Path,
     target: Path,
-    shards: Mapping[str, TensorShard],
+    shards: Sequence[TensorShard],
     *,
     manifest: Manifest,
     state: Mapping[str, Any],
@@ -175,19 +175,18 @@ def write_boxes(
 ) -> None:
     """Write the boxes of all ranks into the folder `unfinished`, which exists, and rename it to `target` at the end.
 
-    Every rank must call it. Of a box that several ranks hold, the one with least to write writes it.
+    Every rank must call it. Of a box that several ranks hold, the one with least to write writes it: each of them makes
+    the same plan of what all hold.
 
     Raises:
         CheckpointError: on every rank; some rank cannot write, or the ranks together do not hold all of a tensor.
     """
-    parts = {
-        (shard.saved_as or name, box.offsets): (shard, box) for name, shard in shards.items() for box in shard.boxes
-    }
+    parts = {(shard.saved_as, box.offsets): (shard, box) for shard in shards for box in shard.boxes}
     own = [
         [name, dtype_name(shard.local.dtype), shard.shape, offsets, box.sizes]
         for (name, offsets), (shard, box) in parts.items()
     ]
-    index, written = _planned_by_rank_0(own, group=group)
+    index, written = _planned(own, group=group)
     file = unfinished / _file_of(this_rank())
     record: Record | None = None
     failure = ""
@@ -225,41 +224,29 @@ def write_boxes(
     on_rank_0(finish, group=group)
 
 
-def _planned_by_rank_0(own: list[Any], *, group: dist.ProcessGroup | None) -> tuple[dict[str, Any], set[str]]:
-    """On rank 0 the index of all tensors; on each rank the keys of the boxes that it writes.
+def _planned(own: list[Any], *, group: dist.ProcessGroup | None) -> tuple[dict[str, Any], set[str]]:
+    """The index of all tensors, and the keys of the boxes that this rank writes.
 
     own: name, dtype, shape, offsets and sizes of each box that this rank holds.
     """
-    told: list[Any] = [own] if group is None else [None] * num_ranks()
-    first = this_rank() == 0
-    if group is not None:
-        dist.gather_object(own, told if first else None, group=group)
     index: dict[str, Any] = {}
-    keys: list[list[str]] = [[] for _ in told]
-
-    def plan() -> None:
-        boxes: dict[tuple[str, tuple[int, ...]], tuple[Sequence[int], list[int]]] = {}
-        for rank, held in enumerate(told):
-            for name, dtype, shape, offsets, sizes in held:
-                index.setdefault(name, {"dtype": dtype, "shape": [*shape], "boxes": []})
-                boxes.setdefault((name, offsets), (sizes, []))[1].append(rank)
-        loads = [0] * len(told)
-        for (name, offsets), (sizes, ranks) in boxes.items():
-            writer = min(ranks, key=loads.__getitem__)
-            loads[writer] += math.prod(sizes) * getattr(torch, index[name]["dtype"]).itemsize
-            keys[writer].append(_key(name, offsets))
-            index[name]["boxes"].append({"offsets": [*offsets], "sizes": [*sizes], "file": _file_of(writer)})
-        for name, each in index.items():
-            held, whole = sum(math.prod(box["sizes"]) for box in each["boxes"]), math.prod(each["shape"])
-            if held != whole:
-                raise CheckpointError(f"all ranks together hold {held} of the {whole} elements of {name}")
-
-    on_rank_0(plan, group=group)
-    if group is None:
-        return index, set(keys[0])
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, keys if first else None, group=group)
-    return index, set(mine[0])
+    boxes: dict[tuple[str, tuple[int, ...]], tuple[Sequence[int], list[int]]] = {}
+    for rank, text in enumerate(gather_text(json.dumps(own), group=group)):
+        for name, dtype, shape, offsets, sizes in json.loads(text):
+            index.setdefault(name, {"dtype": dtype, "shape": shape, "boxes": []})
+            boxes.setdefault((name, tuple(offsets)), (sizes, []))[1].append(rank)
+    loads, mine = [0] * num_ranks(), set[str]()
+    for (name, offsets), (sizes, ranks) in boxes.items():
+        writer = min(ranks, key=loads.__getitem__)
+        loads[writer] += math.prod(sizes) * getattr(torch, index[name]["dtype"]).itemsize
+        index[name]["boxes"].append({"offsets": [*offsets], "sizes": sizes, "file": _file_of(writer)})
+        if writer == this_rank():
+            mine.add(_key(name, offsets))
+    for name, each in index.items():
+        held, whole = sum(math.prod(box["sizes"]) for box in each["boxes"]), math.prod(each["shape"])
+        if held != whole:
+            raise CheckpointError(f"all ranks together hold {held} of the {whole} elements of {name}")
+    return index, mine
 
 
 def _file_of(rank: int) -> str:
@@ -285,7 +272,7 @@ def read_index(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return index
 
 
-def plan_reads(folder: Path, index: Mapping[str, Any], shards: Mapping[str, TensorShard]) -> Reads:
+def plan_reads(folder: Path, index: Mapping[str, Any], shards: Iterable[TensorShard]) -> Reads:
     """Which parts of the saved boxes in `index` fill the boxes of this rank's shards, in place.
 
     Raises:
@@ -293,10 +280,10 @@ def plan_reads(folder: Path, index: Mapping[str, Any], shards: Mapping[str, Tens
     """
     of_another = "it was written by another model or optimizer"
     reads: Reads = {}
-    for key, shard in shards.items():
+    for shard in shards:
         if not shard.boxes:
             continue
-        name = shard.saved_as or key
+        name = shard.saved_as
         if (entry := index.get(name)) is None:
             raise CheckpointError(f"{folder}: the checkpoint has no {name}: {of_another}")
         dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])

@@ -7,13 +7,16 @@ is damaged; 2 refused.
 
 import argparse
 import functools
-import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rl_backends.commands.flags import add_common_flags
+from rl_backends.loading.source import open_model
 from rl_backends.megatron.config import explain_megatron_checkpoint_dir
+from rl_backends.megatron.conversion import convert
+from rl_backends.megatron.installed import require_megatron
 
 
 def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> None:
@@ -24,20 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     add_common_flags(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Convert, or check the conversion that is there, and return the exit code."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Convert, or check the conversion that is there."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a model is converted by one process: start the command by itself, without torchrun")
-    from rl_backends.loading.source import open_model
-    from rl_backends.megatron.installed import require_megatron
-
     require_megatron()
-    from rl_backends.megatron.conversion import convert
-
     source = open_model(arguments.model, revision=arguments.revision, trust_remote_code=arguments.trust_remote_code)
     conversion = convert(source, directory=arguments.dir, progress=functools.partial(print, file=sys.stderr))
     print(conversion.explain())
-    if arguments.json:
-        figures = {**conversion.about, "folder": str(conversion.folder), "files": len(conversion.about["files"])}
-        print(json.dumps({**figures, "num_bytes": conversion.num_bytes, "found": conversion.found, "holds": True}))
-    return 0
+    figures = {**conversion.about, "folder": str(conversion.folder), "files": len(conversion.about["files"])}
+    return {**figures, "num_bytes": conversion.num_bytes, "found": conversion.found, "holds": True}

@@ -5,11 +5,13 @@ Exit codes: 0 explained, and within `--device-memory-gib` where that was given; 
 """
 
 import argparse
-import json
 from collections.abc import Sequence
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config, one_of
+from rl_backends.commands.flags import add_backend_flags, add_model_arguments, chosen_config
+from rl_backends.commands.megatron_layout import describe_layout
+from rl_backends.config import LoraConfig
+from rl_backends.dry_run.explanation import explain, skeleton_of
 from rl_backends.optimizers.config import OptimizerConfig
 
 GIB = 2**30
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     group.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a row (default %(default)s)")
     group.add_argument(
         "--optimizer",
-        type=one_of(OPTIMIZERS, "--optimizer"),
+        choices=OPTIMIZERS,
         default="adamw",
         metavar="|".join(OPTIMIZERS),
         help="whose state and step count (default %(default)s)",
@@ -38,21 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -> None
     add_backend_flags(parser, backend)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Explain, and return the exit code."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Explain; it holds what fits."""
     if (given := arguments.device_memory_gib) is not None and not given > 0:
         raise ValueError(f"--device-memory-gib must be above 0; got {given}")
-    from rl_backends.dry_run.explanation import explain, skeleton_of
-
     source = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     if arguments.backend == "megatron":
-        from rl_backends.commands.megatron_layout import describe_layout
-
         skeleton = skeleton_of(arguments.model, **source)
         text, document, peak = describe_layout(skeleton, lambda: chosen_config(arguments), ranks=arguments.ranks)
     else:
-        from rl_backends.lora.config import LoraConfig
-
         rank, name = arguments.lora_rank, arguments.optimizer
         explanation = explain(
             arguments.model,
@@ -69,6 +65,4 @@ def run(arguments: argparse.Namespace) -> int:
     holds = given is None or peak <= given * GIB
     if given is not None:
         print(f"\nit {'fits' if holds else 'does not fit'}: {peak / GIB:.2f} GiB of {given:g} GiB")
-    if arguments.json:
-        print(json.dumps({**document, "holds": holds}, allow_nan=False))
-    return 0 if holds else 1
+    return {**document, "holds": holds}

@@ -6,20 +6,29 @@ Exit codes: 0 written; 1 it could not be written, or the checkpoint cannot be re
 """
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_backends.commands.flags import add_common_flags, one_of
-
-if TYPE_CHECKING:
-    from rl_backends.checkpoints.storage import Manifest
+from rl_backends.checkpoints.contents import TorchContents
+from rl_backends.checkpoints.folders import check_file, in_threads
+from rl_backends.checkpoints.shards import WEIGHTS, whole_tensor
+from rl_backends.checkpoints.storage import (
+    DAMAGED,
+    Manifest,
+    check_model,
+    plan_reads,
+    read_boxes,
+    read_index,
+    read_manifest,
+)
+from rl_backends.commands.flags import add_common_flags
+from rl_backends.export import export_pretrained
+from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
 
 GIB = 2**30
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,21 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser, _given: Sequence[str]) -> Non
     parser.add_argument("checkpoint", metavar="FOLDER", help="that save_checkpoint has written")
     parser.add_argument("--model", required=True, metavar="SOURCE", help="folder or hub id that training began from")
     parser.add_argument("--to", required=True, metavar="FOLDER", help="where to; it must not exist")
-    parser.add_argument(
-        "--dtype", type=one_of(DTYPES, "--dtype"), metavar="|".join(DTYPES), help="default: the checkpoint's own"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, metavar="|".join(DTYPES), help="default: the checkpoint's own")
     add_common_flags(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Export, and return the exit code."""
-    from rl_backends.checkpoints.folders import check_file, in_threads
-    from rl_backends.checkpoints.shards import fingerprint, model_shards
-    from rl_backends.checkpoints.storage import DAMAGED, check_model, read_manifest
-    from rl_backends.export import export_pretrained
-    from rl_backends.loading.source import TOKENIZER_FILES, load_tokenizer, open_model
-
-    started = time.monotonic()
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Export."""
     checkpoint, target = Path(arguments.checkpoint), Path(arguments.to)
     manifest = read_manifest(checkpoint)
     asked = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{source.model_name} has no tokenizer, so the folder gets none", file=sys.stderr)
     skeleton = source.skeleton()
-    check_model(checkpoint, manifest.model, fingerprint(model_shards(skeleton)))
+    names, _ = TorchContents(skeleton, None).describe(optimizers=False, saved=None)
+    check_model(checkpoint, manifest.model, names)
     in_threads(lambda file: check_file(checkpoint / file[0], file[1], remedy=DAMAGED), manifest.files.items())
     export_pretrained(
         skeleton,
@@ -67,21 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     version, tensors = manifest.version, len(manifest.model)
     written = sum(path.stat().st_size for path in target.iterdir())
     print(f"{target}: {tensors} tensors of version {version}, {written / GIB:.3f} GiB")
-    if arguments.json:
-        figures = {"folder": str(target), "version": version, "tensors": tensors, "bytes": written}
-        print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 3), "holds": True}))
-    return 0
+    return {"folder": str(target), "version": version, "tensors": tensors, "bytes": written, "holds": True}
 
 
-def _tensors(checkpoint: Path, manifest: "Manifest", *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(checkpoint: Path, manifest: Manifest, *, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Each weight of a checkpoint, whole, in the model's order; read when its turn comes."""
-    from rl_backends.checkpoints.shards import whole_tensor
-    from rl_backends.checkpoints.storage import plan_reads, read_boxes, read_index
-
     index = read_index(checkpoint, manifest)
     for name in manifest.model:
-        key = f"weights/{name}"
+        key = f"{WEIGHTS}{name}"
         tensor = torch.empty(index[key]["shape"], dtype=getattr(torch, index[key]["dtype"]))
-        read_boxes(checkpoint, plan_reads(checkpoint, index, {key: whole_tensor(tensor)}))
+        read_boxes(checkpoint, plan_reads(checkpoint, index, [whole_tensor(tensor, key)]))
         asked = None if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
         yield name, tensor.to(asked)

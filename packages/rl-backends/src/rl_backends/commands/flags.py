@@ -5,17 +5,16 @@ Each has its field's docstring as its help.
 
 import argparse
 import ast
-import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from rl_backends.config import KernelsConfig
 from rl_backends.dtensor.config import DTensorConfig
-from rl_backends.kernels.config import KernelsConfig
 from rl_backends.megatron.config import MegatronConfig
 
 CONFIGS: Mapping[str, type[Any]] = {"dtensor": DTensorConfig, "megatron": MegatronConfig}
@@ -36,7 +35,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, given: Sequence[str]) -
     for each in (parser, first):
         each.add_argument(
             "--backend",
-            type=one_of(tuple(CONFIGS), "--backend"),
+            choices=tuple(CONFIGS),
             default="dtensor",
             metavar="|".join(CONFIGS),
             help="which has flags of its own (default %(default)s)",
@@ -94,7 +93,7 @@ def _add_config_flags(
             options = {"action": argparse.BooleanOptionalAction}
         elif get_origin(kinds[0]) is Literal:
             choices = get_args(kinds[0])
-            options = {"type": one_of(choices, flag), "metavar": "|".join(choices)}
+            options = {"choices": choices, "metavar": "|".join(choices)}
         group.add_argument(flag, dest=f"{prefix}{field.name}", default=argparse.SUPPRESS, help=told, **options)
 
 
@@ -116,16 +115,3 @@ def field_docs(config: type[Any]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
     return found
-
-
-def one_of(choices: Sequence[str], flag: str) -> Callable[[str], str]:
-    """A type for argparse that takes these words, and names the nearest of them for another."""
-
-    def parse(text: str) -> str:
-        if text in choices:
-            return text
-        near = difflib.get_close_matches(text, choices, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise argparse.ArgumentTypeError(f"{flag} is {text!r}: it must be one of {', '.join(choices)}{hint}")
-
-    return parse

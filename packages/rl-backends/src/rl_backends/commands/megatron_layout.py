@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rl_backends.dry_run.explanation import release_of
+from rl_backends.least_memory import GRADIENT_BYTES, bytes_of_element
 from rl_backends.loading.weights import first_names
 from rl_backends.lora.layers import A_TAIL, B_TAIL, base_name
 from rl_backends.megatron.architecture import Architecture, read_architecture
@@ -26,11 +27,6 @@ DOES = {
     "dp": "have rows of their own, and sum gradients",
     "pp": "share the layers, as stages of a pipeline",
 }
-GRADIENT_BYTES = 4
-"""Gradients are summed in float32."""
-MOMENT_BYTES = 8
-MASTER_BYTES = 4
-"""Where weights are bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ def stages_of(
     sharing, sharing_experts = 1, 1  # ranks that have the optimizer's state between them
     if config.use_distributed_optimizer:
         sharing, sharing_experts = each // config.tensor_model_parallel_size, each // config.expert_model_parallel_size
-    low = config.precision == "bfloat16"
+    element, state = bytes_of_element(config, optimizers=("adamw",))
     made = []
     for number, layers in enumerate(layers_of_stages(architecture.num_layers, config)):
         first, last = number == 0, number == count - 1
@@ -122,10 +118,9 @@ def stages_of(
             ranks=tuple(range(number * each, (number + 1) * each)),
             layers=tuple(layers),
             numbers=dense + experts,
-            weight_bytes=(dense + experts) * (2 if low else 4),
+            weight_bytes=(dense + experts) * element,
             gradient_bytes=sum(trained) * GRADIENT_BYTES,
-            optimizer_bytes=(-(-trained[0] // sharing) + -(-trained[1] // sharing_experts))
-            * (MOMENT_BYTES + MASTER_BYTES * low),
+            optimizer_bytes=(-(-trained[0] // sharing) + -(-trained[1] // sharing_experts)) * state,
         )
         made.append(stage)
     return made

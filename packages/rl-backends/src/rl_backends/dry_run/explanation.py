@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from rl_backends.dtensor.config import DTensorConfig
+from rl_backends.dtensor.sharded_model import AXES
 from rl_backends.errors import ModelError
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource, open_model
@@ -45,20 +46,8 @@ from rl_parallel_plans.forecast.report import PhasePeak, StepPeaks
 ANY_OPTIMIZER = OptimizerConfig(lr=1e-6)
 """AdamW: what it holds does not depend on a learning rate."""
 FORMAT = 1
-AXES = {
-    "pp": "shares out the layers",
-    "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
-    "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
-    "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",
-    "cp": "shares the tokens of each row; shards parameters as dp does",
-    "tp": "shares each matrix multiplication",
-}
 MICROBATCHES = 2
 """That a rank works on where nobody said how many rows there are: the second finds the gradient of the first."""
-
-
-DIFFERENT_TOKENS = 32
-"""So many that a mixture's experts all get some; fewer where the vocabulary is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +57,7 @@ class StepRequest:
     lengths: tuple[int, ...]
     optimizer: OptimizerConfig | None
     """None takes no step, and has no state."""
-    temperature: float = 1.0
     reference: bool = False
-    different_tokens: int = DIFFERENT_TOKENS
-    """Ids of the rows are from 0 to one less."""
 
 
 # ---- What a dry run gives: the peak memory of each phase of a step on one rank, and what ranks send one another.
@@ -166,14 +152,9 @@ class Explanation:
     """Plain values, whose keys `rl_backends.dry_run.explanation` lists."""
     dry_run: DryRun
 
-    def as_json(self) -> str:
-        """The document as one line of JSON."""
-        return json.dumps(self.document, ensure_ascii=False)
-
-    def text(self, *, plan: bool = True) -> str:
-        """For people; plan: also which rule shards which parameter."""
-        told = "\n".join(_told(self.document, self.dry_run))
-        return f"{told}\n\n{self.document['plan_text']}" if plan else told
+    def text(self) -> str:
+        """For people."""
+        return "\n".join([*_told(self.document, self.dry_run), "", self.document["plan_text"]])
 
 
 def explain(
@@ -185,7 +166,6 @@ def explain(
     rows: int | None = None,
     length: int = 2048,
     lengths: Sequence[int] | None = None,
-    temperature: float = 1.0,
     reference: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -202,7 +182,6 @@ def explain(
         rows: of the whole batch, all of `length` tokens; None takes two microbatches for each rank.
         length: tokens of a row.
         lengths: of each row of the batch, instead of `rows` and `length`.
-        temperature: divides the logits.
         reference: keep a frozen copy of the policy too.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run the model's own Python code. Only for code that you have read.
@@ -223,21 +202,17 @@ def explain(
         if config.micro_batch_tokens is not None:
             rows = max(1, min(rows, config.micro_batch_tokens // length))
         rows *= MICROBATCHES * max(1, world_size // (config.tensor_parallel_size * config.context_parallel_size))
-    asked = StepRequest(
-        lengths=tuple([length] * rows if lengths is None else lengths),
-        optimizer=optimizer,
-        temperature=temperature,
-        reference=reference,
-    )
+    all_lengths = tuple([length] * rows if lengths is None else lengths)
+    asked = StepRequest(lengths=all_lengths, optimizer=optimizer, reference=reference)
     if isinstance(model, nn.Module):
         skeleton = without_weights(model)
     else:
         skeleton = skeleton_of(str(model), revision=revision, trust_remote_code=trust_remote_code)
 
     started = time.monotonic()
-    flops, all_lengths = None, torch.tensor(asked.lengths)
+    flops, read = None, torch.tensor(all_lengths)
     with suppress(ModelError):  # of a model whose modules do not tell
-        flops = {"model": float(ModelFlops.of(skeleton).of_rows(all_lengths, all_lengths - 1).sum())}
+        flops = {"model": float(ModelFlops.of(skeleton).of_rows(read, read - 1).sum())}
     about = {
         "class": type(skeleton).__name__,
         "parameters": sum(parameter.numel() for parameter in skeleton.parameters()),

@@ -11,9 +11,7 @@ Axes: B rows, T tokens.
 
 import functools
 import gc
-import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -27,13 +25,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_backends.dry_run.explanation import DIFFERENT_TOKENS, Collective, DryRun, StepRequest
+from rl_backends.config import KernelsConfig
+from rl_backends.dry_run.explanation import Collective, DryRun, StepRequest
 from rl_backends.dtensor.backend import DTensorBackend
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.sharded_model import sizes_of
 from rl_backends.errors import ModelError
 from rl_backends.examples import TokenRows
-from rl_backends.kernels.config import KernelsConfig
 from rl_backends.kernels.table import PLAIN
 from rl_backends.lora.inject import add_lora
 from rl_parallel_plans import ParallelPlan
@@ -48,9 +46,11 @@ from rl_parallel_plans.forecast import (
 from rl_parallel_plans.forecast.fake import tensors_in
 from rl_parallel_plans.forecast.report import phase_peaks
 from rl_parallel_plans.forecast.tracker import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TEMPORARIES
+from rl_parallel_plans.structure import collapsed
 
 BETWEEN_STEPS = "between steps"
 REFERENCE = "reference"
+DIFFERENT_TOKENS = 32
 
 
 def run_step(
@@ -61,13 +61,12 @@ def run_step(
     also: Callable[[Any, Any, Any], None] | None = None,
 ) -> DTensorBackend:
     """Make a backend, which is returned, and let it take a step; `ledger` has the phases at the head of this file."""
-    rows, names = rows_of(asked.lengths, different_tokens=asked.different_tokens), dict[nn.Module, str]()
+    names: dict[nn.Module, str] = {}
     with MemoryTracker(ledger, names, also=also) as tracker, ExitStack() as labelled:
         backend = make_backend()
+        rows = rows_of(asked.lengths, backend)
         # The same name for the same module of every layer.
-        names.update(
-            (module, re.sub(r"(?<![^.])\d+(?![^.])", "*", name)) for name, module in backend.model.named_modules()
-        )
+        names.update((module, collapsed(name)) for name, module in backend.model.named_modules())
         tracker.label(backend.model.parameters(), PARAMETERS)
         tracker.label(backend.model.buffers(), BUFFERS)
         labelled.enter_context(gathered_labels(tracker, backend.model))
@@ -77,7 +76,7 @@ def run_step(
         if asked.optimizer is not None:
             tracker.outside_backward = OPTIMIZER_STATE
             num_steps = asked.optimizer.warmup_steps + (asked.optimizer.decay_steps or 0) + 2
-            backend.start_training(asked.optimizer, num_steps=num_steps, temperature=asked.temperature)
+            backend.start_training(asked.optimizer, num_steps=num_steps)
             for parameter in backend.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
@@ -95,7 +94,7 @@ def run_step(
         if len(set(lengths)) == 1:
             _, own, _ = backend._distributed.take(rows)  # noqa: SLF001 - ours
             lengths = lengths[: max(1, len(lengths) // len(own))]
-        some = rows_of(lengths, different_tokens=asked.different_tokens)
+        some = rows_of(lengths, backend)
         with ledger.phase("logp"):
             backend.logp(some)
         if reference is not None:
@@ -114,14 +113,11 @@ def run_step(
     return backend
 
 
-def rows_of(lengths: Sequence[int], *, different_tokens: int = DIFFERENT_TOKENS) -> TokenRows:
-    """Rows of these lengths, with ids below `different_tokens`; every token but the first trains."""
-    width = max(lengths)
-    each = torch.tensor(lengths)
-    place = torch.arange(width)
-    return TokenRows(
-        tokens=(place + each[:, None]) % different_tokens, lengths=each, trainable=(place > 0) & (place < each[:, None])
-    )
+def rows_of(lengths: Sequence[int], backend: DTensorBackend) -> TokenRows:
+    """Rows of these lengths, whose every token but the first trains; as many tokens differ as give all experts some."""
+    each, place = torch.tensor(lengths), torch.arange(max(lengths))
+    tokens = (place + each[:, None]) % min(DIFFERENT_TOKENS, backend._distributed.vocabulary_size)  # noqa: SLF001 - ours
+    return TokenRows(tokens=tokens, lengths=each, trainable=(place > 0) & (place < each[:, None]))
 
 
 def _loss(logp: Float[Tensor, "b w"], _: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
@@ -154,8 +150,6 @@ def dry_run_here(
 def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tuple[DryRun, ParallelPlan]:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    vocabulary = int(skeleton.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    asked = replace(asked, different_tokens=min(asked.different_tokens, vocabulary))
     # Fake tensors of a device need the device's driver; what differs on a GPU is what attention costs.
     # Kernels of a GPU do not run here: memory is predicted with those that run anywhere.
     kernels = KernelsConfig(loss_chunk_size=config.kernels.loss_chunk_size)
@@ -191,7 +185,7 @@ def _run(skeleton: nn.Module, config: DTensorConfig, asked: StepRequest) -> tupl
     sharded = backend._distributed  # noqa: SLF001 - ours
     made = DryRun(
         mesh=sizes_of(sharded.mesh),
-        num_microbatches=len(sharded.take(rows_of(asked.lengths, different_tokens=asked.different_tokens))[1]),
+        num_microbatches=len(sharded.take(rows_of(asked.lengths, backend))[1]),
         phases=phase_peaks(ledger, without=away),
         host_bytes=max(sum(peak.by_category.get(kind, 0) for kind in away) for peak in ledger.peaks().values()),
         collectives=counter.found(sharded.mesh),
@@ -247,24 +241,23 @@ class CollectiveCounter:
 
     def __init__(self, phase: Callable[[], str]) -> None:
         self._phase = phase
-        self._counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-        self._sizes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+        self._found: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}  # how often, and bytes
 
     def saw(self, operator: Any, args: Any, result: object) -> None:
         """An operator ran."""
         kind, phase = _kind(operator), self._phase()
         if kind is not None and phase and len(ranks := _ranks_of(args)) > 1:
-            self._counts[phase, kind, ranks] += 1
-            self._sizes[phase, kind, ranks] += max(tensor.nbytes for tensor in tensors_in((args, result)))
+            found = self._found.setdefault((phase, kind, ranks), [0, 0])
+            found[0] += 1
+            found[1] += max(tensor.nbytes for tensor in tensors_in((args, result)))
 
     def found(self, mesh: DeviceMesh) -> tuple[Collective, ...]:
         """What was counted, over the axes of `mesh` along which the ranks of a collective differ."""
         made = []
-        for (phase, kind, ranks), count in self._counts.items():
+        for (phase, kind, ranks), (count, num_bytes) in self._found.items():
             coordinates = torch.stack([(mesh.mesh == rank).nonzero()[0] for rank in ranks])
             differ = (coordinates != coordinates[0]).any(0).tolist()
             axes = " x ".join(compress(mesh.mesh_dim_names or (), differ))
-            num_bytes = self._sizes[phase, kind, ranks]
             made.append(
                 Collective(phase=phase, kind=kind, axes=axes, ranks=len(ranks), count=count, num_bytes=num_bytes)
             )

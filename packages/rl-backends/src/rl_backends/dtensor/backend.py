@@ -6,10 +6,10 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl_backends.backend import WEIGHTS, Backend, asked_of
 from rl_backends.batching.microbatches import Microbatch, ModelInputs, make_inputs
-from rl_backends.checkpoints.loading import CheckpointState, load_checkpoint
-from rl_backends.checkpoints.saving import CheckpointWrite, save_checkpoint
+from rl_backends.checkpoints.contents import TorchContents
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.dtensor.sharded_model import ShardedModel, copy_of, forget_pass, sizes_of
 from rl_backends.errors import ModelError
@@ -36,9 +35,10 @@ from rl_backends.losses import ROUTER_LOSS, LossFunction, LossOverMicrobatches, 
 from rl_backends.moe import RouterWatch, router_metrics
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import GradientStep, Optimizers, clip_and_step, make_optimizers
-from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank, told_by_last_rank
+from rl_backends.rank_agreement import add_up, largest_on_any_rank, raise_together, sums_of_last_rank
 from rl_backends.readers import Head, Reader, has_language_model_head, read_logp
 from rl_parallel_plans import NamedShard, get_logprobs_from_vocab_parallel_logits, named_shards, to_local_if_dtensor
+from rl_parallel_plans.checkpoints import reshard
 from rl_parallel_plans.dtensor import has_numbers
 
 
@@ -85,14 +85,15 @@ class DTensorBackend(Backend):
             if config.lora_cfg is not None:
                 initialise_adapters(sharded, seed=seed)
 
-        super().__init__(config, without_weights(model))
+        super().__init__(config, model, filled=fill is not None)
         self._distributed = ShardedModel(model, config, fill=None if fill is None else fill_all)
-        with self._distributed.closed_on_failure():
+        with ExitStack() as undo:
+            undo.callback(self._distributed.close)
             if has_language_model_head(self.model):
                 check_head(self._distributed, self._head)
             watched = config.router_aux_loss_coef > 0
             self._routers = RouterWatch(self.model, plan=self._distributed.plan) if watched else None
-            self._meter = self._make_meter()
+            undo.pop_all()
         self._merged: MergedWeights | None = None
 
     @classmethod
@@ -140,9 +141,8 @@ class DTensorBackend(Backend):
             def use(number: int, model: Any, each: ModelInputs) -> Tensor:
                 counts = number < len(every)
                 rows = every[number if counts else 0]
-                outputs = sharded.read_on_stage(
-                    model, each, reader, shape=(rows.tokens.shape[0], rows.tokens.shape[1])
-                )[0]
+                shape = rows.tokens.shape[0], rows.tokens.shape[1]
+                outputs = sharded.read(each, reader, shape=shape, stage=model)[0]
                 return loss_at(number, rows, outputs) if counts else outputs.sum() * 0.0
 
             sharded.run_pipeline([inputs_of(rows) for rows in every], use, backward=True)
@@ -223,31 +223,20 @@ class DTensorBackend(Backend):
             else:
                 self._merged.refresh()
 
-    def save_pretrained(  # noqa: D102
-        self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
-    ) -> None:
-        self._require_on_device("save_pretrained", WEIGHTS)
-        pipeline = self._distributed.pipeline
-        if pipeline is not None:
-            tensors = pipeline.export_state_dict()
-            export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors)
-            return
-        merged = None if self.config.lora_cfg is None else export_merged(self.model, every_rank=True)
-        export_pretrained(self.model, folder, dtype=dtype, tokenizer=tokenizer, tensors=merged, every_rank=True)
+    def _export(self, folder: str | Path, **asked: Any) -> None:
+        if self._distributed.pipeline is not None:
+            tensors = self._distributed.pipeline.export_state_dict()
+            export_pretrained(self._skeleton, folder, tensors=tensors, **asked)
+        else:
+            merged = None if self.config.lora_cfg is None else export_merged(self.model, every_rank=True)
+            export_pretrained(self.model, folder, tensors=merged, every_rank=True, **asked)
 
     def save_adapter(self, folder: str | Path, *, base_model_name: str) -> None:  # noqa: D102
         self._require_on_device("save_adapter", WEIGHTS)
         save_adapter(self.model, Path(folder), base_model_name=base_model_name)
 
-    def _frozen_weights(self) -> "list[NamedShard]":
-        parameters = (each for each in named_shards(self.model) if isinstance(each.tensor, nn.Parameter))
-        return [each for each in parameters if not each.tensor.requires_grad]
-
-    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
-        return save_checkpoint(self.model, self._optimizers, folder, version=self.version, **asked)
-
-    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
-        return load_checkpoint(self.model, self._optimizers, folder, **asked)
+    def _contents(self) -> TorchContents:
+        return TorchContents(self.model, self._optimizers)
 
     def _explained(self) -> list[str]:
         """The mesh, and which rule shards which parameter and why."""
@@ -308,32 +297,34 @@ def check_head(sharded: ShardedModel, head: Head) -> None:
     """
     if not all(has_numbers(to_local_if_dtensor(parameter)) for parameter in sharded.model.parameters()):
         return
-    shard, limits = sharded.sequence_shard, sharded.row_dealing.limits
+    shard = sharded.sequence_shard
     length = NUM_TOKENS if shard is None else shard.padded(NUM_TOKENS)
     inputs = make_inputs(
         ((torch.arange(length) * 7 + 3) % sharded.vocabulary_size)[None],
         torch.tensor([length]),
         torch.ones(1, length, dtype=torch.bool),
-        layout=limits.layout,
+        layout=sharded.layout,
         offset=0,  # at each token of this rank's own: how likely that token was to follow itself
         shard=shard,
     ).to(sharded.config.device)
-    ours = sharded.read(inputs, read_logp(head, temperature=1.0), shape=(1, inputs.longest))[0][0, inputs.into]
-    kept: list[Tensor] = []
+    kept: dict[int, Tensor] = {}  # on the last stage
+
+    def keep(_: int, read: Sequence[Tensor]) -> None:
+        kept[0] = read[0][0, inputs.into]
 
     def from_logits(number: int, model: Any, each: ModelInputs) -> Tensor:
         logits = model(**each.as_arguments(), use_cache=False).logits
         found = get_logprobs_from_vocab_parallel_logits(logits, each.targets[None])[0]
-        kept.extend([found] if number == 0 else [])  # and not of a repetition
+        kept[1] = found if number == 0 else kept[1]  # and not of a repetition
         return found.sum()
 
+    sharded._forward([inputs], read_logp(head, temperature=1.0), shapes=[(1, inputs.longest)], keep=keep)  # noqa: SLF001 - ours
     if sharded.pipeline is None:
         from_logits(0, sharded.model, inputs)
     else:
         sharded.run_pipeline([inputs], from_logits, backward=False)
-        kept = told_by_last_rank(kept, sharded.pipeline.group, device=sharded.pipeline.device)
-    (theirs,) = kept
-    sharded.reshard()
+    ours, theirs = sharded._on_every_stage(kept).values()  # noqa: SLF001 - ours
+    reshard(sharded.model)
     apart = largest_on_any_rank((ours - theirs).abs().max())
     if apart > TOLERANCE[sharded.config.precision]:
         raise ModelError(

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rl_backends.choices import out_of_bounds
-from rl_backends.config import BackendConfig
-from rl_backends.kernels.config import KernelsConfig
+from rl_backends.config import BackendConfig, KernelsConfig
 from rl_backends.kernels.table import static_problems
 
 
@@ -62,7 +60,8 @@ class DTensorConfig(BackendConfig):
 
     def _problems(self) -> Iterator[str]:
         sizes = "tensor_parallel_size expert_parallel_size pipeline_parallel_size data_parallel_replicate_size"
-        yield from out_of_bounds(self, {">= 1": sizes, ">= 0": "router_aux_loss_coef"})
+        yield from super(DTensorConfig, self)._problems()
+        yield from self._outside({">= 1": sizes, ">= 0": "router_aux_loss_coef"})
         yield from static_problems(self)
         if self.pipeline_parallel_size > 1:
             for holds, other in (

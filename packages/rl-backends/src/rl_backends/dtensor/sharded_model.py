@@ -6,8 +6,8 @@ Axes: B rows of the batch, b of a microbatch, w tokens of its longest row, T of 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -15,19 +15,17 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
 from rl_backends.backend import DistributedModel, max_positions, media_tokens
 from rl_backends.batching.microbatches import ModelInputs, SequenceShard, of_one_shape
-from rl_backends.batching.prefixes import make_shared_inputs
 from rl_backends.dtensor.config import DTensorConfig
 from rl_backends.errors import ModelError
-from rl_backends.examples import TokenBatch
 from rl_backends.kernels.table import apply_kernels
 from rl_backends.loading.skeleton import materialize
+from rl_backends.loading.weights import write_whole
 from rl_backends.packing.enable import attention_modules
 from rl_backends.process_group import Membership, join_process_group
 from rl_backends.rank_agreement import on_every_rank, once_per_process_group, require_same_model, told_by_last_rank
@@ -53,17 +51,16 @@ METHOD = "read_hidden_states"
 
 
 # ---- The ranks of this run as a mesh; a lone process is a mesh of one. Axes of one rank are left out, but dp and tp.
-#
-#     pp              shares out the layers
-#     dp_replicate    copies of the shards (HSDP); rows of its own
-#     dp              parameters are sharded over it; rows of its own
-#     ep              shares the experts of a mixture; rows of its own
-#     cp              shares the tokens of each row
-#     tp              shares each matrix multiplication
-#
-# Parameters are sharded over cp too: its ranks hold the same weights and gradients of their own tokens.
 
-AXES = ("pp", "dp_replicate", "dp", "ep", "cp", "tp")
+AXES = {
+    "pp": "shares out the layers",
+    "dp_replicate": "copies of the shards (HSDP), each with rows of its own; gradients are summed over it",
+    "dp": "shards parameters, gradients and optimizer state (FSDP); rows of its own",
+    "ep": "shares the experts of a mixture, to which tokens travel; rows of its own, and shards the rest as dp does",
+    "cp": "shares the tokens of each row; shards parameters as dp does",
+    "tp": "shares each matrix multiplication",
+}
+"""What each axis does, for people."""
 FIELDS = {
     "pp": "pipeline_parallel_size",
     "dp_replicate": "data_parallel_replicate_size",
@@ -141,16 +138,14 @@ class ShardedModel(DistributedModel):
     ) -> None:
         if not hasattr(model, "base_model"):
             raise ModelError(f"{type(model).__qualname__} has no base_model beneath a head; give a Hugging Face model")
-        if (bare := any(parameter.is_meta for parameter in model.parameters())) and fill is None:
-            raise ModelError(
-                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
-                f"pass fill= to put weights into it"
-            )
         self.config: DTensorConfig = config
         self.membership = membership or join_process_group(config.device, timeout_s=config.timeout_s)
         """In the process group."""
-        with self.closed_on_failure() if membership is None else nullcontext():
-            self._build(model, fill if bare else None)
+        with ExitStack() as undo:
+            if membership is None:
+                undo.callback(self.close)
+            self._build(model, fill if any(parameter.is_meta for parameter in model.parameters()) else None)
+            undo.pop_all()
 
     def _build(self, model: nn.Module, fill: Callable[[nn.Module], object] | None) -> None:
         config = self.config
@@ -159,7 +154,7 @@ class ShardedModel(DistributedModel):
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         self.vocabulary_size, self.max_positions = int(embeddings.weight.shape[0]), max_positions(model)
         self.media_tokens = media_tokens(model)
-        self.reads_whole_rows = config.router_aux_loss_coef > 0
+        self.reads_whole_rows, self.shares_prefixes = config.router_aux_loss_coef > 0, config.share_prefixes
         self.plan = plan_for(
             model,
             tp=config.tensor_parallel_size,
@@ -209,28 +204,14 @@ class ShardedModel(DistributedModel):
         mesh = self.rows if axis == "rows" else self._context
         return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
-    def inputs(
-        self,
-        rows: TokenBatch,
-        asked: Shaped[Tensor, "b w"],
-        *,
-        offset: int = 1,
-        words: Shaped[Tensor, "b w k"] | None = None,
-    ) -> ModelInputs:
-        """As of every model; rows that share prefixes are laid out in one pack, each prefix once."""
-        if not self.config.share_prefixes:
-            return super().inputs(rows, asked, offset=offset, words=words)
-        lengths = self.lengths_read(rows, asked, offset=offset)
-        made = make_shared_inputs(rows.tokens, lengths, asked, offset=offset, words=words)
-        return made.to(self.config.device)
+    def read(
+        self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int], stage: Any = None
+    ) -> tuple[Tensor, ...]:
+        """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable.
 
-    def read(self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]) -> tuple[Tensor, ...]:
-        """What `reader` reads at the asked places, each in its place of `[b, w, ...]`, 0 elsewhere; differentiable."""
-        if self.pipeline is not None:  # without a gradient: what has one goes through run_pipeline
-            kept: list[Tensor] = []
-            self._forward([inputs], reader, shapes=[shape], keep=lambda _, read: kept.extend(read))
-            return tuple(told_by_last_rank(kept, self.pipeline.group, device=self.pipeline.device))
-        call = getattr(self.model, METHOD)
+        stage: the model that `run_pipeline` gives, inside of it.
+        """
+        call = getattr(self.model, METHOD) if stage is None else partial(_read, stage)
         hints = self.kernels.arguments(inputs)
         read: tuple[Tensor, ...] = call(inputs, reader, num_places=shape[0] * shape[1], hints=hints)
         if self._context is not None:
@@ -259,14 +240,6 @@ class ShardedModel(DistributedModel):
         run = self.pipeline.step if backward else self.pipeline.forward
         run(list(enumerate(repeated)), lambda model, item: use(item[0], model, item[1]), shape=(rows, tokens))
 
-    def read_on_stage(
-        self, model: Any, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int]
-    ) -> tuple[Tensor, ...]:
-        """As `read`, inside of `run_pipeline`; differentiable."""
-        hints = self.kernels.arguments(inputs)
-        read = _read(model, inputs, reader, num_places=shape[0] * shape[1], hints=hints)
-        return tuple(each.view(*shape, *each.shape[1:]) for each in read)
-
     def _on_every_stage(self, out: dict[int, Tensor]) -> dict[int, Tensor]:
         if self.pipeline is None:
             return out
@@ -284,7 +257,7 @@ class ShardedModel(DistributedModel):
         if self.pipeline is not None:
 
             def use(number: int, model: Any, each: ModelInputs) -> Tensor:
-                read = self.read_on_stage(model, each, reader, shape=shapes[number if number < len(shapes) else 0])
+                read = self.read(each, reader, shape=shapes[number if number < len(shapes) else 0], stage=model)
                 if number < len(shapes):
                     keep(number, read)
                 return torch.zeros((), device=self.config.device)
@@ -293,24 +266,11 @@ class ShardedModel(DistributedModel):
             return
         for number, (each, shape) in enumerate(zip(inputs, shapes, strict=True)):
             keep(number, self.read(each, reader, shape=shape))
-        self.reshard()
-
-    def reshard(self) -> None:
-        """Free what a forward without a backward, or a failure, has left gathered."""
-        reshard(self.model)
+        reshard(self.model)  # what a forward without a backward has left gathered
 
     def close(self) -> None:
         """Leave the process group, which the last model destroys, if it is not the user's. Once is enough."""
         self.membership.leave()
-
-    @contextmanager
-    def closed_on_failure(self) -> Iterator[None]:
-        """Close, if what is inside raises."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
 
 @torch.no_grad()
@@ -326,12 +286,10 @@ def take_weights(model: nn.Module) -> Callable[[nn.Module], object]:
     model._apply(lambda each: each.to("meta") if id(each) in parameters else each)  # type: ignore[no-untyped-call]  # noqa: SLF001
     retie(model, ties)
 
-    @torch.no_grad()
     def fill(sharded: nn.Module) -> None:
         for shard in named_shards(sharded):
             if (whole := values.get(shard.name)) is not None:
-                for box in shard.boxes():
-                    box.of_local(shard.local).copy_(box.of_whole(whole))
+                write_whole(whole, [shard])
         values.clear()
 
     return fill
@@ -421,7 +379,7 @@ def copy_of(sharded: ShardedModel, skeleton: nn.Module, *, offload: bool) -> Sha
     @torch.no_grad()
     def fill(target: nn.Module) -> None:
         """Copy parameters and all buffers, also those that no file holds or that have changed since."""
-        sharded.reshard()
+        reshard(sharded.model)
         held = dict(sharded.model.named_parameters())
         for name, parameter in target.named_parameters():
             to_local_if_dtensor(parameter).copy_(to_local_if_dtensor(held[name].detach()))

@@ -9,7 +9,6 @@ runs a kernel is the same for all kernels of a part:
     mlp     op(gate [..., I], up [..., I], activation) -> activation(gate) * up; "silu", or "gelu" by tanh
 """
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -41,24 +40,34 @@ def _gives(run: Callable[[], Any], wanted: Any) -> bool:
 # -- RMS norms -------------------------------------------------------------------------------------------
 
 
-def replace_norms(model: nn.Module, op: Callable[..., Tensor]) -> int:
+def _norms(model: nn.Module, look: Callable[[str, nn.Module], Any]) -> Iterator[tuple[nn.Module, Any]]:
+    """Every RMS norm, and what `look` finds out about the first of its class."""
+    found: dict[type[nn.Module], Any] = {}
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            if type(module) not in found:
+                found[type(module)] = look(path, module)
+            yield module, found[type(module)]
+
+
+def replace_norms(model: nn.Module, op: Callable[..., Tensor] | None) -> int:
     """Let every RMS norm run by `op`; return how many.
 
+    op: None for `cpu.rms_norm`, on a CPU, in the place of norms that have the same bits.
+
     Raises:
-        ModelError: a norm of that name computes something else, or there is none.
+        ModelError: a norm of that name computes something else than `op`, or there is none.
     """
-    offsets: dict[type[nn.Module], float] = {}
-    found = 0
-    for path, module in model.named_modules():
-        if not type(module).__name__.endswith("RMSNorm"):
-            continue
-        if type(module) not in offsets:
-            offsets[type(module)] = _offset_of(path, module)
-        module.forward = types.MethodType(_norm_forward(op, float(_eps_of(module)), offsets[type(module)]), module)
-        found += 1
-    if not found:
+    norms = list(_norms(model, _has_bits_of_rms_norm if op is None else _offset_of))
+    if op is None:
+        norms = [(norm, same) for norm, same in norms if same]
+    elif not norms:
         raise ModelError(f"{type(model).__qualname__} has no RMS norm, which kernels.norm is about: choose 'torch'")
-    return found
+    for norm, offset in norms:
+        eps = _eps_of(norm)
+        made = _to_the_bit(type(norm).forward, eps) if op is None else _norm_forward(op, float(eps), offset)
+        norm.forward = types.MethodType(made, norm)
+    return len(norms)
 
 
 @functools.cache
@@ -89,22 +98,6 @@ def _offset_of(path: str, norm: nn.Module) -> float:
     )
 
 
-def replace_norms_to_the_bit(model: nn.Module) -> int:
-    """Let every RMS norm that computes what `rms_norm` does, to the bit, run by it on a CPU; return how many."""
-    same: dict[type[nn.Module], bool] = {}
-    found = 0
-    for module in model.modules():
-        kind = type(module)
-        if not kind.__name__.endswith("RMSNorm"):
-            continue
-        if kind not in same:
-            same[kind] = _has_bits_of_rms_norm(module)
-        if same[kind]:
-            module.forward = types.MethodType(_to_the_bit(kind.forward, _eps_of(module)), module)
-            found += 1
-    return found
-
-
 @functools.cache
 def _to_the_bit(own: Callable[..., Tensor], eps: float) -> Callable[..., Tensor]:
     return lambda self, hidden_states: (
@@ -117,7 +110,7 @@ def _eps_of(norm: nn.Module) -> Any:
 
 
 @torch.enable_grad()
-def _has_bits_of_rms_norm(norm: nn.Module) -> bool:
+def _has_bits_of_rms_norm(_path: str, norm: nn.Module) -> bool:
     """Of results and of gradients, on random numbers."""
     with unset_fake_temporarily():
         own = torch.Generator().manual_seed(0)  # the program's random numbers stay as they would be
@@ -136,21 +129,29 @@ def _has_bits_of_rms_norm(norm: nn.Module) -> bool:
 # -- rotary embeddings -------------------------------------------------------------------------------------
 
 
-def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]]) -> int:
+def replace_rope(model: nn.Module, op: Callable[..., tuple[Tensor, Tensor]] | None) -> int:
     """Let every attention rotate its queries and keys by `op`; return how many attentions.
 
     Only these modules are touched: each runs a copy of its forward whose `apply_rotary_pos_emb` is `op`.
 
+    op: None for `cpu.rotate`, on a CPU, of attentions that rotate by halves.
+
     Raises:
-        ModelError: an attention rotates in another way, or none calls `apply_rotary_pos_emb`.
+        ModelError: an attention rotates in another way than `op`, or none calls `apply_rotary_pos_emb`.
     """
-    found = list(_rotating(model))
-    for path, module, own in found:
-        _check_rotation(path, module, own)
-        module.forward = types.MethodType(_with_rope(type(module).forward, op), module)
-    if not found:
+    found = 0
+    for path, module, own in _rotating(model):
+        if _rotates_by_halves(own):
+            module.forward = types.MethodType(_with_rope(type(module).forward, op or _in_fewer_passes(own)), module)
+            found += 1
+        elif op is not None:
+            raise ModelError(
+                f"{path} ({type(module).__name__}) does not rotate queries and keys by halves, as Llama does and as "
+                f"kernels.rope does: choose 'torch'"
+            )
+    if op is not None and not found:
         raise ModelError(f"{type(model).__qualname__} has no attention that calls {ROPE}: choose kernels.rope='torch'")
-    return len(found)
+    return found
 
 
 def _rotating(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
@@ -175,91 +176,15 @@ def _with_rope(forward: types.FunctionType, op: Callable[..., tuple[Tensor, Tens
     return made
 
 
-def rotated(  # noqa: PLR0917 - as transformers calls it
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """By halves, as Llama's: x * cos + rotate_half(x) * sin."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-    return rotate(query), rotate(key)
-
-
 @torch.no_grad()
-def _check_rotation(path: str, module: nn.Module, own: Callable[..., Any]) -> None:
+def _rotates_by_halves(own: Callable[..., Any]) -> bool:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
         query, key = torch.randn(1, 4, 5, 8, device="cpu"), torch.randn(1, 2, 5, 8, device="cpu")
         angles = torch.randn(1, 5, 4, device="cpu").repeat(1, 1, 2)
         given = query, key, angles.cos(), angles.sin()
-        same = _gives(lambda: own(*given), rotated(*given))
-    if not same:
-        raise ModelError(
-            f"{path} ({type(module).__name__}) does not rotate queries and keys by halves, as Llama does and as "
-            f"kernels.rope does: choose 'torch'"
-        )
-
-
-# -- MLPs --------------------------------------------------------------------------------------------------
-
-
-def replace_mlps(model: nn.Module, op: Callable[..., Tensor]) -> int:
-    """Let every MLP of gate_proj, up_proj and down_proj multiply by `op`; return how many.
-
-    Raises:
-        ModelError: an MLP with these parts computes something else, or there is none (stacked experts, a fused
-            gate_up_proj).
-    """
-    found = 0
-    for path, module in model.named_modules():
-        parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
-        if not all(isinstance(part, nn.Module) for part in parts) or not hasattr(module, "act_fn"):
-            continue
-        module.forward = types.MethodType(_mlp_forward(op, _activation_of(path, module)), module)
-        found += 1
-    if not found:
-        raise ModelError(
-            f"{type(model).__qualname__} has no MLP of gate_proj, up_proj and down_proj, which kernels.mlp is about: "
-            f"choose 'torch'"
-        )
-    return found
-
-
-@functools.cache
-def _mlp_forward(op: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
-    return lambda self, x: self.down_proj(op(self.gate_proj(x), self.up_proj(x), activation))
-
-
-@torch.no_grad()
-def _activation_of(path: str, mlp: nn.Module) -> str:
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
-        gate, up, down = (nn.Linear(4, 4, bias=False, device="cpu") for _ in range(3))
-        twin = copy.copy(mlp)
-        twin._modules = {**mlp._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}  # noqa: SLF001 - as above
-        x = torch.randn(3, 4, device="cpu")
-        for name, activation in (("silu", F.silu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
-            if _gives(lambda: type(mlp).forward(twin, x), down(activation(gate(x)) * up(x))):
-                return name
-    raise ModelError(
-        f"{path} ({type(mlp).__name__}) is not down_proj(act(gate_proj(x)) * up_proj(x)) with SiLU or tanh's GELU, "
-        f"which is all that kernels.mlp computes: choose 'torch'"
-    )
-
-
-# -- the model's own numbers, in fewer passes --------------------------------------------------------------
-
-
-def replace_rope_on_cpu(model: nn.Module) -> int:
-    """Let every attention that rotates by halves do it by `cpu.rotate`, on a CPU; return how many."""
-    found = 0
-    for path, module, own in _rotating(model):
-        with contextlib.suppress(ModelError):  # what is refused where it was chosen stays where nobody chose
-            _check_rotation(path, module, own)
-            module.forward = types.MethodType(_with_rope(type(module).forward, _in_fewer_passes(own)), module)
-            found += 1
-    return found
+        return _gives(lambda: own(*given), apply_rotary_pos_emb(*given))
 
 
 @functools.cache
@@ -277,12 +202,55 @@ def _in_fewer_passes(own: Callable[..., Any]) -> Callable[..., Any]:
     return rotate_both
 
 
-def replace_mlps_on_cpu(model: nn.Module) -> int:
-    """Let every MLP of gate_proj, up_proj and down_proj multiply by `cpu.swiglu`, on a CPU; return how many."""
-    try:
-        return replace_mlps(model, _activated_in_fewer_passes)
-    except ModelError:
-        return 0
+# -- MLPs --------------------------------------------------------------------------------------------------
+
+
+def replace_mlps(model: nn.Module, op: Callable[..., Tensor] | None) -> int:
+    """Let every MLP of gate_proj, up_proj and down_proj multiply by `op`; return how many.
+
+    op: None for `cpu.swiglu`, on a CPU, of MLPs that compute this.
+
+    Raises:
+        ModelError: an MLP with these parts computes something else than `op`, or there is none (stacked experts, a
+            fused gate_up_proj).
+    """
+    found = 0
+    for path, module in model.named_modules():
+        parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
+        if not all(isinstance(part, nn.Module) for part in parts) or not hasattr(module, "act_fn"):
+            continue
+        if (activation := _activation_of(module)) is not None:
+            module.forward = types.MethodType(_mlp_forward(op or _activated_in_fewer_passes, activation), module)
+            found += 1
+        elif op is not None:
+            raise ModelError(
+                f"{path} ({type(module).__name__}) is not down_proj(act(gate_proj(x)) * up_proj(x)) with SiLU or "
+                f"tanh's GELU, which is all that kernels.mlp computes: choose 'torch'"
+            )
+    if op is not None and not found:
+        raise ModelError(
+            f"{type(model).__qualname__} has no MLP of gate_proj, up_proj and down_proj, which kernels.mlp is about: "
+            f"choose 'torch'"
+        )
+    return found
+
+
+@functools.cache
+def _mlp_forward(op: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
+    return lambda self, x: self.down_proj(op(self.gate_proj(x), self.up_proj(x), activation))
+
+
+@torch.no_grad()
+def _activation_of(mlp: nn.Module) -> str | None:
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+        gate, up, down = (nn.Linear(4, 4, bias=False, device="cpu") for _ in range(3))
+        twin = copy.copy(mlp)
+        twin._modules = {**mlp._modules, "gate_proj": gate, "up_proj": up, "down_proj": down}  # noqa: SLF001 - as above
+        x = torch.randn(3, 4, device="cpu")
+        for name, activation in (("silu", F.silu), ("gelu", functools.partial(F.gelu, approximate="tanh"))):
+            if _gives(lambda: type(mlp).forward(twin, x), down(activation(gate(x)) * up(x))):
+                return name
+    return None
 
 
 def _activated_in_fewer_passes(gate: Tensor, up: Tensor, activation: str) -> Tensor:

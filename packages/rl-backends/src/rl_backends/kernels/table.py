@@ -1,3 +1,4 @@
+# ruff: noqa: PLR0917 - ops are called by position
 """The table of kernels: what each needs, when it is refused, and how a model is made to run it.
 
 A choice of `KernelsConfig` is looked up here. What its entry needs is checked in two steps, each of which lists all
@@ -7,7 +8,7 @@ the model is changed. `register_kernel` adds an entry, or takes the place of one
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,15 +21,12 @@ from rl_backends.errors import ModelError
 from rl_backends.kernels.layers import (
     float8_linears,
     replace_mlps,
-    replace_mlps_on_cpu,
     replace_norms,
-    replace_norms_to_the_bit,
     replace_rope,
-    replace_rope_on_cpu,
 )
-from rl_backends.packing import AttentionKernel, enable_packing, enable_padded_kernel
-from rl_backends.packing.attention import LARGEST_HEAD
-from rl_backends.packing.enable import attention_modules
+from rl_backends.packing.attention import LARGEST_HEAD, AttentionKernel, block_masks
+from rl_backends.packing.enable import attention_modules, enable_packing, enable_padded_kernel
+from rl_backends.readers import has_language_model_head
 from rl_parallel_plans.structure import head_size
 
 if TYPE_CHECKING:
@@ -71,15 +69,17 @@ def register_kernel(kernel: Kernel) -> None:
 
 def static_problems(config: "DTensorConfig") -> Iterator[str]:
     """One sentence for each choice that the rest of the configuration rules out, whatever the machine and model."""
+
+    def reasons(kernel: Kernel) -> Iterator[str]:
+        if config.device not in kernel.devices:
+            yield f"it runs on {' or '.join(kernel.devices)}, not on a CPU"
+        if config.precision not in kernel.precisions:
+            yield f"it computes in {' or '.join(kernel.precisions)}, not in {config.precision}"
+        yield from kernel.config_problems(config)
+
     kernels, unknown = _chosen(config)
     yield from unknown
-    for kernel in kernels:
-        reasons = []
-        if config.device not in kernel.devices:
-            reasons.append(f"it runs on {' or '.join(kernel.devices)}, not on a CPU")
-        if config.precision not in kernel.precisions:
-            reasons.append(f"it computes in {' or '.join(kernel.precisions)}, not in {config.precision}")
-        yield from _refusal(kernel, [*reasons, *kernel.config_problems(config)])
+    yield from _refusals(kernels, reasons)
 
 
 def _chosen(config: "DTensorConfig") -> tuple[list[Kernel], list[str]]:
@@ -101,10 +101,11 @@ def _chosen(config: "DTensorConfig") -> tuple[list[Kernel], list[str]]:
     return found, unknown
 
 
-def _refusal(kernel: Kernel, reasons: Sequence[str]) -> Iterator[str]:
-    if reasons:
-        remedy = {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
-        yield f"kernels.{kernel.part}={kernel.name!r} cannot be used: {'; '.join(reasons)}; choose {remedy}"
+def _refusals(kernels: Iterable[Kernel], reasons: Callable[[Kernel], Iterable[str]]) -> Iterator[str]:
+    for kernel in kernels:
+        if against := "; ".join(dict.fromkeys(reasons(kernel))):  # what holds for all layers once
+            remedy = {"attention": "'auto'", "float8": "None, or float8_emulate=True"}.get(kernel.part, "'torch'")
+            yield f"kernels.{kernel.part}={kernel.name!r} cannot be used: {against}; choose {remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +125,6 @@ class KernelsInUse:
         if lengths is None or starts is None:
             return {}
         if self.attention == "flex":
-            from rl_backends.packing import block_masks
-
             return {"block_masks": block_masks(starts, num_tokens=sum(lengths), windows=self.windows)}
         return {"row_lengths": lengths} if self.attention == "sdpa" and starts.device.type != "cpu" else {}
 
@@ -138,13 +137,9 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
             of the model has changed.
     """
     kernels, _ = _chosen(config)
-    problems = [
-        problem
-        for kernel in kernels
-        for problem in _refusal(kernel, [*_missing(kernel), *kernel.model_problems(model, config)])
-    ]
-    if problems:
-        raise ModelError("; ".join(problems))
+    reasons: Callable[[Kernel], Iterable[str]] = lambda each: (*_missing(each), *each.model_problems(model, config))  # noqa: E731
+    if problems := "; ".join(_refusals(kernels, reasons)):
+        raise ModelError(problems)
 
     attention, reason = _attention_of(model, config)
     if attention != "model":
@@ -156,17 +151,17 @@ def apply_kernels(model: nn.Module, config: "DTensorConfig") -> KernelsInUse:
         does = "of log-probabilities and entropies; torch for those of given tokens and the top k, which no kernel has"
     lines = [f"kernel of attention: {reason}", f"kernel of the loss: {loss}, {does}"]
     by_part = {kernel.part: kernel for kernel in kernels}
-    replacements: tuple[tuple[Part, Callable[..., int], Callable[[nn.Module], int], str], ...] = (
-        ("norm", replace_norms, replace_norms_to_the_bit, "RMS norms"),
-        ("rope", replace_rope, replace_rope_on_cpu, "attentions"),
-        ("mlp", replace_mlps, replace_mlps_on_cpu, "MLPs"),
+    replacements: tuple[tuple[Part, Callable[[nn.Module, Any], int], str], ...] = (
+        ("norm", replace_norms, "RMS norms"),
+        ("rope", replace_rope, "attentions"),
+        ("mlp", replace_mlps, "MLPs"),
     )
-    for part, put, put_on_cpu, things in replacements:
+    for part, put, things in replacements:
         if (kernel := by_part.get(part)) is not None:
             assert kernel.op is not None, f"{kernel} has no op"
             lines.append(f"kernel of {part}: {kernel.name}, {kernel.is_what}, in {put(model, kernel.op)} {things}")
         elif config.device == "cpu" and not config.compile:
-            found = put_on_cpu(model)
+            found = put(model, None)
             lines.append(
                 f"kernel of {part}: torch, the numbers of the model's own code; fewer passes in {found} {things}"
             )
@@ -216,25 +211,23 @@ def _attention_of(model: nn.Module, config: "DTensorConfig") -> tuple[AttentionK
         ]
         if not reasons:
             return name, "; ".join([f"{name}, {kernel.is_what} (auto, packed rows on a GPU)", *passed_over])
-        passed_over.append(f"not {name}: {', '.join(reasons)}")
+        passed_over.append(f"not {name}: {', '.join(dict.fromkeys(reasons))}")
     return "sdpa", "; ".join([f"sdpa, {KERNELS['attention', 'sdpa'].is_what} (auto)", *passed_over])
 
 
 def _of_flash(model: nn.Module, config: "DTensorConfig", *, caps: bool) -> Iterator[str]:
-    """What flash kernels do not compute of a model's attention, once for all its layers."""
+    """What flash kernels do not compute of a model's attention."""
     del config
-    found: dict[str, None] = {}
     for _, attention in attention_modules(model):
         if any("sink" in name for name, _ in attention.named_parameters(recurse=False)):
-            found["it has no attention sinks, and the model has"] = None
+            yield "it has no attention sinks, and the model has"
         if not caps and getattr(attention.config, "attn_logit_softcapping", None):
-            found["it does not cap scores, and the model does"] = None
+            yield "it does not cap scores, and the model does"
         keys, values = _head_sizes(attention)
         if keys != values:
-            found[f"queries and values must be of one size, and are {keys} and {values}"] = None
+            yield f"queries and values must be of one size, and are {keys} and {values}"
         if keys > LARGEST_HEAD or keys % 8:
-            found[f"heads must be of a multiple of 8 up to {LARGEST_HEAD}, and are {keys}"] = None
-    yield from found
+            yield f"heads must be of a multiple of 8 up to {LARGEST_HEAD}, and are {keys}"
 
 
 def _of_flex(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
@@ -266,17 +259,14 @@ def _only_packed(config: "DTensorConfig") -> Iterator[str]:
 
 def _needs_a_head(model: nn.Module, config: "DTensorConfig") -> Iterator[str]:
     del config
-    embeddings = getattr(model, "get_output_embeddings", None)
-    if embeddings is None or embeddings() is None:
+    if not has_language_model_head(model):
         yield "the model has no language-model head"
 
 
 # -- norm, rope, mlp -----------------------------------------------------------------------------------------
 
 
-def _liger_norm(  # noqa: PLR0917 - an op of this part
-    hidden: Tensor, weight: Tensor, eps: float, offset: float
-) -> Tensor:
+def _liger_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     from liger_kernel.ops import LigerRMSNormFunction  # type: ignore[import-not-found]
 
     # Not in place: what the gradient comes from may be read again, as the residual of Gemma is.
@@ -284,9 +274,7 @@ def _liger_norm(  # noqa: PLR0917 - an op of this part
     return normed
 
 
-def _liger_rope(  # noqa: PLR0917 - an op of this part
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def _liger_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     from liger_kernel.ops import LigerRopeFunction
 
     rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
@@ -308,9 +296,7 @@ def _hub_norm_layer() -> Any:
     return LayerRepository(repo_id="kernels-community/liger-kernels", layer_name="LigerRMSNorm", version=3).load()
 
 
-def _hub_norm(  # noqa: PLR0917 - an op of this part
-    hidden: Tensor, weight: Tensor, eps: float, offset: float
-) -> Tensor:
+def _hub_norm(hidden: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     said = {"weight": weight, "variance_epsilon": eps, "offset": offset, "in_place": False, "row_mode": None}
     normed: Tensor = _hub_norm_layer().forward(
         SimpleNamespace(**said, casting_mode="gemma" if offset else "llama"), hidden

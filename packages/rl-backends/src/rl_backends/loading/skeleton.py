@@ -73,15 +73,15 @@ def twin_of(model: nn.Module) -> nn.Module:
     cls: Any = classes[0]
     if not hasattr(cls, "_from_config"):
         raise ModelError(f"{cls.__name__} is no model of transformers, whose configuration says how to make another")
-    return make_skeleton(lambda: cls._from_config(in_float32(model.config), dtype=torch.float32))
+    return make_skeleton(lambda: cls._from_config(in_dtype(model.config, torch.float32), dtype=torch.float32))
 
 
-def in_float32(config: Any) -> Any:
-    """A copy of a configuration whose models, and those inside them, are made in float32."""
+def in_dtype(config: Any, dtype: torch.dtype) -> Any:
+    """A copy of a configuration whose models, and those inside them, are of this dtype."""
     config = copy.deepcopy(config)
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if each is not None:
-            each.dtype = torch.float32
+            each.dtype = dtype
     return config
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rl_backends.errors import ModelError, RankError
-from rl_backends.loading.skeleton import in_float32, make_skeleton
+from rl_backends.errors import ModelError, RankError, some
+from rl_backends.loading.skeleton import in_dtype, make_skeleton
 from rl_backends.loading.weights import LoadReport, Shard, load_weights, shards_by_name
 from rl_backends.rank_agreement import gather_text, on_every_rank
 
@@ -130,7 +130,7 @@ class ModelSource:
 
         def make() -> nn.Module:
             model: nn.Module = auto.from_config(
-                in_float32(self.config), dtype=torch.float32, trust_remote_code=self.trust_remote_code
+                in_dtype(self.config, torch.float32), dtype=torch.float32, trust_remote_code=self.trust_remote_code
             )
             return model
 
@@ -150,7 +150,6 @@ def open_model(
     head: Head = "causal_lm",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    num_labels: int = 1,
 ) -> ModelSource:
     """Find a model and read its configuration; weights are not read, nor fetched, before `load_into`.
 
@@ -159,11 +158,10 @@ def open_model(
 
     Args:
         model_name: a folder with `config.json`, for which the network is never asked, or an id of the Hub.
-        head: a language model's, or `num_labels` numbers a row (reward and value models). A model of images and text
-            is opened as such where its configuration is not that of a language model.
+        head: a language model's, or one number (reward and value models). A model of images and text is opened as such
+            where its configuration is not that of a language model.
         revision: branch, tag or commit on the Hub; pin it to make a run repeatable. All files are of one commit.
         trust_remote_code: run the model's own Python code. Only for code that you have read.
-        num_labels: outputs of a sequence classification head.
 
     Raises:
         ModelError: there is no such model, its configuration cannot be read, or it is quantized.
@@ -180,7 +178,7 @@ def open_model(
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{model_name} is quantized, and quantized weights cannot be trained; give the original model")
     if head == "sequence_classification":
-        config.num_labels = num_labels
+        config.num_labels = 1
     return ModelSource(
         model_name=model_name, folder=folder, config=config, head=head, trust_remote_code=trust_remote_code
     )
@@ -251,10 +249,9 @@ def load_causal_lm(model_name: str, *, revision: str | None = None, trust_remote
     )
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):  # which transformers would fill in at random
         if found := sorted(map(str, report.get(kind) or [])):
-            some = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
             raise ModelError(
-                f"{model_name}: {kind.replace('_', ' ')}: {some}. Training would go on from random weights there; "
-                f"give the folder of the whole causal language model"
+                f"{model_name}: {kind.replace('_', ' ')}: {some(found)}. Training would go on from random weights "
+                f"there; give the folder of the whole causal language model"
             )
     check_generation_config(model)
     config = AutoConfig.from_pretrained(model_name, revision=revision, trust_remote_code=trust_remote_code)

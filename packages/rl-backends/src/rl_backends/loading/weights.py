@@ -9,7 +9,6 @@ names. Its own conversions run here on tensors that are not read yet.
 
 import copy
 import re
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from rl_backends.errors import ModelError
+from rl_backends.errors import ModelError, some
 from rl_backends.loading.skeleton import initial_value, twin_of
 from rl_parallel_plans import Box, NamedShard, named_shards, stage_info
 
@@ -81,7 +80,7 @@ def shards_by_name(model: nn.Module, skeleton: nn.Module) -> dict[str, list[Name
             raise ModelError(f"{shard.name} lies on the meta device: call materialize(model, device) first")
         found.setdefault(first[name], []).append(shard)
     if (absent := sorted(set(first.values()) - found.keys())) and stage_info(model) is None:
-        raise ModelError(f"the model has no {_some(absent)}, which {type(skeleton).__name__} has")
+        raise ModelError(f"the model has no {some(absent)}, which {type(skeleton).__name__} has")
     return found
 
 
@@ -366,7 +365,6 @@ class LoadReport:
     """How many tensors of the model were filled; a tied one counts once."""
     bytes_read: int
     """Bytes of this rank's parts in the files."""
-    seconds: float
     ignored: tuple[str, ...]
     """Tensors of the files that the model has no use for."""
     new: tuple[str, ...]
@@ -384,7 +382,6 @@ def load_weights(
     shards: what this rank holds of each tensor, by its first name; a rank may hold nothing of some.
     skeleton: the model before it was sharded; it learns what transformers has converted in reading.
     """
-    start = time.monotonic()
     with open_tensors(files) as found:
         converted = as_in_model(skeleton, found)
         names = first_names(skeleton)
@@ -414,7 +411,6 @@ def load_weights(
     return LoadReport(
         tensors=len(shards),
         bytes_read=bytes_read,
-        seconds=time.monotonic() - start,
         ignored=tuple(ignored),
         new=tuple(new),
         dtypes={name: each[0][1].dtype for name, each in feeds.items() if each[0][1].dtype.is_floating_point},
@@ -437,7 +433,7 @@ def _problems(
         if tensor.shape != shapes[name]
     ]
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": misshaped}
-    problems = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{kind}: {some(names)}" for kind, names in kinds.items() if names]
     if missing and all(not _in_base_model(name, skeleton) for name in missing):
         problems.append("the head alone is missing, which new_head=True draws at random")
     return problems
@@ -462,10 +458,6 @@ def _read(feeds: Sequence[tuple[str, LazyTensor]], shards: Sequence[Shard]) -> i
                         f"tie_word_embeddings to false in config.json"
                     )
     return total
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def initialise(model: nn.Module, *, seed: int) -> None:

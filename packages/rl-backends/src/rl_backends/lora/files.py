@@ -68,12 +68,7 @@ def save_adapter(
         if experts := [layer.name for layer in layers if layer.kind == "experts"]:
             parameters = [unwrapped(name) for name, _ in model.named_parameters()]
             config.target_parameters = _short_names(parameters, experts, tokens=2)
-        target = Path(folder)
-        if target.exists():
-            raise FileExistsError(
-                f"{folder} exists already; a saved adapter is never overwritten, choose another folder"
-            )
-        with atomic_folder(target) as unfinished:
+        with atomic_folder(Path(folder), replace=False) as unfinished:
             config.save_pretrained(str(unfinished))
             write_safetensors(unfinished / WEIGHTS, weights, metadata={"format": "pt"})
 

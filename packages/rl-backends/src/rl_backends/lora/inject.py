@@ -13,8 +13,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from rl_backends.config import LoraConfig
 from rl_backends.errors import ModelError
-from rl_backends.lora.config import LoraConfig
+from rl_backends.loading.weights import write_whole
 from rl_backends.lora.layers import (
     A_TAIL,
     ADAPTER,
@@ -116,9 +117,7 @@ def initialise_adapters(model: nn.Module, *, seed: int) -> None:
             to_local_if_dtensor(layer.magnitude).copy_(torch.linalg.vector_norm(rows, dim=1))
     for shard in named_shards(model):
         if shard.name.endswith((A_TAIL, B_TAIL, EMBEDDING_A_TAIL, EMBEDDING_B_TAIL, EXPERTS_A_TAIL, EXPERTS_B_TAIL)):
-            whole = first_value(shard.name, shard.shape, seed=seed)
-            for box in shard.boxes():
-                box.of_local(shard.local).copy_(box.of_whole(whole))
+            write_whole(first_value(shard.name, shard.shape, seed=seed), [shard])
 
 
 def first_value(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
@@ -157,7 +156,7 @@ def _find_targets(
     adaptable: dict[str, nn.Module] = {**linears, **ends}
     wanted: set[str] = set()
     for pattern in target_modules:
-        matches = _ending_in(model, pattern)
+        matches = _ending_in(dict(model.named_modules()), pattern)
         if not matches:
             raise ModelError(
                 f"target_modules: {pattern!r} is the end of no module's name in {type(model).__name__}; its linear "
@@ -189,7 +188,7 @@ def _find_experts(model: nn.Module, target_parameters: tuple[str, ...]) -> dict[
     found: dict[str, list[str]] = {}
     wanted: set[str] = set()
     for pattern in target_parameters:
-        matches = [name for name in named if _ends_in(name.split("."), pattern.split("."))]
+        matches = _ending_in(named, pattern)
         if loose := next((name for name in matches if name not in adaptable), None):
             raise ModelError(
                 f"target_parameters: {pattern!r} also fits {loose}, {list(named[loose].shape)}, which is no stacked "
@@ -230,7 +229,8 @@ def _find_trained_whole(
     found: dict[str, nn.Module] = {}
     tied = {name for names in tied_names(model) for name in names}
     for pattern in modules_to_save:
-        matches = [name for name in _ending_in(model, pattern) if any(True for _ in _parameters(model, name))]
+        modules = _ending_in(dict(model.named_modules()), pattern)
+        matches = [name for name in modules if _parameters(model, name)]
         if not matches:
             raise ModelError(
                 f"modules_to_save: {pattern!r} is the end of no name of a module with parameters in "
@@ -289,13 +289,10 @@ def _why_not(model: nn.Module, name: str, *, layers_only: bool) -> str:
     return "it is neither in the decoder layers nor the head of a language model; modules_to_save trains it whole"
 
 
-def _ending_in(model: nn.Module, pattern: str) -> list[str]:
+def _ending_in(names: Iterable[str], pattern: str) -> list[str]:
     wanted = pattern.split(".")
-    return [name for name, _ in model.named_modules() if name and _ends_in(name.split("."), wanted)]
-
-
-def _ends_in(tokens: list[str], wanted: list[str]) -> bool:
-    return len(tokens) >= len(wanted) and all(map(fnmatchcase, tokens[-len(wanted) :], wanted))
+    ends = {name: name.split(".")[-len(wanted) :] for name in names if name}
+    return [name for name, end in ends.items() if len(end) == len(wanted) and all(map(fnmatchcase, end, wanted))]
 
 
 def _parameters(model: nn.Module, name: str) -> list[str]:

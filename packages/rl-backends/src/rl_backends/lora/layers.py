@@ -7,6 +7,7 @@ lie, whatever shares them out. Only this file knows it; it needs no peft, which 
 """
 
 import functools
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rl_backends.config import LoraConfig
 from rl_backends.errors import ModelError
-from rl_backends.lora.config import LoraConfig
 from rl_parallel_plans.checkpoints import WRAPPERS, reshard
 
 ADAPTER = "default"
@@ -147,12 +148,8 @@ def peft_names(model: nn.Module) -> Callable[[str], str]:
                 of_experts[unwrapped(f"{path}.{weight}{tail}")] = f"{unwrapped(path)}{nested}.{tail[1:]}.weight"
 
     def in_file(name: str) -> str:
-        name = of_experts.get(name, name)
-        for matrix in ("lora_A", "lora_B"):
-            name = name.replace(f".{matrix}.{ADAPTER}.weight", f".{matrix}.weight")
-            name = name.replace(f".lora_embedding_{matrix[-1]}.{ADAPTER}", f".lora_embedding_{matrix[-1]}")
-        name = name.replace(MAGNITUDE_TAIL, ".lora_magnitude_vector")
-        return f"base_model.model.{name}"
+        name = of_experts.get(name, name).replace(MAGNITUDE_TAIL, ".lora_magnitude_vector")
+        return "base_model.model." + re.sub(rf"(\.lora_(embedding_)?[AB])\.{ADAPTER}", r"\1", name)
 
     return in_file
 

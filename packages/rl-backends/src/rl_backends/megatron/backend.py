@@ -3,36 +3,33 @@
 `Backend` has the surface and what DTensor shares; here is how Megatron's model computes, steps and is saved.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rl_backends.backend import WEIGHTS, Backend
 from rl_backends.batching.microbatches import Microbatch
-from rl_backends.checkpoints.loading import CheckpointState
-from rl_backends.checkpoints.saving import CheckpointWrite
 from rl_backends.errors import ModelError
 from rl_backends.examples import BatchT
 from rl_backends.export import export_pretrained
-from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import ModelSource
 from rl_backends.lora.files import save_adapter
 from rl_backends.lora.inject import add_lora
 from rl_backends.lora.layers import trained_whole
 from rl_backends.losses import LossFunction, Output, Sums
-from rl_backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+from rl_backends.megatron.checkpoint import MegatronContents
 from rl_backends.megatron.config import MegatronConfig
 from rl_backends.megatron.gradients import accumulate, clip_and_step, discard
 from rl_backends.megatron.lora import Adapters, bare_shapes, is_adapter
 from rl_backends.megatron.mapping import HeldTensor, names_in_hugging_face
 from rl_backends.megatron.model import Fill, MegatronModel, require_trainable
-from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers, masters_of
+from rl_backends.megatron.optimizer import MegatronOptimizers, make_optimizers
 from rl_backends.megatron.weights import (
     Gatherer,
     at_random,
@@ -42,7 +39,7 @@ from rl_backends.megatron.weights import (
     prove,
     require_own_code,
 )
-from rl_backends.offload import Offloader, Part
+from rl_backends.offload import Offloader
 from rl_backends.optimizers.config import OptimizerConfig
 from rl_backends.optimizers.optimizers import GradientStep
 from rl_backends.rank_agreement import on_every_rank, require_same_model
@@ -82,13 +79,8 @@ class MegatronBackend(Backend):
         require_own_code(model)
         if config.lora_cfg is not None:
             add_lora(model, config.lora_cfg, seed=seed, layers_only=True)
-        super().__init__(config, without_weights(model))
-        if fill is None and any(parameter.is_meta for parameter in model.parameters()):
-            raise ModelError(
-                f"{type(model).__qualname__} is on the meta device, without weights: load it by from_pretrained, or "
-                f"pass fill= to put weights into it"
-            )
-        source = from_hugging_face(model) if fill is None else fill
+        super().__init__(config, model, filled=fill is not None)
+        source = partial(from_hugging_face, model) if fill is None else fill
 
         def fill_alike(distributed: MegatronModel) -> None:
             require_same_model(model)
@@ -102,7 +94,6 @@ class MegatronBackend(Backend):
         except BaseException:
             self._distributed.close()
             raise
-        self._meter = self._make_meter()
         self._names = names_in_hugging_face(self._distributed.held)
         self._origin = origin
 
@@ -112,9 +103,10 @@ class MegatronBackend(Backend):
     ) -> "MegatronBackend":
         skeleton, model = source.skeleton(), source.skeleton()  # one of them gets the adapters
         if random:
-            return cls(model, config, fill=at_random(skeleton, seed=seed), origin=f"random numbers of seed {seed}")
+            draw = partial(at_random, skeleton, seed=seed)
+            return cls(model, config, fill=draw, origin=f"random numbers of seed {seed}")
         origin = f"the safetensors files of {source.folder}, each rank its own parts"
-        fill = from_files(source, skeleton, new_head=new_head, seed=seed)
+        fill = partial(from_files, source, skeleton, new_head=new_head, seed=seed)
         return cls(model, config, fill=fill, origin=origin)
 
     @property
@@ -153,8 +145,7 @@ class MegatronBackend(Backend):
         assert self._optimizers is not None
         return clip_and_step(self._distributed.ddp, self._optimizers, version=self.version, names=self._names)
 
-    def _value_reader(self, output: str) -> Reader:
-        del output
+    def _value_reader(self) -> Reader:
         return value_reader(self._skeleton)  # the last pipeline stage alone has the head
 
     def _adapters_off(self) -> AbstractContextManager[None]:
@@ -163,7 +154,7 @@ class MegatronBackend(Backend):
     def _frozen_copy(self, *, offload: bool) -> tuple[MegatronModel, Callable[[], AbstractContextManager[Any]]]:
         model = self._distributed
         model.finish_param_gather()
-        fill = from_megatron(model)
+        fill = partial(from_megatron, model)
         copied = MegatronModel(self._skeleton, self.config, fill=fill, trainable=False, groups=model.groups)
         if not offload:
             return copied, nullcontext
@@ -179,17 +170,6 @@ class MegatronBackend(Backend):
         every = self._distributed.held if adapters is None else adapters.merged()
         return [held for held in every if not held.duplicate]
 
-    def _extra_memory(self, part: Part) -> Iterable[tuple[str, Tensor]]:
-        """The buffers that gradients add up in, and float32 masters of weights in bfloat16."""
-        ddp = self._distributed.ddp
-        if part == "gradients":
-            buffers = [buffer for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            return [(f"gradient buffer {number}", buffer.grad_data) for number, buffer in enumerate(buffers)]
-        if part == "optimizer" and self._optimizers is not None:
-            masters = enumerate(masters_of(self._optimizers))
-            return [(f"master {number}", master.tensor.detach()) for number, master in masters if master.is_copy]
-        return ()
-
     def _before_offload(self) -> None:
         self._distributed.finish_param_gather()
 
@@ -202,32 +182,19 @@ class MegatronBackend(Backend):
         tensors = Gatherer(trainable, shapes).tensors()
         save_adapter(self._skeleton, Path(folder), base_model_name=base_model_name, tensors=tensors)
 
-    def save_pretrained(  # noqa: D102
-        self, folder: str | Path, *, dtype: torch.dtype | Literal["auto"] | None = "auto", tokenizer: Any = None
-    ) -> None:
-        self._require_on_device("save_pretrained", WEIGHTS)
+    def _export(self, folder: str | Path, **asked: Any) -> None:
         self._distributed.finish_param_gather()
-        if dtype == "auto":
-            dtype = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
+        if asked["dtype"] == "auto":
+            asked["dtype"] = torch.bfloat16 if self.config.precision == "bfloat16" else torch.float32
         adapters, gatherer = self._distributed.adapters, self._gatherer
         if adapters is not None:
             gatherer = Gatherer(adapters.merged(), bare_shapes(self._distributed.shapes))
-        tensors = gatherer.tensors()
-        export_pretrained(self._skeleton, folder, dtype=dtype, tokenizer=tokenizer, tensors=tensors, every_rank=True)
+        export_pretrained(self._skeleton, folder, tensors=gatherer.tensors(), every_rank=True, **asked)
 
-    def _frozen_weights(self) -> list[HeldTensor]:
-        self._distributed.finish_param_gather()
-        return [each for each in self._distributed.held if not each.parameter.requires_grad]
-
-    def _write_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointWrite:
+    def _contents(self) -> MegatronContents:
         model = self._distributed
         model.finish_param_gather()
-        asked |= {"version": self.version, "layout": model.groups.sizes}
-        return save_checkpoint(model.held, self._optimizers, folder, **asked)
-
-    def _read_checkpoint(self, folder: str | Path, **asked: Any) -> CheckpointState:
-        self._distributed.finish_param_gather()
-        return load_checkpoint(self._distributed.held, self._optimizers, folder, **asked)
+        return MegatronContents(model.held, self._optimizers, layout=model.groups.sizes)
 
     def _explained(self) -> list[str]:
         """The layout, what is on which rank, and where the weights came from."""

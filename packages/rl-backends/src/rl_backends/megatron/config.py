@@ -4,12 +4,11 @@ Names are megatron-core's own, where it has one.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rl_backends.choices import out_of_bounds
 from rl_backends.config import BackendConfig
 
 
@@ -94,7 +93,8 @@ class MegatronConfig(BackendConfig):
             "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
             "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
         )
-        yield from out_of_bounds(self, {">= 1": sizes})
+        yield from super(MegatronConfig, self)._problems()
+        yield from self._outside({">= 1": sizes})
         if (chunks := self.virtual_pipeline_model_parallel_size) is not None and chunks < 2:
             yield f"virtual_pipeline_model_parallel_size={chunks} must be at least 2 chunks a stage, or None for one"
         tensor_parallel = self.tensor_model_parallel_size > 1
@@ -161,27 +161,23 @@ VARIABLE = "NRL_MEGATRON_CHECKPOINT_DIR"
 SUBFOLDER = "nemo_rl"
 
 
-def megatron_checkpoint_dir(environment: Mapping[str, str] | None = None) -> Path:
+def megatron_checkpoint_dir() -> Path:
     """`NRL_MEGATRON_CHECKPOINT_DIR`, else `$HF_HOME/nemo_rl`, else `~/.cache/huggingface/nemo_rl`.
 
     A variable that is empty counts as not set.
-
-    Args:
-        environment: None for the one of this process.
     """
-    return _chosen(environment)[0]
+    return _chosen()[0]
 
 
-def explain_megatron_checkpoint_dir(environment: Mapping[str, str] | None = None) -> str:
+def explain_megatron_checkpoint_dir() -> str:
     """That folder, and which rule gave it, in one line."""
-    folder, reason = _chosen(environment)
+    folder, reason = _chosen()
     return f"{folder} ({reason})"
 
 
-def _chosen(environment: Mapping[str, str] | None) -> tuple[Path, str]:
-    given = os.environ if environment is None else environment
-    if own := given.get(VARIABLE):
+def _chosen() -> tuple[Path, str]:
+    if own := os.environ.get(VARIABLE):
         return Path(own).expanduser(), f"{VARIABLE} says so"
-    if home := given.get("HF_HOME"):
+    if home := os.environ.get("HF_HOME"):
         return Path(home).expanduser() / SUBFOLDER, f"HF_HOME is {home}, and {VARIABLE} is not set"
     return Path("~/.cache/huggingface").expanduser() / SUBFOLDER, f"neither {VARIABLE} nor HF_HOME is set"

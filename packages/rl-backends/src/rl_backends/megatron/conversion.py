@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -117,7 +118,7 @@ def convert(source: ModelSource, *, directory: str | Path | None = None, progres
         with atomic_folder(target) as unfinished:
             (unfinished / WEIGHTS).mkdir()
             skeleton, config = source.skeleton(), MegatronConfig(precision=dtype)
-            model = MegatronModel(skeleton, config, fill=from_files(source, skeleton), trainable=False)
+            model = MegatronModel(skeleton, config, fill=partial(from_files, source, skeleton), trainable=False)
             try:
                 with cpu_compat():
                     _save(model.chunks[0], unfinished / WEIGHTS)

@@ -73,9 +73,8 @@ class HeldTensor:
         """The parameter as `view` shows it: this rank's memory."""
         return self.view(self.parameter.detach())
 
-    def boxes(self, tensor: Tensor | None = None) -> list[Box]:
-        """The parts of the whole that `local` holds, or any tensor that is cut like it."""
-        del tensor
+    def boxes(self) -> list[Box]:
+        """The parts of the whole that `local` holds."""
         return list(self.parts)
 
 

@@ -25,8 +25,6 @@ STATIC = ("default", "linear", "llama3", "yarn")
 class Rope:
     """Position p turns pair i of a head by p * inverse_frequencies[i]."""
 
-    kind: str
-    """`rope_type` of the configuration."""
     inverse_frequencies: tuple[float, ...]
     """head_dim / 2 numbers, each exact in float32."""
     attention_scaling: float
@@ -39,13 +37,6 @@ class Rope:
 
 def rope_problems(hf_config: Any) -> Iterator[str]:
     """Why the rotary positions of a configuration are not built here, each with its field and value."""
-    if not _is_release_5(hf_config) and getattr(hf_config, "rope_parameters", None):
-        yield (
-            f"rope_parameters={hf_config.rope_parameters}: the configuration was written by transformers 5, and the "
-            f"release that is installed would read rope_theta={getattr(hf_config, 'rope_theta', None)} in its place; "
-            f"install transformers>=5"
-        )
-        return
     fields = _fields(hf_config)
     if any(isinstance(value, Mapping) for value in fields.values()):
         yield f"rope_parameters={dict(fields)}: one kind of rotary positions for each kind of layer is not built here"
@@ -66,7 +57,7 @@ def read_rope(hf_config: Any, *, head_dim: int) -> Rope:
     """The frequencies of a configuration."""
     kind = _kind(_fields(hf_config))
     with torch.device("cpu"):
-        if kind == "default":  # as `transformers` computes it, to the bit; release 5 has it inside each model
+        if kind == "default":  # as each model of `transformers` computes it, to the bit
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             frequencies, scaling = 1.0 / (_base(hf_config) ** exponents), 1.0
         else:
@@ -75,20 +66,13 @@ def read_rope(hf_config: Any, *, head_dim: int) -> Rope:
             frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(hf_config), torch.device("cpu"))
     assert frequencies.shape == (head_dim // 2,), (kind, frequencies.shape, head_dim)
     return Rope(
-        kind=kind,
         inverse_frequencies=tuple(frequencies.to(torch.float32).tolist()),
         attention_scaling=float(scaling),
     )
 
 
-def _is_release_5(hf_config: Any) -> bool:
-    return hasattr(hf_config, "standardize_rope_params")
-
-
 def _fields(hf_config: Any) -> Mapping[str, Any]:
-    """Where they lie: `rope_parameters` since release 5, `rope_scaling` before."""
-    name = "rope_parameters" if _is_release_5(hf_config) else "rope_scaling"
-    return getattr(hf_config, name, None) or {}
+    return getattr(hf_config, "rope_parameters", None) or {}
 
 
 def _kind(fields: Mapping[str, Any]) -> str:
@@ -96,7 +80,7 @@ def _kind(fields: Mapping[str, Any]) -> str:
 
 
 def _base(hf_config: Any) -> Any:
-    """The base. A configuration of release 5 that was made by hand may have it beside the fields."""
+    """The base, which a configuration that was made by hand may have beside the fields."""
     return _fields(hf_config).get("rope_theta") or getattr(hf_config, "rope_theta", None)
 
 

@@ -1,4 +1,7 @@
-"""Weights into a Megatron model, from a Hugging Face model in memory, its files or another; proved there; and out."""
+"""Weights into a Megatron model, from a Hugging Face model in memory, its files or another; proved there; and out.
+
+Each function is a `Fill` once it is told what it reads from.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_backends.checkpoints.shards import num_ranks, this_rank
-from rl_backends.errors import ModelError
+from rl_backends.errors import ModelError, some
 from rl_backends.examples import TokenRows
 from rl_backends.loading.skeleton import initial_value
 from rl_backends.loading.source import ModelSource
@@ -17,60 +20,46 @@ from rl_backends.loading.weights import first_names, write_whole
 from rl_backends.lora.layers import base_name
 from rl_backends.megatron.lora import is_adapter
 from rl_backends.megatron.mapping import HeldTensor
-from rl_backends.megatron.model import Fill, MegatronModel
+from rl_backends.megatron.model import MegatronModel
 from rl_backends.rank_agreement import gather_text, largest_on_any_rank, on_every_rank
 from rl_backends.readers import Head, read_logp, value_reader
 from rl_parallel_plans import Box
 
 
-def from_hugging_face(source: nn.Module) -> Fill:
+def from_hugging_face(source: nn.Module, model: MegatronModel) -> None:
     """This rank's parts of the weights of a model in memory."""
-
-    def copy(model: MegatronModel) -> None:
-        names, tensors = first_names(source), source.state_dict()
-        whole = {names[name]: tensor for name, tensor in tensors.items() if names[name] == name}
-        for held in model.held:
-            write_whole(whole[held.name], [held])
-
-    return copy
+    names, tensors = first_names(source), source.state_dict()
+    whole = {names[name]: tensor for name, tensor in tensors.items() if names[name] == name}
+    for held in model.held:
+        write_whole(whole[held.name], [held])
 
 
-def from_files(source: ModelSource, skeleton: nn.Module, *, new_head: bool = False, seed: int = 0) -> Fill:
+def from_files(
+    source: ModelSource, skeleton: nn.Module, model: MegatronModel, *, new_head: bool = False, seed: int = 0
+) -> None:
     """This rank's parts, read from the safetensors files of `source` one by one; `skeleton` is its.
 
     With `new_head` the head is drawn from `seed` where the files have none, as for a reward model from a language
     model; adapters always are.
     """
-
-    def read(model: MegatronModel) -> None:
-        source.load_shards(_by_name(model), skeleton, new_head=new_head, seed=seed)
-        if model.adapters is not None:
-            model.adapters.initialise(seed=seed)
-
-    return read
+    source.load_shards(_by_name(model), skeleton, new_head=new_head, seed=seed)
+    if model.adapters is not None:
+        model.adapters.initialise(seed=seed)
 
 
-def at_random(skeleton: nn.Module, *, seed: int) -> Fill:
+def at_random(skeleton: nn.Module, model: MegatronModel, *, seed: int) -> None:
     """This rank's parts of the weights that transformers would begin with; the same weights in every layout."""
-
-    def draw(model: MegatronModel) -> None:
-        for name, held in _by_name(model).items():
-            write_whole(initial_value(skeleton, name, seed=seed), held)
-        if model.adapters is not None:
-            model.adapters.initialise(seed=seed)
-
-    return draw
+    for name, held in _by_name(model).items():
+        write_whole(initial_value(skeleton, name, seed=seed), held)
+    if model.adapters is not None:
+        model.adapters.initialise(seed=seed)
 
 
-def from_megatron(policy: MegatronModel) -> Fill:
+@torch.no_grad()
+def from_megatron(policy: MegatronModel, model: MegatronModel) -> None:
     """A copy of the weights of a model that is laid out alike."""
-
-    @torch.no_grad()
-    def copy(model: MegatronModel) -> None:
-        for mine, theirs in zip(model.gpt.parameters(), policy.gpt.parameters(), strict=True):
-            mine.copy_(theirs)
-
-    return copy
+    for mine, theirs in zip(model.gpt.parameters(), policy.gpt.parameters(), strict=True):
+        mine.copy_(theirs)
 
 
 def _by_name(model: MegatronModel) -> dict[str, list[HeldTensor]]:
@@ -105,8 +94,7 @@ class Gatherer:
                     gathered[name] = gathered.get(name, 0) + size
         if wrong := [name for name, size in gathered.items() if size != torch.Size(shapes.get(name, (-1,))).numel()]:
             raise ModelError(
-                f"the ranks together do not hold the whole of {', '.join(wrong[:3])}"
-                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}: Megatron has no place for it, or it is of "
+                f"the ranks together do not hold the whole of {some(wrong)}: Megatron has no place for it, or it is of "
                 f"another model"
             )
         self._given: dict[str, list[tuple[HeldTensor, Box]]] = {}

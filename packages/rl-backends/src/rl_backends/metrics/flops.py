@@ -33,6 +33,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
 from rl_backends.errors import ModelError
+from rl_parallel_plans.structure import input_embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +138,12 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """The module whose layers read tokens."""
-    get = getattr(model, "get_input_embeddings", None)
-    embedding = None if get is None else get()
-    owner = next((each for each in model.modules() if any(child is embedding for child in each.children())), None)
-    if embedding is None or owner is None:
+    path = input_embedding(model)
+    if path is None:
         raise ModelError(
             f"{type(model).__name__} has no input embedding, so that nothing tells which layers read tokens"
         )
-    return owner
+    return model.get_submodule(path.rpartition(".")[0])
 
 
 def matmul_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:

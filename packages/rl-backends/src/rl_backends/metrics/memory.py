@@ -4,7 +4,7 @@ Each storage is counted once: ties and views have no memory of their own, and of
 Activations are not counted; on a GPU they are in what the allocator says beyond the categories. Waits for no device.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ class MemoryUse:
     peak_resident: int | None
     """The most it has been since the process began."""
 
-    def total(self, device: str | None = None) -> int:
-        """Of all categories, on one device or on all."""
-        chosen = self.by_device.values() if device is None else [self.by_device.get(device, {})]
-        return sum(sum(categories.values()) for categories in chosen)
+    def total(self) -> int:
+        """Of all categories on all devices."""
+        return sum(sum(categories.values()) for categories in self.by_device.values())
 
     def category(self, name: str) -> int:
         """Of one category on all devices."""
@@ -49,23 +48,11 @@ def memory_by_category(model: nn.Module, optimizers: Iterable[torch.optim.Optimi
         model: parameters, their gradients, and buffers.
         optimizers: of its parameters.
     """
-    reshard(model)
-    named = named_parameters(model)
-    tensors: dict[str, Sequence[tuple[str, Tensor]]] = {
-        "parameters": named,
-        # Megatron adds gradients up in `main_grad`, a part of a buffer of its own.
-        "gradients": [
-            (name, grad)
-            for name, p in named
-            if (grad := getattr(p, "main_grad", None) if p.grad is None else p.grad) is not None
-        ],
-        "optimizer state": list(optimizer_tensors(optimizers)),
-        "buffers": list(model.named_buffers()),
-    }
+    tensors = tensors_by_category(model, optimizers)
     seen: set[int] = set()
     by_device: dict[str, dict[str, int]] = {}
-    for category in CATEGORIES:
-        for held in named_storages(tensors[category], seen=seen):
+    for category, named in tensors.items():
+        for held in named_storages(named, seen=seen):
             counts = by_device.setdefault(str(held.device), {})
             counts[category] = counts.get(category, 0) + held.num_bytes
     cuda: dict[str, int] | None = None
@@ -138,18 +125,32 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(inner)
 
 
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of `model`, a tied one once; of offloaded weights, themselves and not their placeholders."""
-    return [
-        (name, getattr(parameter, "offloaded_parameter", parameter)) for name, parameter in model.named_parameters()
-    ]
+def tensors_by_category(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[str, list[tuple[str, Tensor]]]:
+    """The tensors of each of `CATEGORIES`, named for messages, of a model that is sharded first.
 
-
-def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of each optimizer's state, named for messages."""
+    A tied parameter comes once; offloaded weights as themselves, and not as their placeholders.
+    """
+    reshard(model)
+    named = [(name, getattr(each, "offloaded_parameter", each)) for name, each in model.named_parameters()]
+    # Megatron adds gradients up in `main_grad`, a part of a buffer of its own.
+    gradients = [(name, grad) for name, each in named for grad in (each.grad, getattr(each, "main_grad", None))]
+    own, states = {id(each) for _, each in named}, list[tuple[str, Tensor]]()
     for optimizer in optimizers:
+        kind = type(optimizer).__name__
         for number, state in enumerate(optimizer.state.values()):
-            yield from _inside(state, f"{type(optimizer).__name__} state {number}")
+            states += _inside(state, f"{kind} state {number}")
+        # It may step copies of the parameters in more digits.
+        stepped = (each for group in optimizer.param_groups for each in group["params"])
+        states += [(f"what {kind} steps", each) for each in stepped if id(each) not in own]
+    found = (
+        named,
+        [(f"gradient of {name}", grad) for name, grad in gradients if grad is not None],
+        states,
+        list(model.named_buffers()),
+    )
+    return dict(zip(CATEGORIES, found, strict=True))
 
 
 def _inside(value: object, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ by events on the stream of a GPU; figures are computed, and a GPU is waited for,
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from rl_backends.batching.dealing import DealtRows, trainable_of
 from rl_backends.batching.microbatches import Layout, Microbatch
-from rl_backends.choices import out_of_bounds, refuse
-from rl_backends.errors import ModelError, NonFiniteGradientError
+from rl_backends.errors import NonFiniteGradientError
 from rl_backends.examples import TokenBatch
 from rl_backends.metrics.flops import ModelFlops
 from rl_backends.metrics.memory import MemoryUse, device_used_bytes
@@ -131,9 +130,7 @@ class StepMetrics(Work):
     """Real tokens over the seconds of both."""
     flops_per_s_per_rank: float | None
     mfu: float | None
-    """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1."""
-    mfu_unknown: str | None
-    """Why there is no `mfu`; None where there is."""
+    """Model FLOPs utilisation: the same over the peak of the device, from 0 to 1; None where either is not known."""
     grad_norm: float | None
     """Before clipping."""
     skipped: bool
@@ -150,7 +147,7 @@ class StepMetrics(Work):
     device_used_bytes: int | None
     """Of this rank's GPU, what all processes held after the update, their contexts included. torch keeps what its peak
     took. None on a CPU."""
-    memory: MemoryUse | None
+    memory: MemoryUse | None = None
     """Of this rank, when the metrics were asked for; None if they were asked for without it."""
 
     def as_dict(self) -> dict[str, float]:
@@ -176,8 +173,8 @@ class StepMetrics(Work):
 class StepMeter:
     """Measures steps one after another."""
 
-    flops: ModelFlops | ModelError
-    """What a token costs, or why that is not known."""
+    flops: ModelFlops | None
+    """What a token costs; None where the modules of the model do not tell."""
     _: KW_ONLY
     device: torch.device
     num_ranks: int
@@ -187,16 +184,11 @@ class StepMeter:
     """What rows are rounded up to: 2 · ranks under context parallelism."""
     peak_flops_per_s: float | None = None
     """Of one device, in the dtype of the computation; None where it is not known."""
-    memory: Callable[[], MemoryUse] | None = None
-    """What takes the account of memory, when metrics are asked for."""
     _passes: list[Pass] = field(default_factory=list, init=False)
     _pending: Callable[[], StepMetrics] | None = field(default=None, init=False)
     """Computes the figures of the last step, when they are asked for."""
     _metrics: StepMetrics | None = field(default=None, init=False)
     _skipped_steps: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        refuse(out_of_bounds(self, {"> 0": "peak_flops_per_s"}))
 
     @contextmanager
     def forward_backward(
@@ -229,30 +221,27 @@ class StepMeter:
             outcome.skipped, failure = True, error
         self._skipped_steps += outcome.skipped
         if self._passes:  # otherwise there was nothing to step along
-            peaks: tuple[int | None, int | None] = (None, None)
-            if self.device.type == "cuda":  # what the allocator has counted on the host; waits for no kernel
-                peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+            # What the allocator has counted on the host; waits for no kernel.
+            on_gpu, cuda = self.device.type == "cuda", torch.cuda
             self._pending = partial(
                 self._figures,
                 self._passes,
                 outcome,
                 optim=(start, self._now()),
                 skipped_steps=self._skipped_steps,
-                peak_allocated_bytes=peaks[0],
-                peak_reserved_bytes=peaks[1],
+                peak_allocated_bytes=cuda.max_memory_allocated(self.device) if on_gpu else None,
+                peak_reserved_bytes=cuda.max_memory_reserved(self.device) if on_gpu else None,
                 device_used_bytes=device_used_bytes(self.device),
             )
             self._passes = []
         if failure is not None:
             raise failure
 
-    def metrics(self, *, memory: bool = True) -> StepMetrics | None:
+    def metrics(self) -> StepMetrics | None:
         """Of the last step that ended; None before the first. Waits for a GPU to come to the end of that step."""
         if self._pending is not None:
             self._metrics, self._pending = self._pending(), None
-        if self._metrics is None or self.memory is None or not memory:
-            return self._metrics
-        return replace(self._metrics, memory=self.memory())
+        return self._metrics
 
     def _now(self) -> Any:
         """Seconds of the wall clock; on a GPU, an event that is recorded when its stream comes to it."""
@@ -265,32 +254,20 @@ class StepMeter:
     def _figures(
         self, passes: Sequence[Pass], outcome: StepOutcome, *, optim: tuple[Any, Any], **known: Any
     ) -> StepMetrics:
-        work = work_of(
-            passes,
-            flops=self.flops if isinstance(self.flops, ModelFlops) else None,
-            layout=self.layout,
-            token_multiple=self.token_multiple,
-        )
-        unknown = None
-        if isinstance(self.flops, ModelError):
-            unknown = f"unknown: {self.flops}"
-        elif self.peak_flops_per_s is None:
-            unknown = f"unknown: no data sheet's peak for {self.device}; pass peak_flops_per_s"
+        work = work_of(passes, flops=self.flops, layout=self.layout, token_multiple=self.token_multiple)
         passed, optim_s = sum(_seconds(each.start, each.end) for each in passes), _seconds(*optim)
         seconds, peak = passed + optim_s, self.peak_flops_per_s
         each_rank = None if work.model_flops is None else work.model_flops / seconds / self.num_ranks
         return StepMetrics(
-            **{each.name: getattr(work, each.name) for each in fields(Work)},
+            **asdict(work),
             forward_backward_s=passed,
             optim_s=optim_s,
             tokens_per_s=work.tokens / seconds,
             flops_per_s_per_rank=each_rank,
             mfu=None if each_rank is None or peak is None else each_rank / peak,
-            mfu_unknown=unknown,
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
             router=dict(outcome.router),
-            memory=None,
             **known,
         )
 

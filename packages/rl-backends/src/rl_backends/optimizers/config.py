@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from rl_backends.choices import check_choices, check_finite, out_of_bounds, refuse
+from rl_backends.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MuonConfig:
+class MuonConfig(Config):
     """What Muon does to the matrices of layers; arXiv:2502.16982, and Keller Jordan's note that it builds on."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     momentum: float = 0.95
     """Decay of the running mean of the gradient. Higher averages over more steps."""
@@ -30,23 +28,18 @@ class MuonConfig:
     """What matrices are made orthogonal in. bfloat16 is faster; in float32, ranks and a single process agree to
     rounding."""
 
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
+    def _problems(self) -> Iterator[str]:
+        yield from self._outside({"> 0": "adamw_lr_ratio"})
         if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum={self.momentum} must be in [0, 1)")
-        if not self.adamw_lr_ratio > 0.0:
-            raise ValueError(f"adamw_lr_ratio={self.adamw_lr_ratio} must be > 0")
+            yield f"momentum={self.momentum} must be in [0, 1)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Config):
     """The optimizer, its learning rate over the steps, and what happens to gradients that are too large or not finite.
 
     Weight decay leaves out norms, biases and everything else of one dim, which it would pull towards 0 for no reason.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     lr: float
     """Peak learning rate."""
@@ -101,13 +94,8 @@ class OptimizerConfig:
     muon: MuonConfig = field(default_factory=MuonConfig)
     """For the name `muon` only."""
 
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_finite(self)
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
-        yield from out_of_bounds(self, {"> 0": "lr eps max_grad_norm", ">= 0": "weight_decay warmup_steps"})
+        yield from self._outside({"> 0": "lr eps max_grad_norm", ">= 0": "weight_decay warmup_steps"})
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"betas={self.betas} must be two numbers in [0, 1)"
         for name in ("final_lr_ratio", "warmup_start_ratio"):

@@ -88,17 +88,13 @@ class ParameterGroup:
     """Muon takes the matrices inside layers, where it was asked for; AdamW everything else."""
     decays: bool
     """Whether weight decay pulls them towards 0."""
-    names: tuple[str, ...]
-    """In the unsharded model; a tied parameter under its first name."""
-    parameters: tuple[nn.Parameter, ...]
-    """This rank's shards, in the order of the names."""
-    row_dims: tuple[int | None, ...]
-    """Of a fused weight that is sharded row by row: the first of the two dims that its rows are registered as
-    (`rl_parallel_plans.NamedShard.row_order`). None of any other parameter."""
+    shards: tuple[NamedShard, ...]
+    """What this rank holds of each, a tied one under its first name."""
 
     def for_torch(self, config: OptimizerConfig) -> dict[str, Any]:
         """The group as torch's optimizers take it."""
-        return {"params": list(self.parameters), "weight_decay": config.weight_decay if self.decays else 0.0}
+        decay = config.weight_decay if self.decays else 0.0
+        return {"params": [each.tensor for each in self.shards], "weight_decay": decay}
 
 
 def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
@@ -143,13 +139,7 @@ def group_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[Paramet
         key = (by_muon, decays, getattr(each.tensor, "device_mesh", None))
         members.setdefault(key, []).append(each)
     return tuple(
-        ParameterGroup(
-            trained_by="muon" if by_muon else "adamw",
-            decays=decays,
-            names=tuple(each.name for each in group),
-            parameters=tuple(each.tensor for each in group if isinstance(each.tensor, nn.Parameter)),
-            row_dims=tuple(None if each.row_order is None else each.row_order.dim for each in group),
-        )
+        ParameterGroup(trained_by="muon" if by_muon else "adamw", decays=decays, shards=tuple(group))
         for (by_muon, decays, _), group in members.items()
     )
 
@@ -180,10 +170,10 @@ def make_optimizers(model: nn.Module, config: OptimizerConfig, *, num_steps: int
     if by_muon:
         from rl_backends.optimizers.muon import Muon
 
-        pairs = [pair for group in by_muon for pair in zip(group.parameters, group.row_dims, strict=True)]
+        fused = [each for group in by_muon for each in group.shards if each.row_order is not None]
         muon = Muon(
             [group.for_torch(config) for group in by_muon],
-            row_dims={id(parameter): dim for parameter, dim in pairs if dim is not None},
+            row_dims={id(each.tensor): each.row_order.dim for each in fused if each.row_order is not None},
             lr=config.lr,
             momentum=config.muon.momentum,
             nesterov=config.muon.nesterov,
@@ -274,9 +264,7 @@ class Optimizers(StageOptimizers):
         super().__init__(config, num_steps=num_steps)
         self.groups: tuple[ParameterGroup, ...] = tuple(groups)
         """Every trainable parameter, once."""
-        self.named_parameters: dict[str, nn.Parameter] = {
-            name: parameter for group in groups for name, parameter in zip(group.names, group.parameters, strict=True)
-        }
+        self.named_parameters: dict[str, Tensor] = {each.name: each.tensor for group in groups for each in group.shards}
         """Every trainable parameter by its name in the unsharded model: this rank's shards, also while gathered."""
         self._optimizers = optimizers
 
@@ -309,9 +297,9 @@ class Optimizers(StageOptimizers):
             [
                 NAMES["adamw" if group.trained_by == "adamw" and config.name == "muon" else config.name],
                 f"{config.weight_decay:g}" if group.decays else "none",
-                f"{len(group.names):,}",
-                f"{sum(math.prod(each.shape) for each in group.parameters):,}",
-                group.names[0],
+                f"{len(group.shards):,}",
+                f"{sum(math.prod(each.tensor.shape) for each in group.shards):,}",
+                group.shards[0].name,
             ]
             for group in self.groups
         ]
@@ -367,7 +355,7 @@ def _make_adamw(groups: Sequence[ParameterGroup], config: OptimizerConfig, *, lr
         "foreach": config.implementation == "foreach",
     }
     # Ask torch, which otherwise tells at the first step: one step of one element of each kind.
-    local = [to_local_if_dtensor(each) for group in groups for each in group.parameters]
+    local = [to_local_if_dtensor(each.tensor) for group in groups for each in group.shards]
     for device, dtype in {(each.device, each.dtype) for each in local}:
         element = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
         element.grad = torch.zeros_like(element)

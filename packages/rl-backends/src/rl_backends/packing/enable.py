@@ -16,6 +16,7 @@ from torch import nn
 
 from rl_backends.errors import ModelError
 from rl_backends.packing.attention import AttentionKernel, packed_attention, padded_attention
+from rl_parallel_plans.structure import collapsed
 
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "text_encoder")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -123,13 +124,13 @@ def findings(model: nn.Module) -> Iterator[str]:
     inside = {id(module) for layer in layers for module in layer.modules()}
     for place, module in attention_modules(model):
         if id(module) not in inside:
-            yield f"{_collapsed(place)} ({type(module).__name__}) is attention outside the decoder layers"
+            yield f"{collapsed(place)} ({type(module).__name__}) is attention outside the decoder layers"
     for place, module in model.named_modules():
         told = vars(module).get("rope_type")
         for kind in told.values() if isinstance(told, dict) else (told,):
             if kind in _LENGTH_DEPENDENT_ROPE:
                 yield (
-                    f"{_collapsed(place)} has rope_type={kind!r}, whose frequencies depend on the longest row that it "
+                    f"{collapsed(place)} has rope_type={kind!r}, whose frequencies depend on the longest row that it "
                     f"is given: a row's result would depend on its neighbours"
                 )
 
@@ -140,7 +141,7 @@ def padded_findings(model: nn.Module) -> Iterator[str]:
     if not attentions:
         yield "it has no attention that says by an attribute is_causal whether it is causal"
     for path, attention in attentions:
-        yield from _attention(f"{_collapsed(path)} ({type(attention).__name__})", attention)
+        yield from _attention(f"{collapsed(path)} ({type(attention).__name__})", attention)
     for config in _configs(model):
         yield from _attention_of_config(config, known=(*_LAYER_TYPES, "linear_attention"))
 
@@ -159,7 +160,7 @@ def _attention_of_config(config: Any, *, known: tuple[str, ...]) -> Iterator[str
 
 
 def _layer(place: str, layer: nn.Module) -> Iterator[str]:
-    where, kind = _collapsed(place), type(layer).__name__
+    where, kind = collapsed(place), type(layer).__name__
     if not _hands_on_kwargs(layer):
         yield f"{where} ({kind}).forward does not hand on to its attention where rows begin (**kwargs)"
     attentions = attention_modules(layer)
@@ -170,7 +171,7 @@ def _layer(place: str, layer: nn.Module) -> Iterator[str]:
         )
     for path, module in layer.named_modules():
         name = path.rpartition(".")[2]
-        part = f"{where}.{_collapsed(path)} ({type(module).__name__})" if path else f"{where} ({kind})"
+        part = f"{where}.{collapsed(path)} ({type(module).__name__})" if path else f"{where} ({kind})"
         if isinstance(module, _CONVOLUTIONS):
             yield f"{part} is a convolution over tokens, whose window reaches into the row before"
         elif name in _MIXERS:
@@ -178,7 +179,7 @@ def _layer(place: str, layer: nn.Module) -> Iterator[str]:
         if found := _MIXING_CALLS.search(source_of(type(module).forward)):
             yield f"{part} calls {found[0]}...) in its forward, which may reach into the row before"
     for path, attention in attentions:
-        yield from _attention(f"{where}.{_collapsed(path)} ({type(attention).__name__})", attention)
+        yield from _attention(f"{where}.{collapsed(path)} ({type(attention).__name__})", attention)
 
 
 def _attention(part: str, attention: nn.Module) -> Iterator[str]:
@@ -215,7 +216,3 @@ def source_of(thing: Any) -> str:
         return inspect.getsource(inspect.unwrap(thing))
     except (OSError, TypeError):
         return ""
-
-
-def _collapsed(path: str) -> str:
-    return ".".join("*" if token.isdigit() else token for token in path.split("."))
