@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from rl_generation.chat import encode_text
 from rl_generation.detokenizer import Tokenizer
-from rl_generation.engine import EngineMetrics
+from rl_generation.engine import EngineMetrics, check_single, failed_request
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -43,7 +43,6 @@ from rl_generation.errors import (
 from rl_generation.event_loop import EventLoop
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, make_requests
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, TopLogp, VersionSpan, in_order
-from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm, refuse_fields
 
 if TYPE_CHECKING:

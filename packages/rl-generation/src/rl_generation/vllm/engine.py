@@ -14,12 +14,11 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, final
 
-from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
+from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, check_version, failed_request
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout, VersionSpan
-from rl_generation.submitting import check_single, failed_request
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
 from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
