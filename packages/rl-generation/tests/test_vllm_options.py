@@ -258,8 +258,8 @@ def sample(tokens=(), logp=()):
 
 def rollout(said, *, version, seams=(), logp_of="sampled"):
     ended = sample(said.token_ids, logp_of_tokens(sample(), said))
-    versions = spans_of(said, len(said.token_ids), version, seams=seams)
-    return rollout_of(ended, SimpleNamespace(outputs=[said]), logp_of=logp_of, versions=versions)
+    ended.versions = spans_of(said, len(said.token_ids), version, seams=seams)
+    return rollout_of(ended, SimpleNamespace(outputs=[said]), logp_of=logp_of)
 
 
 def test_an_answer_keeps_tokens_logp_ends_and_versions():

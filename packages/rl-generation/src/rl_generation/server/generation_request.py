@@ -192,8 +192,8 @@ class ChatBody(GenerationBody, ConversationBody):
     parallel_tool_calls: Flag = True
 
 
-class ResponsesBody(GenerationBody):
-    """Of `/v1/responses`, which stores nothing."""
+class ResponsesBody(ChatBody):
+    """Of `/v1/responses`, which stores nothing; some fields of a chat have another name in it."""
 
     input: Annotated[
         str | list[dict[str, Any]] | None, Field(description="a string or a list of items, each an object")
@@ -203,12 +203,6 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: Integer
     text: Object
     reasoning: Object
-    tools: Objects
-    tool_choice: Any = None
-    parallel_tool_calls: Flag = True
-    top_logprobs: Integer
-    chat_template_kwargs: Object
-    required_prefix_token_ids: TokenIds
 
 
 class TokensBody(ConversationBody):

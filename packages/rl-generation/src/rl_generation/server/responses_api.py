@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rl_generation.server.generation_request import ChatBody, GenerationBody, ResponsesBody, shortened
+from rl_generation.server.generation_request import ChatBody, ResponsesBody, shortened
 from rl_generation.server.guard import HttpError
 
 __all__ = ["ResponsesRequest"]
@@ -34,10 +34,6 @@ ELSEWHERE: Mapping[str, str] = {
     "response_format": "text",
 }
 """Fields of chats alone, or of a server with a store, with what stands for them here."""
-
-AS_IN_CHATS = {*GenerationBody.model_fields, "parallel_tool_calls", "top_logprobs", "chat_template_kwargs"} | {
-    "required_prefix_token_ids"
-}
 
 
 @final
@@ -80,7 +76,7 @@ class ResponsesRequest:
         tools, choice = body.tools or [], body.tool_choice
         named = isinstance(choice, dict) and choice.get("type") == "function"
         messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-        chat = body.model_dump(include=AS_IN_CHATS, exclude_unset=True) | {
+        chat = body.model_dump(include=set(ChatBody.model_fields), exclude_unset=True) | {
             "messages": messages + _messages(body.input),
             "logprobs": bool(include),
             "max_completion_tokens": body.max_output_tokens,

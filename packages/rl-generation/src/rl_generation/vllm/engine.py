@@ -18,7 +18,7 @@ from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, chec
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.event_loop import EventLoop
 from rl_generation.requests import Limits, Sampling, make_requests
-from rl_generation.rollout import LogpOf, Rollout, VersionSpan
+from rl_generation.rollout import LogpOf, Rollout
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
 from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
@@ -246,7 +246,7 @@ class VllmEngine:
 
     def outputs(
         self, prompt: Any, params: Sequence[Any], *, lora_request: Any = None, **how: Any
-    ) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
+    ) -> AsyncGenerator[tuple[Sample, Any, tuple[float, ...]], None]:
         """Yield what vLLM itself puts out, on any event loop, for vLLM's own server; closing it aborts the rest.
 
         Args:
@@ -256,8 +256,7 @@ class VllmEngine:
             how: Further arguments of `AsyncLLM.generate`.
 
         Yields:
-            The index of an answer, a `vllm.RequestOutput`, and, with the last of an answer, which weights made which of
-            its tokens.
+            An answer, whose `versions` are there once it has ended, a `vllm.RequestOutput` of it, and its tokens' logp.
 
         Raises:
             What `stream` raises, a PromptError excepted: what vLLM refuses, it says itself.
