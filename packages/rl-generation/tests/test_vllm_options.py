@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_generation.checkpoints import stop_token_ids_of
 from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import VersionSpan
@@ -24,7 +25,6 @@ from rl_generation.vllm.preparing import (
     load_format_of,
     main_guard_hint,
     read_config,
-    stop_token_ids_of,
     stop_tokens,
 )
 from rl_generation.vllm.running import RunningLLM, Statistics, version_of
@@ -141,22 +141,21 @@ def test_the_nearest_known_name_is_offered_where_there_is_one():
 
 def test_dummy_weights_are_for_training_where_the_model_admits_them():
     for_training, plain = VllmOptions(model="m", for_training=True), VllmOptions(model="m")
-    llama, gemma = {"model_type": "llama"}, {"model_type": "gemma3_text"}
+    llama, mistral = {"model_type": "llama"}, {"model_type": "mistral3"}
     assert load_format_of(for_training, llama, version="0.32.0") == "dummy"
     assert load_format_of(plain, llama, version="0.32.0") == "auto"
-    assert load_format_of(for_training, gemma, version="0.9.1") == "auto"
-    assert load_format_of(for_training, gemma, version="0.32.0+cpu") == "dummy"
+    assert load_format_of(for_training, mistral, version="0.32.0+cpu") == "auto"
+    assert load_format_of(for_training, mistral, version="0.30.0") == "dummy"
     asked = VllmOptions(model="m", for_training=True, load_format="safetensors")
     assert load_format_of(asked, llama, version="0.32.0") == "safetensors"
 
 
 def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint):
-    options = VllmOptions(model=str(checkpoint))
-    config = read_config(options)
-    assert stop_token_ids_of(options, config) == (2,)
+    config = read_config(VllmOptions(model=str(checkpoint)))
+    assert stop_token_ids_of(str(checkpoint), config) == (2,)
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert stop_token_ids_of(options, config) == (7, 9)
-    assert stop_token_ids_of(VllmOptions(model=str(checkpoint.parent)), {"text_config": {"eos_token_id": 5}}) == (5,)
+    assert stop_token_ids_of(str(checkpoint), config) == (7, 9)
+    assert stop_token_ids_of(str(checkpoint.parent), {"text_config": {"eos_token_id": 5}}) == (5,)
 
 
 def test_an_engine_adds_its_tokenizers_eos_unless_stop_tokens_are_given(checkpoint):

@@ -5,7 +5,7 @@ would draw them at random), and tokenizers that are missing (it would make an em
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "meta_model",
     "model_identity",
     "place_of",
+    "said",
     "stop_token_ids_of",
 ]
 
@@ -148,20 +149,24 @@ def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote
     return tokenizer
 
 
+def said(config: Mapping[str, Any], *names: str) -> list[Any]:
+    """What a config says under one of these names, itself or of its text model."""
+    both = (config, config.get("text_config") or {})
+    return [source[name] for source in both for name in names if source.get(name) is not None]
+
+
 def stop_token_ids_of(
-    model_name: str, config: Any, *, tokenizer: Any = None, revision: str | None = None
+    model_name: str, config: Mapping[str, Any], *, tokenizer: Any = None, revision: str | None = None
 ) -> tuple[int, ...]:
     """Return the tokens that end an answer: of the generation config, or else of the config; and the tokenizer's eos.
 
     Raises:
         ModelError: There is a generation config that cannot be read.
     """
-    generation_config = generation_config_of(model_name, revision)
-    sources = (generation_config, config, config.get_text_config(decoder=True))
-    eos = (getattr(source, "eos_token_id", None) for source in sources if source is not None)
-    first = next((each for each in eos if each is not None), None)
-    found = [*first] if isinstance(first, list | tuple) else [first]
-    return tuple(dict.fromkeys(each for each in (*found, getattr(tokenizer, "eos_token_id", None)) if each is not None))
+    generation = getattr(generation_config_of(model_name, revision), "eos_token_id", None)
+    eos = generation if generation is not None else next(iter(said(config, "eos_token_id")), None)
+    found = [*(eos if isinstance(eos, list | tuple) else [eos]), getattr(tokenizer, "eos_token_id", None)]
+    return tuple(dict.fromkeys(each for each in found if each is not None))
 
 
 IDENTIFYING = {".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt"}

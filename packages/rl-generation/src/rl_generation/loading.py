@@ -135,7 +135,7 @@ def load_engine(spec: EngineSpec, **others: Any) -> tuple[Engine, Any]:
     from rl_generation.transformers_engine import TransformersEngine
 
     model = load_model(spec.model, dtype=spec.dtype, device=spec.device, **which)
-    stops = stop_token_ids_of(spec.model, model.config, tokenizer=tokenizer, revision=spec.revision)
+    stops = stop_token_ids_of(spec.model, model.config.to_dict(), tokenizer=tokenizer, revision=spec.revision)
     pads = (getattr(source, "pad_token_id", None) for source in (tokenizer, model.generation_config, model.config))
     pad = next((pad for pad in (*pads, *stops) if pad is not None), 0)
     for name in ("max_batch_size", "max_cache_tokens", "continuous_batching"):

@@ -181,7 +181,7 @@ class TransformersEngine:
         # How it generates.
         slots = SlotModel(model, pad_token_id=pad_token_id, record_decoding=record_decoding)
         off = "continuous_batching='off'" if continuous_batching == "off" else None
-        reason = off or why_not_continuous(slots, self._support)
+        reason = off or why_not_continuous(slots, vocab_size=self._support.vocab_size)
         same: dict[str, Any] = {
             "max_batch_size": max_batch_size,
             "vocab_size": self._support.vocab_size,
@@ -385,10 +385,7 @@ class TransformersEngine:
                 time_s=monotonic(),
                 running=len(runner.running),
                 waiting=len(runner.waiting),
-                prompt_tokens=runner.counters.prompt_tokens,
-                cached_prompt_tokens=runner.counters.cached_prompt_tokens,
-                generated_tokens=runner.counters.generated_tokens,
-                preemptions=runner.counters.preemptions,
+                **runner.counters,
                 cache_usage=runner.cache_usage,
                 finished=dict(self._finished),
                 version=self._version,
@@ -401,7 +398,7 @@ class TransformersEngine:
             f"engine: TransformersEngine over {type(self.model).__name__}, {self.model.dtype} on {self.model.device}",
             f"version: {self._version}",
             *self._runner.explain(),
-            f"attention: {support.attention}",
+            f"attention: {self.model.config.get_text_config(decoder=True)._attn_implementation}",  # noqa: SLF001
             f"limits: vocabulary {support.vocab_size}, positions {support.max_positions}, batch {self._max_batch_size}",
             f"logp: {self._logp_of}",
             f"stop tokens: {list(self._stop_token_ids)}; pad token: {self._pad_token_id}",

@@ -34,17 +34,8 @@ class Support:
     vocab_size: int
     """Ids that can be both read and drawn: embeddings may be padded, heads may leave special tokens out."""
 
-    num_layers: int
-    """Layers, as the config counts them."""
-
     max_positions: int | None
     """`max_position_embeddings`; None where the config states none."""
-
-    missing: tuple[str, ...]
-    """Arguments of continuous batching that forward does not name."""
-
-    attention: str
-    """The attention implementation that the config names, such as `sdpa`."""
 
     quirks: tuple[str, ...]
     """What is special about this model here, a sentence each."""
@@ -62,27 +53,14 @@ def inspect_model(model: "PreTrainedModel") -> Support:
         )
     head_of: Any = model.get_output_embeddings
     weights = [getattr(part, "weight", None) for part in (model.get_input_embeddings(), head_of())]
-    parameters = inspect.signature(model.forward).parameters
     text = config.get_text_config(decoder=True)
     max_positions = getattr(text, "max_position_embeddings", None)
-    return Support(
-        vocab_size=min(len(weight) for weight in weights if weight is not None),
-        num_layers=getattr(text, "num_hidden_layers", 0),
-        max_positions=max_positions,
-        missing=tuple(needed for needed in (*FORWARD_NEEDS, cache_argument(model)) if needed not in parameters),
-        attention=str(getattr(text, "_attn_implementation", None)),
-        quirks=tuple(_quirks(model, max_positions=max_positions, logits_to_keep="logits_to_keep" in parameters)),
-    )
-
-
-def _quirks(model: "PreTrainedModel", *, max_positions: int | None, logits_to_keep: bool) -> list[str]:
     quirks = ["the model's generation_config is not read: Sampling alone decides"]
     if model.dtype.itemsize < 4:
         quirks.append(f"weights are {model.dtype}: logp carries its rounding, which a float32 forward does not share")
-    config = model.config.get_text_config(decoder=True)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or getattr(config, "sliding_window", None):
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "sliding_window", None):
         quirks.append("sliding windows are masked: their layers keep all keys and values, as the others do")
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if rope.get("rope_type") in {"dynamic", "longrope"}:
         quirks.append(
             f"{rope['rope_type']} frequencies change once the longest row of a batch passes the original length: from "
@@ -90,25 +68,27 @@ def _quirks(model: "PreTrainedModel", *, max_positions: int | None, logits_to_ke
         )
     if max_positions is None:
         quirks.append("the config has no max_position_embeddings: the length of an answer is not checked")
-    if not logits_to_keep:
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         quirks.append("forward has no logits_to_keep: prefill holds the logits of every prompt token")
     if model.device.type == "mps":
         quirks.append("mps has no float64: tokens rarer than 6e-8 are drawn with a rounded probability")
-    return quirks
+    vocab_size = min(len(weight) for weight in weights if weight is not None)
+    return Support(vocab_size=vocab_size, max_positions=max_positions, quirks=tuple(quirks))
 
 
-def why_not_continuous(slots: SlotModel, support: Support) -> str | None:
+def why_not_continuous(slots: SlotModel, *, vocab_size: int) -> str | None:
     """Return why the model is not decoded over its slot cache, or None where it is. Leaves the cache empty."""
     model, cache, name = slots.model, slots.cache, type(slots.model).__name__
-    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if support.missing:
-        return f"{name}'s forward has no {', '.join(support.missing)}"
+    text, parameters = model.config.get_text_config(decoder=True), inspect.signature(model.forward).parameters
+    layer_types, num_layers = getattr(text, "layer_types", None) or (), getattr(text, "num_hidden_layers", 0)
+    if missing := [needed for needed in (*FORWARD_NEEDS, cache_argument(model)) if needed not in parameters]:
+        return f"{name}'s forward has no {', '.join(missing)}"
     if getattr(model, "_is_stateful", False) or not RECURRENT.isdisjoint(layer_types):
         return f"{name} keeps recurrent states, which have no place in a key/value cache"
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not attend through transformers' attention interface"
     sequences = [
-        tuple((7 * i + 3 * row + 1) % support.vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)
+        tuple((7 * i + 3 * row + 1) % vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)
     ]
     last = torch.tensor([sequence[-1] for sequence in sequences], device=model.device)
     lengths, rows = torch.tensor(PROMPT_LENGTHS, device=model.device), torch.arange(len(sequences), device=model.device)
@@ -119,9 +99,9 @@ def why_not_continuous(slots: SlotModel, support: Support) -> str | None:
         attended.append(cache.step.calls if cache.step else 0)
         decoded = slots.decode(last, lengths, columns=columns)
         attended.append(cache.step.calls if cache.step else 0)
-        if attended != [support.num_layers] * 2 or cache.layer_indices != set(range(support.num_layers)):
+        if attended != [num_layers] * 2 or cache.layer_indices != set(range(num_layers)):
             return (
-                f"of its {support.num_layers} layers, {min(attended)} attend through the attention interface and "
+                f"of its {num_layers} layers, {min(attended)} attend through the attention interface and "
                 f"{len(cache.layer_indices)} keep keys and values"
             )
         plain = torch.stack([plain_logits(model, sequence, count=2) for sequence in sequences])

@@ -10,7 +10,7 @@ Axes: N rows, V vocabulary.
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -26,7 +26,7 @@ from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan
 
-__all__ = ["Counters", "Draw", "News", "Row", "Runner"]
+__all__ = ["Draw", "News", "Row", "Runner"]
 
 # Random numbers are computed for so many steps at once: it costs as much as for one.
 STEPS_AHEAD = 16
@@ -210,17 +210,6 @@ class Draw:
             row.top_logp.append(tuple((token, value) for token, value in pairs if math.isfinite(value)))
 
 
-@final
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the engine was made; see `EngineMetrics`."""
-
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-
-
 class Runner(ABC):
     """A way to generate, for one thread at a time."""
 
@@ -228,7 +217,8 @@ class Runner(ABC):
     """Tokens that the cache holds at most; None where there is no bound."""
 
     def __init__(self, *, max_batch_size: int, vocab_size: int, device: torch.device, logp_of: LogpOf) -> None:
-        self.counters = Counters()
+        self.counters = Counter(prompt_tokens=0, cached_prompt_tokens=0, generated_tokens=0, preemptions=0)
+        """Since the engine was made; see `EngineMetrics`."""
         self.waiting: deque[Row] = deque()
         self.slots: list[Row | None] = []
         """Rows under way; None where one has ended."""

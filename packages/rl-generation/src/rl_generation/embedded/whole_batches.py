@@ -58,8 +58,8 @@ class WholeBatches(Runner):
         for row in rows:
             row.mark_version(self._version)
         self._generate(rows)
-        self.counters.prompt_tokens += length * len(rows)
-        self.counters.generated_tokens += sum(len(row.tokens) for row in rows)
+        self.counters["prompt_tokens"] += length * len(rows)
+        self.counters["generated_tokens"] += sum(len(row.tokens) for row in rows)
         return self._news(rows)
 
     def explain(self) -> list[str]:

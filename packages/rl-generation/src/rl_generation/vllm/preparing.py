@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, final
 
-from rl_generation.checkpoints import TOKENIZER_FILES, generation_config_of, load_from, place_of
+from rl_generation.checkpoints import TOKENIZER_FILES, load_from, place_of, said, stop_token_ids_of
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_version
 from rl_generation.requests import Limits, check_token_ids
@@ -174,14 +174,14 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
             getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise EngineOptionError(f"worker_extension_cls={name!r} cannot be imported: {error}") from error
-    dtypes = [str(found).removeprefix("torch.") for found in _said(config, "dtype", "torch_dtype")]
+    dtypes = [str(found).removeprefix("torch.") for found in said(config, "dtype", "torch_dtype")]
     return Prepared(
         options=options,
         arguments=arguments,
         vllm_version=version,
         load_format=load_format,
         quirks=quirks,
-        stop_token_ids=stop_token_ids_of(options, config),
+        stop_token_ids=stop_token_ids_of(options.model, config, revision=options.revision),
         checkpoint_dtype=dtypes[0] if dtypes else None,
     )
 
@@ -333,13 +333,6 @@ def read_config(options: VllmOptions) -> Mapping[str, Any]:
     return found
 
 
-def stop_token_ids_of(options: VllmOptions, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the eos tokens of the generation config, or where that has none, of the config."""
-    generation = getattr(generation_config_of(options.model, options.revision), "eos_token_id", None)
-    eos = generation if generation is not None else next(iter(_said(config, "eos_token_id")), ())
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-
-
 def has_tokenizer(options: VllmOptions) -> bool:
     """Whether there is a tokenizer beside the model, or the given one; ModelError where the given one is not there."""
     if options.vllm_kwargs.get("skip_tokenizer_init"):
@@ -358,9 +351,3 @@ def load_format_of(options: VllmOptions, config: Mapping[str, Any], *, version: 
     flags = {quirk.flag for quirk in flags_for(str(config.get("model_type", "")), version=version)}
     dummy = options.for_training and ModelFlag.VLLM_LOAD_FORMAT_AUTO not in flags
     return DUMMY if dummy else "auto"
-
-
-def _said(config: Mapping[str, Any], *names: str) -> list[Any]:
-    """What a config says under one of these names, itself or of its text model."""
-    both = (config, config.get("text_config") or {})
-    return [source[name] for source in both for name in names if source.get(name) is not None]

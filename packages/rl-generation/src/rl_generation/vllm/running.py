@@ -236,7 +236,7 @@ class Statistics:
     def __init__(self) -> None:
         self._now: dict[int, tuple[int, int, float]] = {}
         """By replica: requests that run and that wait, and the share of the cache in use."""
-        self._done: Counter[str] = Counter()
+        self._done = Counter(prompt_tokens=0, cached_prompt_tokens=0, generated_tokens=0, preemptions=0)
         self._finished: Counter[str] = Counter()
 
     def record(
@@ -264,10 +264,7 @@ class Statistics:
             time_s=time.monotonic(),
             running=sum(running for running, _, _ in now),
             waiting=sum(waiting for _, waiting, _ in now),
-            prompt_tokens=self._done["prompt_tokens"],
-            cached_prompt_tokens=self._done["cached_prompt_tokens"],
-            generated_tokens=self._done["generated_tokens"],
-            preemptions=self._done["preemptions"],
+            **self._done,
             cache_usage=sum(usage for _, _, usage in now) / max(len(now), 1),
             finished=dict(self._finished),
             version=version,
