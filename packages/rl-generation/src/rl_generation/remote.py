@@ -403,14 +403,9 @@ class RemoteEngine:
                 replica.under_way += 1
                 replica.sent += 1
                 try:
-                    answer, rollouts, reported = await self._ask(replica, request, self._facts, version=self._version)
+                    return await self._ask(replica, request, self._facts)
                 finally:
                     replica.under_way -= 1
-                if reported:
-                    replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
-                elif self._facts.kind == "sglang":
-                    _check_not_started_anew(replica, answer["meta_info"])
-                return rollouts
             except _ServerFailedError as failure:
                 failures.append(f"{replica.url} {failure}")
                 if failure.rest:
@@ -425,10 +420,9 @@ class RemoteEngine:
             f"{_name(request)} was sent {self._retries + 1} times, and not answered: {'; '.join(failures)}"
         )
 
-    async def _ask(
-        self, replica: "_Replica", request: Request, facts: "_Facts", *, version: int = 0
-    ) -> tuple[Any, list[Rollout], bool]:
-        """Send a request once; return the answer, as it is and as rollouts, and whether it says their versions."""
+    async def _ask(self, replica: "_Replica", request: Request, facts: "_Facts") -> list[Rollout]:
+        """Send a request once, and return what is answered; note the version of the weights that the server reports."""
+        version = self._version
         if facts.kind == "sglang":
             path, body, read = "/generate", _sglang_body(request, facts), _read_sglang
         else:
@@ -440,7 +434,6 @@ class RemoteEngine:
                 _rollout(request, each, index=index, logp_of=self._logp_of, version=version)
                 for index, each in enumerate(said)
             ]
-            return answer, rollouts, bool(said[0].versions)
         except (LogpError, ModelError) as error:
             raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -448,6 +441,11 @@ class RemoteEngine:
                 f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
                 f"{type(error).__name__}: {error}"
             ) from None
+        if said[0].versions:
+            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
+        elif facts.kind == "sglang":
+            _check_not_started_anew(replica, answer["meta_info"])
+        return rollouts
 
     async def _post(self, replica: "_Replica", path: str, body: Mapping[str, Any] | None) -> Any:
         """Send one request, or fetch where `body` is None, and return the JSON of the answer.
@@ -564,12 +562,11 @@ class RemoteEngine:
         probes = [Request(prompt=prompt, sampling=ask) for prompt in prompts]
         if kind == "rl-generation":
             self._check_logp_of(card.get("logp_of"), replica, remedy="make its engine with that")
-            _, (rollout,), _ = await self._ask(replica, probes[0], facts)
-            replica.version = rollout.version
+            await self._ask(replica, probes[0], facts)
         elif kind == "vllm":
             # Drawn from one token, its logp is 0 as processed, and as it was in the model as raw.
             drawn = [replace(each, sampling=replace(ask, temperature=1.0, top_k=1)) for each in probes]
-            logps = [(await self._ask(replica, each, facts))[1][0].logp[0] for each in drawn]
+            logps = [(await self._ask(replica, each, facts))[0].logp[0] for each in drawn]
             mode = f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
             found = "raw" if min(logps) < -1e-4 else "sampled"
             self._check_logp_of(found, replica, remedy=f"start it with {mode}")
@@ -631,7 +628,7 @@ class RemoteEngine:
     async def _probe_logp_of_sglang(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:
         """Find `SGLANG_RETURN_ORIGINAL_LOGPROB` out: with it, a token's logp does not move with the temperature."""
         for probe in probes:
-            _, (rollout,), _ = await self._ask(replica, probe, facts)
+            (rollout,) = await self._ask(replica, probe, facts)
             hot = replace(probe, sampling=replace(probe.sampling, temperature=2.0))
             body = _sglang_body(hot, facts) | {"token_ids_logprob": list(rollout.tokens)}
             answer = await self._post(replica, "/generate", body)
