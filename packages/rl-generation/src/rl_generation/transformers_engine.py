@@ -297,15 +297,9 @@ class TransformersEngine:
         Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. A thread generates as long as
         such requests are under way. Cancelling the future aborts the request.
 
-        Args:
-            prompt: Token ids.
-            sampling: How it is answered; `n` is 1.
-            seed: Of this request alone; see `Sampling.for_request`.
-
-        Returns:
-            Its future, which raises PromptError or ModelError where the request is refused, LogpError where the logits
-            of one of its tokens were not finite, and EngineDeadError where the engine was closed. Any error touches no
-            other request, unless the model's forward fails, which loses all.
+        Its future raises PromptError or ModelError where the request is refused, LogpError where the logits of one of
+        its tokens were not finite, and EngineDeadError where the engine was closed. Any error touches no other request,
+        unless the model's forward fails, which loses all.
         """
         try:
             self._check_weights()

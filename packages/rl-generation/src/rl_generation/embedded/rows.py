@@ -148,13 +148,9 @@ were not finite. Other rows are not touched by that."""
 
 @final
 class Draw:
-    """Draws for the same rows again and again.
+    """Draws for the same rows again and again, each by its place in the logits.
 
-    Args:
-        rows: Each by its place in the logits. One that ends may be replaced by None, and is left out from then on.
-        vocab_size: Of the model.
-        device: Of the logits.
-        logp_of: Which distribution logp refer to.
+    One that ends may be replaced by None in `rows`, and is left out from then on.
     """
 
     def __init__(self, rows: list[Row | None], *, vocab_size: int, device: torch.device, logp_of: LogpOf) -> None:

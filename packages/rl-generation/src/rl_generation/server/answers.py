@@ -127,11 +127,6 @@ class AnswerText:
 
     Text is given out once no further token can change it: not before it is certain, and not while its end may be the
     beginning of a stop string. So the pieces joined are the text of the whole answer, cut where its stop string began.
-
-    Args:
-        tokenizer: Of the model.
-        asked: What it answers, and how.
-        request: Of its prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, asked: GenerationRequest, request: Request) -> None:

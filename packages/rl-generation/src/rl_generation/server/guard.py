@@ -42,15 +42,7 @@ __all__ = [
 
 @final
 class HttpError(Exception):
-    """A refusal or failure, as the client gets it.
-
-    Args:
-        status: Of HTTP.
-        message: What rule broke, and what to do.
-        param: The field of the request that it is about.
-        code: A word for programs.
-        headers: Further headers of the response.
-    """
+    """A refusal or failure, as the client gets it; `param` is the field that it is about, `code` is for programs."""
 
     def __init__(
         self,
@@ -187,11 +179,7 @@ async def read_body(request: Request, bounds: ServerLimits) -> bytes:
 class Guard:
     """ASGI middleware that lets a request through, or answers it.
 
-    Args:
-        app: What is guarded.
-        api_key: Clients must send it as `Authorization: Bearer …`, but for `/health`; None serves clients on this
-            machine alone.
-        bounds: Of requests in flight.
+    Clients must send `api_key` as `Authorization: Bearer …`, but for `/health`; None serves this machine alone.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, bounds: ServerLimits) -> None:

@@ -205,16 +205,7 @@ class VllmEngine:
         """Begin to answer one prompt, beside whatever is under way; from any thread.
 
         Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts the
-        request.
-
-        Args:
-            prompt: Token ids.
-            sampling: How it is answered; `n` is 1.
-            seed: Of this request alone; see `Sampling.for_request`.
-            how: `lora=` names an adapter, `timeout_s=` is that of the sample.
-
-        Returns:
-            Its future, which raises what `generate` raises; no other request is touched by it.
+        request. It raises what `generate` raises, and no other request is touched by that. `how` is as of `generate`.
         """
         try:
             check_single(sampling)
@@ -233,13 +224,7 @@ class VllmEngine:
     ) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come, on any event loop; closing it aborts what is unfinished.
 
-        Args:
-            prompt: Token ids.
-            sampling: How it is answered, its seed taken as it is.
-            how: `lora=` names an adapter, `timeout_s=` is that of each sample.
-
-        Raises:
-            What `generate` raises; a timeout, once the other samples have ended.
+        It raises what `generate` raises, a timeout once the other samples have ended. `how` is as of `generate`.
         """
         samples, running = self._begin([prompt], [sampling], streaming=True, **how), self._samples
         return self._events.iterate(lambda: running.stream(samples))

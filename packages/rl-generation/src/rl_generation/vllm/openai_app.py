@@ -262,12 +262,7 @@ def _without_decisions() -> Iterator[None]:
 
 @final
 class _ServedEngine:
-    """The `AsyncLLM` of an engine as vLLM's app sees it: all of it, but that it submits as the engine does.
-
-    Args:
-        engine: The engine.
-        llm: Its `AsyncLLM`.
-    """
+    """The `AsyncLLM` of an engine as vLLM's app sees it: all of it, but that it submits as the engine does."""
 
     errored = False  # the engine says what died, where it is asked to generate
 
@@ -347,13 +342,7 @@ class _ServedEngine:
 
 @final
 class _Answer:
-    """Sends what vLLM's app answers, with what is ours added to it.
-
-    Args:
-        exchange: Of the request.
-        send: Of the client.
-        engine: That serves.
-    """
+    """Sends what vLLM's app answers, with what is ours added to it."""
 
     def __init__(self, exchange: _Exchange, send: Send, *, engine: VllmEngine) -> None:
         self._exchange, self._send, self._engine = exchange, send, engine

@@ -196,12 +196,6 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs; what is None is left to vLLM.
 
-    Args:
-        options: The caller's.
-        logp_of: Becomes `logprobs_mode`.
-        load_format: What `options.load_format` comes to.
-        skip_tokenizer_init: Whether there is no tokenizer.
-
     Raises:
         EngineOptionError: `logp_of` is unknown.
     """

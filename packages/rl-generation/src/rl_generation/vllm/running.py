@@ -149,10 +149,6 @@ class Health:
     vLLM notices the death of its engine process within a second and ends the requests that wait for tokens; whoever
     waits for the answer of another call waits for ever, and nobody learns which process died of what. Lives on the
     event loop of the engine.
-
-    Args:
-        llm: The `AsyncLLM`.
-        processes: Its processes.
     """
 
     def __init__(self, llm: Any, processes: EngineProcesses) -> None:

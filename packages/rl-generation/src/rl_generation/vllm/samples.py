@@ -114,13 +114,7 @@ class Sample:
 
 @final
 class Samples:
-    """Runs samples on one engine, on its event loop.
-
-    Args:
-        running: The engine.
-        logp_of: Which distribution its logp refer to.
-        hint: What to add to a LogpError.
-    """
+    """Runs samples on one engine, on its event loop; `hint` is added to a LogpError."""
 
     def __init__(self, running: RunningLLM, *, logp_of: LogpOf, hint: str) -> None:
         self._running, self._logp_of, self._hint = running, logp_of, hint
@@ -285,8 +279,8 @@ def to_sampling_params(
     Args:
         sampling: What the caller asked for.
         stop_token_ids: The engine's own, which `ignore_eos` switches off.
-        sample_index: Which of the `n` answers, which draws with `seed + sample_index`.
-        streaming: Whether the engine hands out new tokens as they come, or an answer when it is whole.
+        sample_index: Which of the `n` answers.
+        streaming: Whether new tokens are handed out as they come, or an answer when it is whole.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # `from vllm import` looks it up each time
 
