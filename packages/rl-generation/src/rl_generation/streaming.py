@@ -140,7 +140,7 @@ class Streamer:
         if not self._closed:
             self._closed = True
             self._worker.submit(self._abort_all)
-            self._worker.submit(self._finish_streams).add_done_callback(self._after_step)
+            self._worker.submit(self._finish)
             self._worker.shutdown(wait=True)
 
     def __enter__(self) -> Self:
@@ -179,46 +179,41 @@ class Streamer:
         self._go_on()
 
     def _go_on(self) -> None:
-        if self._paused:
-            return
-        if not self._stepping and self._engine.has_unfinished_requests() and not self._closed:
+        """Queue a step, where there is something to do, behind the tasks that have come meanwhile."""
+        idle = self._paused or self._stepping or self._closed
+        if not idle and self._engine.has_unfinished_requests():
             self._stepping = True
-            self._submit(self._step).add_done_callback(self._after_step)
+            self._worker.submit(self._turn)
 
-    def _step(self) -> None:
+    def _turn(self) -> None:
         self._stepping = False
-        if self._paused:  # since this step was queued
-            return
-        for request_id, delta in self._engine.step():
+        if not self._paused and self._step():  # it may have been paused since this was queued
+            self._go_on()
+
+    def _step(self) -> bool:
+        """Step once; return whether to go on."""
+        try:
+            news = self._engine.step()
+        except BaseException as error:  # noqa: BLE001 - raised again where the answers are taken
+            # No answer of a broken step can be told from another: all streams end so.
+            streams, self._streams = self._streams, {}
+            for each in streams.values():
+                each.put(error)
+            if isinstance(error, EngineDeadError):
+                self._dead = error
+                return False
+            for request_id in streams:
+                self._engine.abort_request(request_id)
+            return bool(streams)  # one that fails with nobody waiting is left alone until the next request
+        for request_id, delta in news:
             stream = self._streams.get(request_id)  # None where its consumer dropped it
             if stream is not None and stream.put(delta):
                 del self._streams[request_id]
+        return True
 
-    def _after_step(self, step: "Future[None]") -> None:
-        error = step.exception()
-        if error is not None:
-            waited_for = bool(self._streams)
-            self._fail(error)
-            # An engine that is gone, or fails with nobody waiting, is left alone until the next request.
-            if self._dead is not None or not waited_for:
-                return
-        self._go_on()
-
-    def _fail(self, error: BaseException) -> None:
-        """End every stream with `error`: no answer of a broken step can be told from another."""
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put(error)
-        if isinstance(error, EngineDeadError):
-            self._dead = error
-            return
-        for request_id in streams:
-            self._engine.abort_request(request_id)
-
-    def _finish_streams(self) -> None:
-        self._paused = False
-        while self._engine.has_unfinished_requests():
-            self._step()
+    def _finish(self) -> None:
+        while self._engine.has_unfinished_requests() and self._step():
+            pass
 
 
 class _Stream:

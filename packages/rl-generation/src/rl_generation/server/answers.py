@@ -209,10 +209,11 @@ class Shapes:
         head |= {"usage": None} if asked_for else {}
         async with aclosing(items):
             async for number, delta in items:
-                index = number * self.asked.n + delta.sample_index
+                request = self.asked.requests[number]
+                index = number * request.sampling.n + delta.sample_index
                 if self.kind == "chat" and index not in self.texts:  # whose message it is
                     first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                    prompt = self._prompt("chat", self.asked.requests[number])
+                    prompt = self._prompt("chat", request)
                     yield {**head, "choices": [{"index": index, **first}], **prompt}
                 chunk = {**head, "choices": [self._choice(number, delta, part="delta")]}
                 generated += len(delta.tokens)
@@ -230,7 +231,7 @@ class Shapes:
     def _choice(self, number: int, delta: RolloutDelta, *, part: Literal["message", "delta"]) -> dict[str, Any]:
         """What a delta adds to its choice; of a response that is not streamed, the choice itself."""
         asked, request, ended = self.asked, self.asked.requests[number], delta.rollout
-        index, opening = number * asked.n + delta.sample_index, {}
+        index, opening = number * request.sampling.n + delta.sample_index, {}
         if index not in self.texts:
             self.texts[index], opening = AnswerText(self.tokenizer, asked, request), self._prompt("completion", request)
         if ended is None or part == "delta" or asked.logp or asked.tools or asked.kept:
@@ -271,7 +272,7 @@ class Shapes:
         if self.kind == "completion":
             names = [self._name(token) for token in made.tokens]
             best: list[dict[str, float]] | None = None
-            if self.asked.top_logp:  # with the sampled token itself, as at OpenAI
+            if self.asked.requests[0].sampling.top_logp:  # with the sampled token itself, as at OpenAI
                 best = [
                     {self._name(token): logp} | {self._name(other): each for other, each in likeliest}
                     for token, logp, likeliest in tokens

@@ -231,14 +231,8 @@ class GenerationRequest:
 
     body: GenerationBody
     requests: Sequence[Request]
-    n: int
-    """Answers to each."""
-
     logp: bool
     """Whether the response holds the logp of each token."""
-
-    top_logp: int
-    """Likeliest tokens that it reports at each place, beside the one that was sampled."""
 
     tools: ToolUse | None = None
     """How calls are found in the text; None where it is only text."""
@@ -360,15 +354,7 @@ class RequestReader:
             requests = make_requests(prompts, samplings, self.limits)
         except ValueError as error:
             raise from_engine(error) from None
-        return GenerationRequest(
-            body=body,
-            requests=requests,
-            n=given["n"],
-            logp=logp,
-            top_logp=given["top_logp"],
-            tools=tools,
-            kept=kept,
-        )
+        return GenerationRequest(body=body, requests=requests, logp=logp, tools=tools, kept=kept)
 
     def _room(self, prompt: Sequence[int], most: int | None) -> int:
         """Tokens until the context is full, at `most`; 1 where it is already, so that the check of it speaks."""
