@@ -158,6 +158,11 @@ def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint)
     assert stop_token_ids_of(str(checkpoint.parent), {"text_config": {"eos_token_id": 5}}) == (5,)
 
 
+def _prepared(options):
+    given = {"arguments": {}, "vllm_version": "0.32.0", "load_format": "auto", "quirks": (), "stop_token_ids": (2,)}
+    return Prepared(options=options, **given)
+
+
 def test_an_engine_adds_its_tokenizers_eos_unless_stop_tokens_are_given(checkpoint):
     prepared = _prepared(VllmOptions(model=str(checkpoint)))
     limits = Limits(vocab_size=40, max_length=9, tokenizer=SimpleNamespace(eos_token_id=3))
@@ -413,25 +418,6 @@ def test_statistics_are_summed():
     assert (busy.running, busy.waiting, busy.cache_usage, busy.version) == (4, 4, 0.3, 5)
     assert (busy.prompt_tokens, busy.cached_prompt_tokens, busy.generated_tokens, busy.preemptions) == (20, 8, 6, 2)
     assert busy.finished == {"stop": 2, "abort": 1}
-
-
-# -- For people ------------------------------------------------------------------------------------------------------
-
-
-def _prepared(options, **changes):
-    given = {"arguments": {}, "vllm_version": "0.32.0", "load_format": "auto", "quirks": (), "stop_token_ids": (2,)}
-    return Prepared(options=options, **given | changes)
-
-
-def test_explain_says_what_waits_for_a_refit():
-    options = VllmOptions(model="m", for_training=True, tensor_parallel_size=2, vllm_kwargs={"block_size": 32})
-    prepared = _prepared(options, load_format="dummy")
-    assert prepared.unfed
-    assert not _prepared(options).unfed
-    limits = Limits(vocab_size=40, max_length=9, max_length_name="max_model_len")
-    text = prepared.explain(limits=limits, dtype="float32", logp_of="raw", stop_token_ids=(), version=None)
-    for part in ("the first refit feeds it", "none: no refit has been committed", "tensor 2, pipeline 1", "block_size"):
-        assert part in text
 
 
 def test_an_adapter_needs_its_files_and_an_engine_that_takes_it(tmp_path):

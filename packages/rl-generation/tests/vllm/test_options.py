@@ -243,14 +243,20 @@ def test_without_a_tokenizer_token_ids_serve_and_strings_are_refused_and_raw_log
 
 
 def test_dummy_weights_are_not_sampled_from_until_a_version_is_committed_and_another_dtype_is_warned_of(path):
-    options = tiny.options(path, for_training=True, dtype="auto")
+    options = tiny.options(path, for_training=True, dtype="auto", vllm_kwargs={"block_size": 32})
     with pytest.warns(UserWarning, match=r"serves in bfloat16 a checkpoint whose weights are float32.*dtype='float32'"):
         engine = VllmEngine(options, version=4)
     with engine:
         assert engine.version == 4
         explanation = engine.explain()
         assert re.search(r"^dtype +bfloat16$", explanation, re.MULTILINE)
-        assert "none: no refit has been committed" in explanation
+        for part in (
+            "the first refit feeds it",
+            "none: no refit has been committed",
+            "tensor 1, pipeline 1",
+            "block_size",
+        ):
+            assert part in explanation
         with pytest.raises(ModelError, match=r"for_training=True or load_format.* no refit has been committed"):
             engine.generate([[5]], GREEDY)
         engine.commit_version(4)

@@ -161,13 +161,27 @@ class VllmEngine:
 
     def explain(self) -> str:
         """Return which engine this is, with which limits, sizes and quirks. For people."""
-        return self._prepared.explain(
-            limits=self.limits,
-            dtype=self.vllm.vllm_config.model_config.dtype,
-            logp_of=self._logp_of,
-            stop_token_ids=self._stop_token_ids,
-            version=self.version if self._running.fed else None,
-        )
+        prepared, limits = self._prepared, self._limits
+        options = prepared.options
+        rows = {
+            "engine": f"vLLM {prepared.vllm_version}, in its own processes",
+            "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
+            "load_format": prepared.load_format + (" (the first refit feeds it)" if prepared.unfed else ""),
+            "dtype": str(self.vllm.vllm_config.model_config.dtype).removeprefix("torch."),
+            "version": str(self.version) if self._running.fed else "none: no refit has been committed",
+            "parallel": f"tensor {options.tensor_parallel_size}, pipeline {options.pipeline_parallel_size}, "
+            f"data {options.data_parallel_size}"
+            + (", experts whole on their ranks" if options.enable_expert_parallel else ""),
+            "vocabulary": f"{limits.vocab_size} tokens",
+            limits.max_length_name: f"{limits.max_length} tokens of prompt and answer",
+            "stop_token_ids": ", ".join(map(str, self._stop_token_ids)) or "none: answers end at max_new_tokens only",
+            "tokenizer": "none: no stop strings, no bad words" if limits.tokenizer is None else "loaded",
+            "logp_of": self._logp_of,
+            **{f"quirk {quirk.name}": quirk.explain() for quirk in prepared.quirks},
+            **{f"vllm_kwargs.{key}": repr(value) for key, value in options.vllm_kwargs.items()},
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
     def metrics(self) -> EngineMetrics:
         """Return what it is doing now, as of the last step, and has done since it was started."""

@@ -86,37 +86,6 @@ class Prepared:
         """Whether the engine starts with weights that nobody shall sample from."""
         return self.load_format == DUMMY
 
-    def explain(
-        self,
-        *,
-        limits: Limits,
-        dtype: object,
-        logp_of: LogpOf,
-        stop_token_ids: Sequence[int],
-        version: int | None,
-    ) -> str:
-        """Return one line for each thing that an engine was made with; `version` is None while no weights have come."""
-        options = self.options
-        expert = ", experts whole on their ranks" if options.enable_expert_parallel else ""
-        rows = {
-            "engine": f"vLLM {self.vllm_version}, in its own processes",
-            "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
-            "load_format": self.load_format + (" (the first refit feeds it)" if self.unfed else ""),
-            "dtype": str(dtype).removeprefix("torch."),
-            "version": "none: no refit has been committed" if version is None else str(version),
-            "parallel": f"tensor {options.tensor_parallel_size}, pipeline {options.pipeline_parallel_size}, "
-            f"data {options.data_parallel_size}{expert}",
-            "vocabulary": f"{limits.vocab_size} tokens",
-            limits.max_length_name: f"{limits.max_length} tokens of prompt and answer",
-            "stop_token_ids": ", ".join(map(str, stop_token_ids)) or "none: answers end at max_new_tokens only",
-            "tokenizer": "none: no stop strings, no bad words" if limits.tokenizer is None else "loaded",
-            "logp_of": logp_of,
-            **{f"quirk {quirk.name}": quirk.explain() for quirk in self.quirks},
-            **{f"vllm_kwargs.{key}": repr(value) for key, value in options.vllm_kwargs.items()},
-        }
-        width = max(map(len, rows))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
 
 def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     """Check the options against this machine, the checkpoint and vLLM; imports vLLM, starts nothing.
