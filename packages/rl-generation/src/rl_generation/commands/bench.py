@@ -56,7 +56,7 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    add_engine_arguments(parser, several=True)
+    add_engine_arguments(parser)
     group = parser.add_argument_group("measurement")
     for name, (default, meaning) in COUNTS.items():
         flag = f"--{name.replace('_', '-')}"

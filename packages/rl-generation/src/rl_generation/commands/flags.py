@@ -108,15 +108,13 @@ def _given(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
 # ---- the engine
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare the model, the engine or `several` of them, and their options."""
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, the engine or several of them, and their options."""
     parser.add_argument("model", metavar="MODEL", help="a folder of safetensors, or a hub id")
     group = parser.add_argument_group("engine")
-    if several:
-        told = f"what is measured; can be repeated, and ratios are to the first (default {ENGINES[0]})"
-        group.add_argument("--engine", action="append", choices=ENGINES, help=told)
-    by_hand = ("model", "with_tokenizer", "vllm_kwargs", *(["engine"] if several else []))
-    _add_flags(group, EngineSpec, leave_out=by_hand)
+    told = f"transformers, in this process, or vLLM; `bench` takes several, a flag each (default {ENGINES[0]})"
+    group.add_argument("--engine", action="append", choices=ENGINES, help=told)
+    _add_flags(group, EngineSpec, leave_out=("model", "engine", "with_tokenizer", "vllm_kwargs"))
     group.add_argument(
         "--no-tokenizer",
         dest="with_tokenizer",
@@ -135,20 +133,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
 
 
 def spec_of(arguments: argparse.Namespace) -> EngineSpec:
-    """Return what the flags ask for.
-
-    Raises:
-        CommandError: A `--vllm-kwarg` is no `key=value`, its value is no JSON, or it stands twice.
-        EngineOptionError: An option does not belong to the engine.
-    """
-    return EngineSpec(**_given(arguments, EngineSpec), vllm_kwargs=_vllm_kwargs(arguments))
+    """As `specs_of`, for a command that takes one engine."""
+    spec, *others = specs_of(arguments)
+    if others:
+        raise CommandError(f"this command takes one engine; got --engine {spec.engine} --engine {others[0].engine}")
+    return spec
 
 
 def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
     """Return what the flags ask for of several engines, each of which takes the options that are its own.
 
     Raises:
-        CommandError: As `spec_of`; or an engine stands twice.
+        CommandError: An engine stands twice; or a `--vllm-kwarg` is no `key=value`, its value is no JSON, or it stands
+            twice.
         EngineOptionError: An option belongs to none of them.
     """
     engines = arguments.engine or ENGINES[:1]
