@@ -78,13 +78,16 @@ def load_model(
         torch.empty(0, device=target)
     except (AssertionError, RuntimeError) as error:
         raise EngineOptionError(f"device={device!r} cannot be used here: {error}") from None
+    weights = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if weights != "auto" and not (isinstance(weights, torch.dtype) and weights.is_floating_point):
+        raise EngineOptionError(f"dtype must be 'auto' or a float of torch, such as 'bfloat16'; got dtype={dtype!r}")
     model, report = load_from(
         AutoModelForCausalLM.from_pretrained,
         place_of(model_name, ("config.json",), what="model"),
         what="model",
         revision=revision,
         trust_remote_code=trust_remote_code,
-        dtype=_dtype_of(dtype),
+        dtype=weights,
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -216,17 +219,6 @@ def generation_config_of(model_name: str, revision: str | None) -> Any:
     if found is None:
         return None
     return load_from(GenerationConfig.from_pretrained, str(Path(found).parent), what="generation config")
-
-
-def _dtype_of(name: str) -> Any:
-    import torch
-
-    if name == "auto":
-        return name
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise EngineOptionError(f"dtype must be 'auto' or a float of torch, such as 'bfloat16'; got dtype={name!r}")
-    return dtype
 
 
 def place_of(name: str, wanted: tuple[str, ...], *, what: str) -> str:

@@ -120,11 +120,11 @@ class Streamer:
         """
         if mode != "keep":
             raise EngineOptionError(f"a Streamer pauses with mode='keep' alone; got mode={mode!r}")
-        self._submit(self._hold).result()
+        self._submit(lambda: self._set_paused(paused=True)).result()
 
     def resume(self) -> None:
         """Step again."""
-        self._submit(self._release).result()
+        self._submit(lambda: self._set_paused(paused=False)).result()
 
     @property
     def is_paused(self) -> bool:
@@ -171,11 +171,8 @@ class Streamer:
             self._engine.abort_request(request_id)
         return len(self._streams)
 
-    def _hold(self) -> None:
-        self._paused = True
-
-    def _release(self) -> None:
-        self._paused = False
+    def _set_paused(self, *, paused: bool) -> None:
+        self._paused = paused
         self._go_on()
 
     def _go_on(self) -> None:

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 
 from rl_generation.constraints import make_constraints
-from rl_generation.embedded.choice import inspect_model, why_not_continuous
 from rl_generation.embedded.continuous_batching import ContinuousBatching
 from rl_generation.embedded.rows import Row, Runner
-from rl_generation.embedded.slot_model import SlotModel
+from rl_generation.embedded.slot_model import SlotModel, inspect_model, why_not_continuous
 from rl_generation.embedded.whole_batches import WholeBatches
 from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, check_version, failed_request
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
