@@ -143,7 +143,9 @@ class RemoteEngine:
             )
         self._replicas = [_Replica(url) for url in _base_urls(urls)]
         self._kind, self._model, self._tokenizer = kind, model, tokenizer
-        self._vocab_size, self._logp_of = vocab_size, logp_of
+        self.logp_of: LogpOf = logp_of
+        """Which distribution the logp of its rollouts refers to."""
+        self._vocab_size = vocab_size
         self._timeout_s, self._retries, self._version = request_timeout_s, retries, version
         self._closed = False
         self._counts = Counter[str]()
@@ -171,11 +173,6 @@ class RemoteEngine:
         """Of the oldest weights that a replica last reported; as committed here where the servers report none."""
         reported = [replica.version for replica in self._replicas if replica.version is not None]
         return min(reported, default=self._version)
-
-    @property
-    def logp_of(self) -> LogpOf:
-        """Which distribution the logp of its rollouts refers to."""
-        return self._logp_of
 
     @property
     def limits(self) -> Limits:
@@ -226,7 +223,7 @@ class RemoteEngine:
             f"version: {self.version}, {VERSIONS[facts.kind]}",
             f"limits: vocabulary {facts.vocab_size}, positions {facts.max_length}",
             f"requests: {self._timeout_s} s each, sent again up to {self._retries} times",
-            f"logp: {self._logp_of}",
+            f"logp: {self.logp_of}",
             f"seeds: {seeds}",
         ]
         for replica in self._replicas:
@@ -307,7 +304,7 @@ class RemoteEngine:
         limits, kind = self.limits, self._facts.kind
         for request in make_requests(prompts, sampling, limits):
             if kind == "sglang":
-                sent += _sglang_requests(request, logp_of=self._logp_of, seeded=self._facts.seeded)
+                sent += _sglang_requests(request, logp_of=self.logp_of, seeded=self._facts.seeded)
                 continue
             if kind == "vllm":
                 check_for_vllm(request, limits)
@@ -431,7 +428,7 @@ class RemoteEngine:
         try:
             said = read(answer, request)
             rollouts = [
-                _rollout(request, each, index=index, logp_of=self._logp_of, version=version)
+                _rollout(request, each, index=index, logp_of=self.logp_of, version=version)
                 for index, each in enumerate(said)
             ]
         except (LogpError, ModelError) as error:
@@ -567,7 +564,7 @@ class RemoteEngine:
             # Drawn from one token, its logp is 0 as processed, and as it was in the model as raw.
             drawn = [replace(each, sampling=replace(ask, temperature=1.0, top_k=1)) for each in probes]
             logps = [(await self._ask(replica, each, facts))[0].logp[0] for each in drawn]
-            mode = f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
+            mode = f"--logprobs-mode {'processed_logprobs' if self.logp_of == 'sampled' else 'raw_logprobs'}"
             found = "raw" if min(logps) < -1e-4 else "sampled"
             self._check_logp_of(found, replica, remedy=f"start it with {mode}")
         else:
@@ -634,15 +631,15 @@ class RemoteEngine:
             answer = await self._post(replica, "/generate", body)
             ((logp, *_),) = answer["meta_info"]["output_token_ids_logprobs"][0]
             if rollout.logp[0] <= -1e-3:  # else the model is too sure of this token for a temperature to show
-                flag = f"SGLANG_RETURN_ORIGINAL_LOGPROB={int(self._logp_of == 'raw')}"
+                flag = f"SGLANG_RETURN_ORIGINAL_LOGPROB={int(self.logp_of == 'raw')}"
                 found = "raw" if abs(logp - rollout.logp[0]) < 1e-4 else "sampled"
                 self._check_logp_of(found, replica, remedy=f"start it with {flag}")
                 return
 
     def _check_logp_of(self, found: str | None, replica: "_Replica", *, remedy: str) -> None:
-        if found != self._logp_of:
+        if found != self.logp_of:
             raise EngineOptionError(
-                f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is asked "
+                f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self.logp_of!r} is asked "
                 f"for: {remedy}, or ask for logp_of={found!r}"
             )
 

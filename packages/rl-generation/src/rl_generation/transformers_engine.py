@@ -158,7 +158,9 @@ class TransformersEngine:
         check_token_ids([pad_token_id], vocab_size=self._support.vocab_size, name="pad_token_id")
         self.model = model.train(mode=False)
         self._modules = list(model.named_modules())  # to walk over the model takes longer than a request may
-        self._tokenizer, self._ready, self._logp_of = tokenizer, ready, logp_of
+        self.logp_of: LogpOf = logp_of
+        """Which distribution the logp of its rollouts refers to."""
+        self._tokenizer, self._ready = tokenizer, ready
         self._stop_token_ids, self._pad_token_id = tuple(stop_token_ids), pad_token_id
         self._max_batch_size = max_batch_size
         self._generator = torch.Generator().manual_seed(seed)
@@ -205,16 +207,6 @@ class TransformersEngine:
         self.commit_version(version)
 
     @property
-    def version(self) -> int:
-        """Number of optimizer steps that the weights have seen, as last committed."""
-        return self._version
-
-    @property
-    def logp_of(self) -> LogpOf:
-        """Which distribution the logp of its rollouts refers to."""
-        return self._logp_of
-
-    @property
     def limits(self) -> Limits:
         """What it can be asked for."""
         length, cache, name = self._support.max_positions, self._runner.max_cache_tokens, "max_position_embeddings"
@@ -234,7 +226,8 @@ class TransformersEngine:
         """
         check_version(version)
         with self._turns:
-            self._version = version
+            self.version: int = version
+            """Number of optimizer steps that the weights have seen, as last committed."""
             self._runner.commit_version(version)
 
     @contextmanager
@@ -381,7 +374,7 @@ class TransformersEngine:
                 **runner.counters,
                 cache_usage=runner.cache_usage,
                 finished=dict(self._finished),
-                version=self._version,
+                version=self.version,
             )
 
     def explain(self) -> str:
@@ -389,11 +382,11 @@ class TransformersEngine:
         support = self._support
         lines = [
             f"engine: TransformersEngine over {type(self.model).__name__}, {self.model.dtype} on {self.model.device}",
-            f"version: {self._version}",
+            f"version: {self.version}",
             *self._runner.explain(),
             f"attention: {self.model.config.get_text_config(decoder=True)._attn_implementation}",  # noqa: SLF001
             f"limits: vocabulary {support.vocab_size}, positions {support.max_positions}, batch {self._max_batch_size}",
-            f"logp: {self._logp_of}",
+            f"logp: {self.logp_of}",
             f"stop tokens: {list(self._stop_token_ids)}; pad token: {self._pad_token_id}",
             *(f"quirk: {quirk}" for quirk in support.quirks),
         ]

@@ -98,7 +98,9 @@ class VllmEngine:
         check_not_importing_main()
         self._prepared = prepare(options, logp_of=logp_of)
         self.ready = ready
-        self._logp_of, self._start_version = logp_of, version
+        self.logp_of: LogpOf = logp_of
+        """Which distribution the logp of its rollouts refers to."""
+        self._start_version = version
         self._restarting = threading.RLock()
         self._start(stop_token_ids)
 
@@ -118,21 +120,6 @@ class VllmEngine:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop that runs `vllm`; nothing may block it."""
         return self._events.loop
-
-    @property
-    def logp_of(self) -> LogpOf:
-        """Which distribution the logp of its rollouts refers to."""
-        return self._logp_of
-
-    @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
-        return self._limits
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Its own stop tokens, which `ignore_eos` switches off."""
-        return self._stop_token_ids
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -161,7 +148,7 @@ class VllmEngine:
 
     def explain(self) -> str:
         """Return which engine this is, with which limits, sizes and quirks. For people."""
-        prepared, limits = self._prepared, self._limits
+        prepared, limits = self._prepared, self.limits
         options = prepared.options
         rows = {
             "engine": f"vLLM {prepared.vllm_version}, in its own processes",
@@ -174,9 +161,9 @@ class VllmEngine:
             + (", experts whole on their ranks" if options.enable_expert_parallel else ""),
             "vocabulary": f"{limits.vocab_size} tokens",
             limits.max_length_name: f"{limits.max_length} tokens of prompt and answer",
-            "stop_token_ids": ", ".join(map(str, self._stop_token_ids)) or "none: answers end at max_new_tokens only",
+            "stop_token_ids": ", ".join(map(str, self.stop_token_ids)) or "none: answers end at max_new_tokens only",
             "tokenizer": "none: no stop strings, no bad words" if limits.tokenizer is None else "loaded",
-            "logp_of": self._logp_of,
+            "logp_of": self.logp_of,
             **{f"quirk {quirk.name}": quirk.explain() for quirk in prepared.quirks},
             **{f"vllm_kwargs.{key}": repr(value) for key, value in options.vllm_kwargs.items()},
         }
@@ -406,7 +393,7 @@ class VllmEngine:
         """
         with self._restarting:
             self._end()
-            self._start(self._stop_token_ids)
+            self._start(self.stop_token_ids)
 
     def close(self) -> None:
         """End the engine, with all of its processes; it can be called again."""
@@ -432,13 +419,15 @@ class VllmEngine:
             raise
         self._end = weakref.finalize(self, _end, self._events, self._running)
         try:
-            self._limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
-            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, self._limits)
+            self.limits: Limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
+            """What it can be asked for."""
+            self.stop_token_ids: tuple[int, ...] = stop_tokens(stop_token_ids, self._prepared, self.limits)
+            """Its own stop tokens, which `ignore_eos` switches off."""
             warn_of_dtype(self._prepared, self.vllm.vllm_config)
         except (PromptError, UserWarning):
             self._end()
             raise
-        self._samples = Samples(self._running, logp_of=self._logp_of, hint=logp_hint(self._prepared.options))
+        self._samples = Samples(self._running, logp_of=self.logp_of, hint=logp_hint(self._prepared.options))
 
     def _begin(
         self,
@@ -455,13 +444,13 @@ class VllmEngine:
         Each may take `timeout_s`, or what the engine was made with, or else `otherwise_s`.
         """
         self.check_ready()
-        requests = make_requests(prompts, sampling, self._limits)
+        requests = make_requests(prompts, sampling, self.limits)
         for request in requests:
-            check_for_vllm(request, self._limits)
+            check_for_vllm(request, self.limits)
         if lora is not None:
             check_lora(lora, self._prepared.options)
         limit_s = self._timeout_s or otherwise_s if timeout_s is None else check_timeout(timeout_s)
-        adapter, own = None if lora is None else lora.request(), self._stop_token_ids
+        adapter, own = None if lora is None else lora.request(), self.stop_token_ids
         return [
             Sample(
                 prompt=request.prompt,
