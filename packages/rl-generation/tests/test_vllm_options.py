@@ -159,7 +159,7 @@ def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint)
 
 
 def _prepared(options):
-    given = {"arguments": {}, "vllm_version": "0.32.0", "load_format": "auto", "quirks": (), "stop_token_ids": (2,)}
+    given = {"arguments": {}, "load_format": "auto", "quirks": (), "stop_token_ids": (2,)}
     return Prepared(options=options, **given)
 
 

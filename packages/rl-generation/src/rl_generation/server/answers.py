@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, final
 
 from starlette.requests import ClientDisconnect
@@ -28,12 +28,12 @@ from rl_generation.detokenizer import Detokenizer, Tokenizer
 from rl_generation.engine import RolloutDelta, StreamingEngine
 from rl_generation.errors import EngineDeadError, SampleTimeoutError
 from rl_generation.requests import Request
-from rl_generation.rollout import LogpOf, VersionSpan
+from rl_generation.rollout import LogpOf
 from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.guard import HttpError, from_engine, internal
 from rl_generation.server.tools import ReplyStream, ToolCall, overlap
 
-__all__ = ["Shapes", "event_stream", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
+__all__ = ["Shapes", "event_stream", "generate", "stream", "to_json", "unless_disconnected"]
 
 LOG = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Shapes:
             ending = {
                 "finish_reason": "tool_calls" if calls and ended.finish_reason == "stop" else ended.finish_reason,
                 "stop_reason": ended.stop_reason,
-                "weight_versions": spans_as_json(ended.versions),
+                "weight_versions": [asdict(span) for span in ended.versions],
             }
         ids = {"token_ids": list(delta.tokens)} if asked.body.return_token_ids else {}
         return {"index": index, **said, "logprobs": self._logp(delta, offsets), **ending, **ids, **opening}
@@ -304,11 +304,6 @@ class Shapes:
         """Tokens that were read and written; a prompt with several answers is read once."""
         read = sum(len(request.prompt) for request in self.asked.requests)
         return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
-
-
-def spans_as_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
-    """Which weights made which tokens."""
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 # -- Server-sent events -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, final
 from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, check_version, failed_request
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.event_loop import EventLoop
+from rl_generation.model_flags import installed_version
 from rl_generation.requests import Limits, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
@@ -124,7 +125,7 @@ class VllmEngine:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """Of the processes that the engine started."""
-        return self._running.process_ids
+        return tuple(self._running.processes.started)
 
     @property
     def version(self) -> int:
@@ -151,7 +152,7 @@ class VllmEngine:
         prepared, limits = self._prepared, self.limits
         options = prepared.options
         rows = {
-            "engine": f"vLLM {prepared.vllm_version}, in its own processes",
+            "engine": f"vLLM {installed_version()}, in its own processes",
             "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
             "load_format": prepared.load_format + (" (the first refit feeds it)" if prepared.unfed else ""),
             "dtype": str(self.vllm.vllm_config.model_config.dtype).removeprefix("torch."),

@@ -22,7 +22,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from starlette.datastructures import MutableHeaders
@@ -43,7 +43,7 @@ from rl_generation.errors import (
 )
 from rl_generation.model_flags import installed_version
 from rl_generation.requests import Sampling, check_token_ids
-from rl_generation.server.answers import spans_as_json, to_json
+from rl_generation.server.answers import to_json
 from rl_generation.server.generation_request import Body, Flag, Integer, TokenIds, read_json
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
 from rl_generation.server.tools import tool_format_of
@@ -415,20 +415,20 @@ class _Answer:
     def _add(self, said: dict[str, Any]) -> None:
         """Add what is ours to a response, or to a chunk, of whose choices those that have ended get it."""
         exchange = self._exchange
-        spans = {index: sample.versions for index, sample in exchange.samples.items() if sample.versions}
+        ended = {index: sample for index, sample in exchange.samples.items() if sample.versions}
         if exchange.path == "/v1/responses":
-            last = max(spans)
-            said["weight_versions"] = spans_as_json(spans[last])
+            last = max(ended)
+            said["weight_versions"] = [asdict(span) for span in ended[last].versions]
             if exchange.token_ids:
-                said |= {"prompt_token_ids": exchange.prompts[last], "token_ids": exchange.samples[last].tokens}
+                said |= {"prompt_token_ids": exchange.prompts[last], "token_ids": ended[last].tokens}
         else:
             for choice in said["choices"]:
                 if choice.get("finish_reason"):
-                    choice["weight_versions"] = spans_as_json(spans[choice["index"]])
+                    choice["weight_versions"] = [asdict(span) for span in ended[choice["index"]].versions]
             if chosen := [choice["index"] for choice in said["choices"]]:
-                spans = {index: spans[index] for index in chosen}
-        if spans:
-            said["weight_version"] = min(span.version for each in spans.values() for span in each)
+                ended = {index: ended[index] for index in chosen}
+        if ended:
+            said["weight_version"] = min(span.version for sample in ended.values() for span in sample.versions)
         said["logp_of"] = self._engine.logp_of
 
 

@@ -67,8 +67,6 @@ class Prepared:
     arguments: Mapping[str, Any]
     """Of `vllm.EngineArgs`, which has accepted them."""
 
-    vllm_version: str
-
     load_format: str
     """What `options.load_format` came to."""
 
@@ -147,7 +145,6 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     return Prepared(
         options=options,
         arguments=arguments,
-        vllm_version=version,
         load_format=load_format,
         quirks=quirks,
         stop_token_ids=stop_token_ids_of(options.model, config, revision=options.revision),

@@ -49,6 +49,7 @@ class RunningLLM:
 
     Attributes:
         llm: The `AsyncLLM`.
+        processes: Those of the engine.
         health: Runs what waits for it.
         version: Of the weights, as last committed by anybody who tells the `AsyncLLM`.
         seams: By request, the versions of the weights that made its tokens before the present ones, each with how many
@@ -63,16 +64,11 @@ class RunningLLM:
         self.version, self.fed, self.asleep = 0, False, False
         self.seams: dict[str, list[tuple[int, int]]] = {}
         self._events, self._folder = events, folder
-        self._processes = EngineProcesses(_roots(llm.engine_core))
-        folder.watch(self._processes.started)
-        self.health = Health(llm, self._processes)
+        self.processes = EngineProcesses(_roots(llm.engine_core))
+        folder.watch(self.processes.started)
+        self.health = Health(llm, self.processes)
         self._tell_vllm = llm.update_weight_version
         llm.update_weight_version = self._commit
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Of the engine's processes."""
-        return tuple(self._processes.started)
 
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
         """Await the answer that `what` asks for, on the engine's loop; EngineDeadError where it died or is late."""
@@ -91,7 +87,7 @@ class RunningLLM:
         timeout_s = SHUTDOWN_TIMEOUT_S if self.health.death is None else 1.0
 
         async def end() -> None:
-            self._processes.survey()
+            self.processes.survey()
             self.health.end("the engine was closed or restarted; restart() makes a new one")
             if handler is not None:
                 handler.cancel()  # else it logs the end of the engine as a failure
@@ -106,7 +102,7 @@ class RunningLLM:
 
         self._events.run(end())
         self.llm.shutdown(timeout=timeout_s)
-        self._processes.end(timeout_s=timeout_s)
+        self.processes.end(timeout_s=timeout_s)
         self._events.run(settle())
         # vLLM leaves the threads of its ZeroMQ context running. Their end waits for sockets, so not for ever.
         ending = threading.Thread(target=resources.ctx.term, daemon=True, name="rl-generation-zmq")

@@ -118,13 +118,9 @@ class Samples:
 
     def __init__(self, running: RunningLLM, *, logp_of: LogpOf, hint: str) -> None:
         self._running, self._logp_of, self._hint = running, logp_of, hint
-        self._under_way: dict[str, Sample] = {}
+        self.under_way: dict[str, Sample] = {}
+        """Those that vLLM has, and that nobody has got to the end of."""
         self._aborting: set[asyncio.Task[None]] = set()
-
-    @property
-    def under_way(self) -> int:
-        """How many vLLM has that nobody has got to the end of."""
-        return len(self._under_way)
 
     async def generate(self, samples: Sequence[Sample]) -> list[Rollout]:
         """Answer all of them, in order; raise what `VllmEngine.generate` says."""
@@ -146,7 +142,7 @@ class Samples:
 
     async def abort(self) -> int:
         """Abort all samples under way; return how many. Whoever waits gets them as they are."""
-        chosen = [*self._under_way]
+        chosen = [*self.under_way]
         self._running.statistics.count_aborted(len(chosen))
         await self._running.llm.abort(chosen)
         return len(chosen)
@@ -185,7 +181,7 @@ class Samples:
         prompt = sample.prompt if isinstance(sample.prompt, dict) else tokens_input(list(sample.prompt))
         in_pieces = sample.params.output_kind is RequestOutputKind.DELTA
         timer = asyncio.get_running_loop().call_later(sample.timeout_s, self._expire, sample)
-        self._under_way[sample.id] = sample
+        self.under_way[sample.id] = sample
         try:
             answering = running.llm.generate(prompt, sample.params, sample.id, lora_request=sample.lora, **sample.how)
             async with contextlib.aclosing(answering) as outputs:  # which aborts it where a logp is broken
@@ -207,7 +203,7 @@ class Samples:
             raise
         finally:
             timer.cancel()
-            del self._under_way[sample.id]
+            del self.under_way[sample.id]
             running.seams.pop(sample.id, None)
 
     def _expire(self, sample: Sample) -> None:
