@@ -123,7 +123,6 @@ def test_the_end_of_processes_waits_for_workers_that_had_to_be_killed():
 def test_whoever_waits_for_a_dead_process_is_told_which_one_and_how(process):
     async def wait():
         health = Health(SimpleNamespace(errored=False), EngineProcesses([process]))
-        health.check()
         calls = [asyncio.create_task(health.run(asyncio.Event().wait())) for _ in range(3)]
         await asyncio.sleep(0)
         os.kill(process.pid, signal.SIGKILL)

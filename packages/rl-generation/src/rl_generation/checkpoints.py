@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TOKENIZER_FILES",
-    "generation_config_of",
     "load_config",
     "load_from",
     "load_model",
     "load_tokenizer",
-    "meta_model",
     "model_identity",
     "place_of",
     "said",
@@ -104,34 +102,6 @@ def load_model(
     return loaded
 
 
-def meta_model(config: Any) -> "PreTrainedModel":
-    """Make a model on the meta device, where it has no weights.
-
-    It is of the architecture that the config names, or else the causal language model of its type.
-
-    Raises:
-        ModelError: transformers knows none, or cannot construct it so.
-    """
-    import torch
-    import transformers
-
-    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    make: Any = next((architecture for architecture in named if architecture is not None), None)
-    try:
-        with torch.device("meta"):
-            made: PreTrainedModel = (make or transformers.AutoModelForCausalLM.from_config)(config)
-    except ValueError as error:
-        raise ModelError(
-            f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
-        ) from error
-    except RuntimeError as error:
-        raise ModelError(
-            f"transformers cannot construct model_type={config.model_type!r} without memory, so its parameters are not "
-            f"counted: {error}"
-        ) from error
-    return made
-
-
 def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder or hub id.
 
@@ -166,8 +136,21 @@ def stop_token_ids_of(
     Raises:
         ModelError: There is a generation config that cannot be read.
     """
-    generation = getattr(generation_config_of(model_name, revision), "eos_token_id", None)
-    eos = generation if generation is not None else next(iter(said(config, "eos_token_id")), None)
+    from transformers import GenerationConfig
+    from transformers.utils.hub import cached_file
+
+    folder, eos = Path(model_name).expanduser(), None
+    file = cached_file(
+        str(folder) if folder.is_dir() else model_name,
+        "generation_config.json",
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if file is not None:
+        place = str(Path(file).parent)
+        eos = load_from(GenerationConfig.from_pretrained, place, what="generation config").eos_token_id
+    if eos is None:
+        eos = next(iter(said(config, "eos_token_id")), None)
     found = [*(eos if isinstance(eos, list | tuple) else [eos]), getattr(tokenizer, "eos_token_id", None)]
     return tuple(dict.fromkeys(each for each in found if each is not None))
 
@@ -202,23 +185,6 @@ def model_identity(model_name: str, config: Any) -> str:
                 file.seek((size - PIECE_BYTES) * piece // (PIECES - 1))
                 total.update(file.read(PIECE_BYTES))
     return f"sha256:{total.hexdigest()}"
-
-
-def generation_config_of(model_name: str, revision: str | None) -> Any:
-    """Return the generation config of a folder or hub id; None where there is none, ModelError where it is broken."""
-    from transformers import GenerationConfig
-    from transformers.utils.hub import cached_file
-
-    folder = Path(model_name).expanduser()
-    found = cached_file(
-        str(folder) if folder.is_dir() else model_name,
-        "generation_config.json",
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    if found is None:
-        return None
-    return load_from(GenerationConfig.from_pretrained, str(Path(found).parent), what="generation config")
 
 
 def place_of(name: str, wanted: tuple[str, ...], *, what: str) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout
 
-__all__ = ["CallSeeds", "SeededEngine", "ServingEngine", "seed_of_call"]
+__all__ = ["CallSeeds", "SeededEngine", "ServingEngine"]
 
 
 class CallSeeds:
@@ -28,10 +28,11 @@ class CallSeeds:
         self._lock = threading.Lock()
 
     def take(self) -> int:
-        """The seed of the next call."""
+        """The seed of the next call, from 0 to below 2**62."""
         with self._lock:
+            digest = hashlib.blake2b(f"{self._seed}/{self.calls}".encode(), digest_size=8).digest()
             self.calls += 1
-            return seed_of_call(self._seed, self.calls - 1)
+            return int.from_bytes(digest, "big") >> 2
 
 
 class ServingEngine(Protocol):
@@ -97,13 +98,3 @@ class SeededEngine:
     def close(self) -> None:
         """Close the engine."""
         self._engine.close()
-
-
-def seed_of_call(seed: int, call: int) -> int:
-    """The seed of call number `call` of a run, from 0 to below 2**62.
-
-    >>> seed_of_call(0, 0) != seed_of_call(0, 1) != seed_of_call(1, 0)
-    True
-    """
-    digest = hashlib.blake2b(f"{seed}/{call}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2

@@ -375,13 +375,13 @@ class VllmEngine:
         Raises:
             EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
         """
-        running, core = self._running, self.vllm.engine_core
-
-        async def ping() -> None:
-            running.health.check()
-            await ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {})
-
-        await self._events.wait(running.call(ping, timeout_s=timeout_s, name="check_health"))
+        core = self.vllm.engine_core
+        asking = self._running.call(
+            lambda: ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}),
+            timeout_s=timeout_s,
+            name="check_health",
+        )
+        await self._events.wait(asking)
 
     def restart(self) -> None:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.

@@ -153,13 +153,6 @@ class Health:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watch = asyncio.create_task(self._look_now_and_then())
 
-    def check(self) -> None:
-        """Raise EngineDeadError where a process is known to be dead, or found to be."""
-        if self.death is None:
-            self._look()
-        if self.death is not None:
-            raise EngineDeadError(self.death)
-
     def start(self, what: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Begin `what`, which is cancelled when the engine dies."""
         task = asyncio.create_task(what)
