@@ -118,6 +118,13 @@ class RemoteEngine:
             raise EngineOptionError(
                 f"request_timeout_s must be above 0 and finite; got request_timeout_s={request_timeout_s!r}"
             )
+        headers = {}
+        if api_key_env is not None:
+            if not (key := os.environ.get(api_key_env)):
+                raise EngineOptionError(f"api_key_env={api_key_env!r}: this environment variable is not set, or empty")
+            if not (key.isascii() and key.isprintable() and key.strip()):
+                raise EngineOptionError(f"api_key_env={api_key_env!r}: its value is no text that a header can hold")
+            headers = {"Authorization": f"Bearer {key}"}
         self._replicas = [_Replica(url) for url in _base_urls(urls)]
         self._kind, self._model, self._tokenizer = kind, model, tokenizer
         self.logp_of: LogpOf = logp_of
@@ -130,7 +137,7 @@ class RemoteEngine:
         self._places = asyncio.Semaphore(MAX_IN_FLIGHT * len(self._replicas))
         # The key lives in the client's headers alone, which write it as [secure] where they are printed.
         self._http = httpx.AsyncClient(
-            headers={} if api_key_env is None else {"Authorization": f"Bearer {_api_key(api_key_env)}"},
+            headers=headers,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             # uvicorn closes a connection that is idle for 5 s.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0),
@@ -668,15 +675,6 @@ def _base_urls(urls: str | Sequence[str]) -> list[str]:
     if len(set(found)) < len(found):
         raise EngineOptionError(f"urls names one server twice: {found}")
     return found
-
-
-def _api_key(variable: str) -> str:
-    key = os.environ.get(variable)
-    if not key:
-        raise EngineOptionError(f"api_key_env={variable!r}: this environment variable is not set, or empty")
-    if not (key.isascii() and key.isprintable() and key.strip()):
-        raise EngineOptionError(f"api_key_env={variable!r}: its value is no text that a header can hold")
-    return key
 
 
 def _name(request: Request) -> str:

@@ -63,28 +63,26 @@ class SeededEngine:
     def __init__(
         self, engine: ServingEngine, *, seeds: CallSeeds, enter_generating: Callable[[], None] | None = None
     ) -> None:
-        self._engine, self.seeds, self._enter_generating = engine, seeds, enter_generating
+        self._engine, self.seeds = engine, seeds
+        self._enter_generating = enter_generating or (lambda: None)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Sequence[Rollout]:
         """One rollout per prompt and sample, in the order of the prompts."""
         if sampling.seed is None and sampling.temperature > 0:  # greedy calls and seeds of the caller are not counted
             sampling = replace(sampling, seed=self.seeds.take())
-        if self._enter_generating is not None:
-            self._enter_generating()
+        self._enter_generating()
         return list(self._engine.generate(prompts, sampling))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
         """Begin to answer one prompt, with the seed of its own request, which is no call of the run."""
-        if self._enter_generating is not None:
-            self._enter_generating()
+        self._enter_generating()
         return self._engine.submit(prompt, sampling, seed=seed)
 
     def generate_seeded(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int]
     ) -> Sequence[Rollout]:
         """What `submit` answers to each prompt with its own seed, as one batch, which is no call of the run either."""
-        if self._enter_generating is not None:
-            self._enter_generating()
+        self._enter_generating()
         return list(self._engine.generate(prompts, [sampling.for_request(seed) for seed in seeds]))
 
     def reseeded(self, seed: int, *, first_call: int) -> "SeededEngine":

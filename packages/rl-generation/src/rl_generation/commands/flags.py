@@ -151,21 +151,17 @@ def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
     engines = arguments.engine or ENGINES[:1]
     if len(set(engines)) < len(engines):
         raise CommandError(f"an engine stands twice in {','.join(engines)}")
-    given = _given(arguments, EngineSpec) | {"vllm_kwargs": _vllm_kwargs(arguments)}
+    own = {name: getattr(arguments, name) for name in VLLM_FLAGS if hasattr(arguments, name)}
+    others = json_pairs(arguments.vllm_kwarg, "--vllm-kwarg")
+    for name in own.keys() & others:
+        raise CommandError(f"--vllm-kwarg sets {name}={others[name]!r}, which is given as {own[name]!r} already")
+    given = _given(arguments, EngineSpec) | {"vllm_kwargs": own | others}
     foreign_to_all = set.intersection(*(set(FOREIGN[engine]) for engine in engines))
     specs = []
     for engine in engines:
         own = {name: each for name, each in given.items() if name not in set(FOREIGN[engine]) - foreign_to_all}
         specs.append(EngineSpec(**{**own, "engine": engine}))
     return specs
-
-
-def _vllm_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(arguments, name) for name in VLLM_FLAGS if hasattr(arguments, name)}
-    others = json_pairs(arguments.vllm_kwarg, "--vllm-kwarg")
-    for name in given.keys() & others:
-        raise CommandError(f"--vllm-kwarg sets {name}={others[name]!r}, which is given as {given[name]!r} already")
-    return given | others
 
 
 def start_engine(spec: EngineSpec) -> tuple[Engine, Any]:

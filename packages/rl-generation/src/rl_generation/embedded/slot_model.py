@@ -194,14 +194,6 @@ class SlotCache:
 _STEP: ContextVar[AttentionStep] = ContextVar("rl_generation_attention_step")
 
 
-def register_attention() -> None:
-    """Register the functions below with transformers; doing so again is harmless."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
-
-
 def _mask(
     *, mask_function: Callable[..., Tensor], allow_is_causal_skip: bool = False, **_: object
 ) -> Float[Tensor, "rows 1 S C"] | None:
@@ -269,13 +261,21 @@ class SlotModel:
     """
 
     def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, record_decoding: bool) -> None:
-        register_attention()
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(ATTENTION, _attention)  # doing so again is harmless
+        AttentionMaskInterface.register(ATTENTION, _mask)
         self.model = model
         self.cache = SlotCache()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument(model)
         self._pad_token_id = pad_token_id
-        _copy_configs(model)
+        # What was one config, or part of one, is so again.
+        copies: dict[int, Any] = {}
+        for module in model.modules():
+            for name, value in list(vars(module).items()):
+                if hasattr(value, "_attn_implementation"):
+                    setattr(module, name, copy.deepcopy(value, copies))
         self._configs = _distinct_configs(model)
         # Answers agree with the model's own forward, which under this name leaves the cap out.
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
@@ -352,15 +352,6 @@ class SlotModel:
 def cache_argument(model: "PreTrainedModel") -> str:
     """Return what forward calls its key/value cache: `cache` since transformers 5.24, and `past_key_values` before."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _copy_configs(model: "PreTrainedModel") -> None:
-    """Give the model configs that no other model has; what was one config, or part of one, is so again."""
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if hasattr(value, "_attn_implementation"):
-                setattr(module, name, copy.deepcopy(value, copies))
 
 
 def _unknown_module(model: "PreTrainedModel") -> str | None:

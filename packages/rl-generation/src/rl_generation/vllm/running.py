@@ -1,7 +1,6 @@
 """An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
-import functools
 import getpass
 import os
 import tempfile
@@ -64,7 +63,10 @@ class RunningLLM:
         self.version, self.fed, self.asleep = 0, False, False
         self.seams: dict[str, list[tuple[int, int]]] = {}
         self._events, self._folder = events, folder
-        self.processes = EngineProcesses(_roots(llm.engine_core))
+        # Its engines, and what coordinates them.
+        resources = llm.engine_core.resources
+        coordinators = () if resources.coordinator is None else (resources.coordinator.proc,)
+        self.processes = EngineProcesses((*getattr(resources.engine_manager, "processes", ()), *coordinators))
         folder.watch(self.processes.started)
         self.health = Health(llm, self.processes)
         self._tell_vllm = llm.update_weight_version
@@ -112,8 +114,10 @@ class RunningLLM:
 
     async def _commit(self, new_version: str) -> None:
         """What `AsyncLLM.update_weight_version` does here: a refit calls that, and knows nothing of this engine."""
+        from vllm.outputs import CompletionOutput
+
         version = version_of(new_version)
-        if not _says_versions():
+        if "weight_versions" not in CompletionOutput.__dataclass_fields__:  # as before 0.32
             await self._note_seams()
         await self._tell_vllm(new_version)
         self.version, self.fed = version, True
@@ -261,14 +265,6 @@ class Statistics:
     log = log_engine_initialized = record_sleep_state = record_admission_rejection = _nothing
 
 
-@functools.cache
-def _says_versions() -> bool:
-    """Whether vLLM says which weights made which tokens, as it does since 0.32."""
-    from vllm.outputs import CompletionOutput
-
-    return "weight_versions" in CompletionOutput.__dataclass_fields__
-
-
 def version_of(label: str) -> int:
     """Return the version that vLLM's label of its weights means; ModelError where that is no number of steps."""
     if label.isdecimal():
@@ -347,11 +343,3 @@ async def start(events: EventLoop, prepared: Prepared, *, version: int) -> Runni
         raise
     running.fed = not prepared.unfed
     return running
-
-
-def _roots(core: Any) -> list[Any]:
-    """The `multiprocessing.Process` objects that vLLM started: its engines, and what coordinates them."""
-    roots = list(getattr(core.resources.engine_manager, "processes", ()))
-    if core.resources.coordinator is not None:
-        roots.append(core.resources.coordinator.proc)
-    return roots

@@ -162,7 +162,11 @@ class Samples:
                     continue
                 ended += 1
                 if item.cancelled() or item.exception() is not None:
-                    await self._raise(item, samples)
+                    await self._running.health.result(item)
+        except EngineDeadError as error:
+            raise EngineDeadError(str(error), rollouts=_rollouts(samples)) from error.__cause__
+        except LogpError as error:
+            raise LogpError(f"{error}{self._hint}") from error
         finally:
             pending = [task for task in tasks if not task.done()]
             for task in pending:
@@ -212,15 +216,6 @@ class Samples:
         aborting = asyncio.create_task(self._running.llm.abort(sample.id))
         self._aborting.add(aborting)
         aborting.add_done_callback(self._aborting.discard)
-
-    async def _raise(self, task: "asyncio.Task[Any]", samples: Sequence[Sample]) -> None:
-        """Raise why `task` did not come to its end."""
-        try:
-            await self._running.health.result(task)
-        except EngineDeadError as error:
-            raise EngineDeadError(str(error), rollouts=_rollouts(samples)) from error.__cause__
-        except LogpError as error:
-            raise LogpError(f"{error}{self._hint}") from error
 
 
 def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
