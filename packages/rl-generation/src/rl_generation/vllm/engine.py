@@ -8,6 +8,7 @@ through `loop`.
 import asyncio
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from rl_generation.model_flags import installed_version
 from rl_generation.requests import Limits, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
-from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
+from rl_generation.vllm.preparing import NO_WEIGHTS, prepare, stop_tokens
 from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
@@ -420,11 +421,26 @@ class VllmEngine:
             raise
         self._end = weakref.finalize(self, _end, self._events, self._running)
         try:
-            self.limits: Limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
+            config, prepared = self.vllm.vllm_config, self._prepared
+            self.limits: Limits = Limits(
+                vocab_size=config.model_config.get_vocab_size(),
+                max_length=config.model_config.max_model_len,
+                max_length_name="max_model_len",
+                tokenizer=self.vllm.tokenizer,
+                prefill_chunk=config.scheduler_config.max_num_batched_tokens,
+            )
             """What it can be asked for."""
-            self.stop_token_ids: tuple[int, ...] = stop_tokens(stop_token_ids, self._prepared, self.limits)
+            self.stop_token_ids: tuple[int, ...] = stop_tokens(stop_token_ids, prepared, self.limits)
             """Its own stop tokens, which `ignore_eos` switches off."""
-            warn_of_dtype(self._prepared, self.vllm.vllm_config)
+            given, served = prepared.checkpoint_dtype, str(config.model_config.dtype).removeprefix("torch.")
+            if prepared.options.dtype == "auto" and given not in (None, served):  # vLLM only logs that
+                warnings.warn(
+                    f"dtype='auto' serves in {served} a checkpoint whose weights are {given}, so its log-probabilities "
+                    f"are not those of a trainer in {given}; give dtype={given!r}, or dtype={served!r} where that is "
+                    f"meant",
+                    UserWarning,
+                    stacklevel=3,
+                )
         except (PromptError, UserWarning):
             self._end()
             raise

@@ -152,18 +152,6 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     )
 
 
-def limits_of(vllm_config: Any, tokenizer: Any) -> Limits:
-    """Return what an engine with this `VllmConfig` can be asked for."""
-    model = vllm_config.model_config
-    return Limits(
-        vocab_size=model.get_vocab_size(),
-        max_length=model.max_model_len,
-        max_length_name="max_model_len",
-        tokenizer=tokenizer,
-        prefill_chunk=vllm_config.scheduler_config.max_num_batched_tokens,
-    )
-
-
 def stop_tokens(given: Sequence[int] | None, prepared: Prepared, limits: Limits) -> tuple[int, ...]:
     """Return the engine's own stop tokens: those given, or the checkpoint's and its tokenizer's eos token.
 
@@ -187,18 +175,6 @@ def refusal(error: ValueError) -> EngineOptionError:
         f"max_model_len={asked} is more than the model was made for ({name}={float(most):.0f}); give at most that, or "
         f"set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 where you know that its positions go further"
     )
-
-
-def warn_of_dtype(prepared: Prepared, vllm_config: Any) -> None:
-    """Warn where "auto" came to another dtype than the checkpoint's: vLLM only logs that."""
-    given, served = prepared.checkpoint_dtype, str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if prepared.options.dtype == "auto" and given not in (None, served):
-        warnings.warn(
-            f"dtype='auto' serves in {served} a checkpoint whose weights are {given}, so its log-probabilities are "
-            f"not those of a trainer in {given}; give dtype={given!r}, or dtype={served!r} where that is meant",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 # -- The vLLM that is installed ---------------------------------------------------------------------------------------
