@@ -297,15 +297,15 @@ class TransformersEngine:
             self._check_weights()
             check_single(sampling)
             (request,) = make_requests([prompt], [sampling.for_request(seed)], self.limits)
+            future: Future[Rollout] = Future()
+            with self._submitting:
+                self._submitted.add(future)
+                self._arrived.append((future, request))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name="rl-generation submitted")
+                    self._thread.start()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
             return failed_request(error)
-        future: Future[Rollout] = Future()
-        with self._submitting:
-            self._submitted.add(future)
-            self._arrived.append((future, request))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="rl-generation submitted")
-                self._thread.start()
 
         def notice_cancelled(done: "Future[Rollout]") -> None:
             if done.cancelled():
