@@ -20,8 +20,6 @@ from rl_generation.detokenizer import Tokenizer, answer_text, decode
 from rl_generation.errors import PromptError
 from rl_generation.rollout import Rollout
 
-__all__ = ["Message", "decode_rollout", "encode_chat", "encode_text", "with_required_prefix"]
-
 Message = Mapping[str, Any]
 """One message of a conversation as chat templates take it: `role`, `content`, and what else the template knows."""
 

@@ -14,18 +14,6 @@ from rl_generation.errors import EngineOptionError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "load_config",
-    "load_from",
-    "load_model",
-    "load_tokenizer",
-    "model_identity",
-    "place_of",
-    "said",
-    "stop_token_ids_of",
-]
-
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -26,8 +26,6 @@ from rl_generation.errors import (
     SampleTimeoutError,
 )
 
-__all__ = ["main"]
-
 PROGRAM = "rl-generation"
 COMMANDS = {
     "generate": "answer the prompts of a JSON Lines file; an interrupted run can be resumed",

@@ -23,8 +23,6 @@ from rl_generation.detokenizer import StopStrings
 from rl_generation.errors import EngineOptionError, PromptError
 from rl_generation.requests import Limits, Request, Sampling, check_token_ids
 
-__all__ = ["BadWords", "Constraints", "banned_next", "encode_bad_words", "make_constraints"]
-
 BadWords = tuple[tuple[int, ...], ...]
 
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    Tokenizer = PreTrainedTokenizerBase
 else:
     Tokenizer = Any  # transformers is imported by whoever has one
-
-__all__ = ["INCOMPLETE", "Detokenizer", "StopStrings", "Tokenizer", "answer_text", "decode"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no whole character, or not yet one."""

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from rl_generation.requests import Sampling
 
-__all__ = ["SamplingTensors", "choose", "draw", "exact_dtype", "raw_logp", "sampled_logits", "take_best", "uniforms"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

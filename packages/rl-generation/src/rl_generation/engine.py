@@ -9,19 +9,6 @@ from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import LogpOf, Rollout, TopLogp
 
-__all__ = [
-    "Engine",
-    "EngineMetrics",
-    "RequestEngine",
-    "RolloutDelta",
-    "SteppingEngine",
-    "StreamingEngine",
-    "check_single",
-    "check_version",
-    "failed_request",
-    "to_prometheus",
-]
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,6 @@ from typing import Any, TypeVar, final
 
 from rl_generation.errors import EngineDeadError
 
-__all__ = ["EventLoop"]
-
 T = TypeVar("T")
 _END = object()
 _PATIENCE_S = 10.0

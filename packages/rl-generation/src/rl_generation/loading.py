@@ -13,17 +13,6 @@ if TYPE_CHECKING:
     from rl_generation.transformers_engine import TransformersEngine
     from rl_generation.vllm import VllmOptions
 
-__all__ = [
-    "ENGINES",
-    "FOREIGN",
-    "EngineSpec",
-    "check_available",
-    "load_engine",
-    "load_transformers_engine",
-    "tokenizer_of",
-    "vllm_options_of",
-]
-
 ENGINES = ("transformers", "vllm")
 
 FOREIGN = {

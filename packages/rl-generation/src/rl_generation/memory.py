@@ -26,14 +26,6 @@ from rl_generation.errors import EngineOptionError, ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = [
-    "CacheLayer",
-    "EngineMemory",
-    "default_cpu_cache_bytes",
-    "default_gpu_memory_utilization",
-    "estimate_memory",
-]
-
 FULL = frozenset({"full_attention", "attention"})
 WINDOW = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Kind of a layer that looks back on a window → the field of the config with its size."""

@@ -18,8 +18,6 @@ from typing import final
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["MODEL_FLAGS", "ModelFlag", "ModelQuirk", "flags_for", "installed_version"]
-
 
 @unique
 class ModelFlag(Enum):

@@ -40,8 +40,6 @@ from rl_generation.rollout import FinishReason, LogpOf, Rollout, in_order
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["RemoteEngine", "ServerKind"]
-
 LOG = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0

@@ -21,8 +21,6 @@ from rl_generation.requests import MAX_SEED, Limits, Request
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, TopLogp, VersionSpan
 from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm, refuse_fields
 
-__all__ = ["SGLANG_SETS", "VERSIONS", "ServerFacts", "ServerKind"]
-
 ServerKind = Literal["rl-generation", "vllm", "sglang"]
 """Which server answers: `rl-generation serve`, `vllm serve`, or SGLang's `python -m sglang.launch_server`."""
 

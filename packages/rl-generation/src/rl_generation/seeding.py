@@ -10,8 +10,6 @@ from typing import Protocol
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout
 
-__all__ = ["CallSeeds", "SeededEngine", "ServingEngine"]
-
 
 class CallSeeds:
     """The seeds of a run's sampling calls: each follows from the run's seed and how many calls came before.

@@ -18,8 +18,6 @@ from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError, EngineOptionError
 from rl_generation.requests import Sampling
 
-__all__ = ["Streamer"]
-
 T = TypeVar("T")
 
 STEPS = ("add_request", "step", "abort_request", "has_unfinished_requests")

@@ -11,8 +11,6 @@ from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import BasicSampling, Sampling
 from rl_generation.vllm.options import BasicVllmOptions, VllmOptions
 
-__all__ = ["EngineConfig", "TrainingEngineSpec", "VllmConfig", "make_training_engine"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(BasicVllmOptions):

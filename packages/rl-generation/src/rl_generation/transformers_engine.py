@@ -38,8 +38,6 @@ from rl_generation.rollout import LogpOf, Rollout, in_order
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TransformersEngine"]
-
 CPU_CACHE_BYTES = 4 << 30
 
 Outcome = tuple["Future[Rollout]", Rollout | BaseException]

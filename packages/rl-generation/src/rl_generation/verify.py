@@ -34,17 +34,6 @@ from rl_generation.rollout import Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "FAULT",
-    "AgreementError",
-    "AgreementMonitor",
-    "Coverage",
-    "LogpAgreement",
-    "TokenDifference",
-    "compare_logp",
-    "verify_logp",
-]
-
 FAULT = 1.05
 """Of `token_mult_prob_error`, by NeMo RL."""
 

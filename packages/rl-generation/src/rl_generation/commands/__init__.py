@@ -4,8 +4,6 @@ import json
 import sys
 from typing import Any, final
 
-__all__ = ["CommandError", "say", "show", "show_json"]
-
 
 @final
 class CommandError(ValueError):

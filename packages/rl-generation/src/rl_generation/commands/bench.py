@@ -31,8 +31,6 @@ from rl_generation.requests import Sampling
 if TYPE_CHECKING:
     from rl_generation.verify import LogpAgreement
 
-__all__ = ["add_arguments", "run"]
-
 COUNTS = {
     "prompts": (64, "of each round"),
     "prompt_tokens": (32, "tokens of each prompt"),

@@ -18,17 +18,6 @@ from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, load_engine
 from rl_generation.requests import Sampling
 from rl_generation.vllm.options import BasicVllmOptions
 
-__all__ = [
-    "add_engine_arguments",
-    "add_sampling_arguments",
-    "json_pairs",
-    "sampling_of",
-    "spec_of",
-    "specs_of",
-    "start_engine",
-]
-
-
 VLLM_FLAGS = {each.name for each in dataclasses.fields(BasicVllmOptions)} - {"max_num_seqs", "vllm_kwargs"}
 """Fields of VllmOptions that have a flag; `--max-batch-size` is that of every engine."""
 

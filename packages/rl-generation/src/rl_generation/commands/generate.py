@@ -37,8 +37,6 @@ from rl_generation.loading import check_available, tokenizer_of
 from rl_generation.requests import Prompt, Sampling, make_requests
 from rl_generation.rollout import Rollout, in_order
 
-__all__ = ["add_arguments", "run"]
-
 KINDS = {
     "prompt": "text",
     "messages": 'a list of objects with a "role", not empty',

@@ -19,8 +19,6 @@ from rl_generation.embedded.slot_model import SlotModel
 from rl_generation.requests import Prompt
 from rl_generation.rollout import LogpOf
 
-__all__ = ["ContinuousBatching"]
-
 REPLACE_AT_FRACTION = 0.125
 # Up to so many, the arithmetic of a step costs less than its calls.
 FEW_ROWS = 32

@@ -24,8 +24,6 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NotRecordableError", "RecordedDecoding", "Recording", "record"]
-
 # What tells something of a tensor that its shape and kind decide; everything else that is no tensor is a value.
 METADATA = {
     *("__get__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),

@@ -26,8 +26,6 @@ from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan
 
-__all__ = ["Draw", "News", "Row", "Runner"]
-
 # Random numbers are computed for so many steps at once: it costs as much as for one.
 STEPS_AHEAD = 16
 

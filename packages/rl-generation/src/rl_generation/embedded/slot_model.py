@@ -33,9 +33,6 @@ from rl_generation.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SlotModel", "cache_argument", "inspect_model", "why_not_continuous"]
-
-
 ATTENTION = "rl_generation_slots"
 
 FORWARD_NEEDS = ("input_ids", "position_ids", "use_cache")

@@ -21,8 +21,6 @@ from rl_generation.rollout import LogpOf
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["WholeBatches"]
-
 
 @final
 class WholeBatches(Runner):

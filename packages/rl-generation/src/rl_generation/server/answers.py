@@ -33,8 +33,6 @@ from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.guard import HttpError, from_engine, internal
 from rl_generation.server.tools import ReplyStream, ToolCall, overlap
 
-__all__ = ["Shapes", "event_stream", "generate", "stream", "to_json", "unless_disconnected"]
-
 LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")

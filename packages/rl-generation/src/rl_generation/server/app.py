@@ -57,8 +57,6 @@ from rl_generation.server.tools import tool_format_of
 from rl_generation.streaming import STEPS
 from rl_generation.vllm.engine import VllmEngine
 
-__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "create_app", "read_token"]
-
 API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
 """Where `serve` and `Server` look for the API key that they were not given."""
 

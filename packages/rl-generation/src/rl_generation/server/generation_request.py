@@ -27,18 +27,6 @@ from rl_generation.requests import Limits, Request, Sampling, check_token_ids, m
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine
 from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
 
-__all__ = [
-    "Body",
-    "ChatBody",
-    "CompletionBody",
-    "GenerationRequest",
-    "RequestReader",
-    "ResponsesBody",
-    "TokensBody",
-    "read_json",
-    "shortened",
-]
-
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("chat_template", "conversation", "guided_json", "guided_regex", "max_tool_calls"), ()),
     **dict.fromkeys(("previous_response_id", "prompt_logprobs", "truncate_prompt_tokens"), ()),

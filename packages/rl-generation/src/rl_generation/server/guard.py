@@ -24,19 +24,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError, SampleTimeoutError
 
-__all__ = [
-    "Guard",
-    "HttpError",
-    "ServerLimits",
-    "check_api_key",
-    "error_handlers",
-    "from_engine",
-    "internal",
-    "is_loopback",
-    "read_body",
-]
-
-
 # -- Errors -----------------------------------------------------------------------------------------------------------
 
 

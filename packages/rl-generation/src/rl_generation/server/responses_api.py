@@ -14,8 +14,6 @@ from typing import Any, final
 from rl_generation.server.generation_request import ChatBody, ResponsesBody, shortened
 from rl_generation.server.guard import HttpError
 
-__all__ = ["ResponsesRequest"]
-
 INCLUDED_LOGP = "message.output_text.logprobs"
 """What `include` may ask for."""
 

@@ -20,18 +20,6 @@ from rl_generation.detokenizer import Tokenizer
 from rl_generation.errors import EngineOptionError
 from rl_generation.server.guard import HttpError
 
-__all__ = [
-    "TOOL_FORMATS",
-    "Reply",
-    "ReplyStream",
-    "ToolCall",
-    "ToolFormat",
-    "ToolUse",
-    "overlap",
-    "read_tools",
-    "tool_format_of",
-]
-
 ToolFormat = Literal["hermes", "llama", "mistral"]
 TOOL_FORMATS: Mapping[ToolFormat, str] = {
     "hermes": "<tool_call>",

@@ -38,8 +38,6 @@ from rl_generation.vllm.samples import (
     to_sampling_params,
 )
 
-__all__ = ["Pause", "VllmEngine"]
-
 T = TypeVar("T")
 
 Pause = Literal["wait", "keep", "abort"]

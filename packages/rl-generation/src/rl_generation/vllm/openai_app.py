@@ -55,8 +55,6 @@ from rl_generation.vllm.samples import Sample
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = ["ROUTES", "VllmApp"]
-
 LOG = logging.getLogger(__name__)
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

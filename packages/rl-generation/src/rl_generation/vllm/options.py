@@ -13,16 +13,6 @@ from typing import Any, ClassVar, final
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
 
-__all__ = [
-    "DUMMY",
-    "BasicVllmOptions",
-    "LoraAdapter",
-    "VllmOptions",
-    "check_lora",
-    "engine_arguments",
-    "nearest",
-]
-
 DUMMY = "dummy"
 """vLLM's load format that draws random weights and reads none."""
 

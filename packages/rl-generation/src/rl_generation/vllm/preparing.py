@@ -23,8 +23,6 @@ from rl_generation.requests import Limits, check_token_ids
 from rl_generation.rollout import LogpOf
 from rl_generation.vllm.options import DUMMY, VllmOptions, engine_arguments, nearest
 
-__all__ = ["NO_WEIGHTS", "TESTED", "Prepared", "check_interface", "check_runtime", "environment", "prepare"]
-
 TESTED = ("0.30", "0.31", "0.32")
 """The minor releases of vLLM that this package was tested with, oldest first."""
 

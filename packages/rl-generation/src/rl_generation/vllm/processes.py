@@ -24,18 +24,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-__all__ = [
-    "SHARED_MEMORY",
-    "ChildProcess",
-    "EngineFolder",
-    "EngineProcesses",
-    "abandoned",
-    "mapped_shared_memory",
-    "process_stat",
-    "remove_abandoned",
-    "unmapped",
-]
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the system has them)
 KINDS = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
 """How Python names a file → what its tracker calls it."""

@@ -18,16 +18,6 @@ from rl_generation.event_loop import EventLoop
 from rl_generation.vllm.preparing import Prepared, check_interface, environment, main_guard_hint, refusal
 from rl_generation.vllm.processes import EngineFolder, EngineProcesses
 
-__all__ = [
-    "Health",
-    "RunningLLM",
-    "Statistics",
-    "ask_replicas",
-    "check_not_importing_main",
-    "start",
-    "version_of",
-]
-
 T = TypeVar("T")
 PERIOD_S = 0.25
 """Between two looks at the processes."""

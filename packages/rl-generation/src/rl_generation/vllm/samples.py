@@ -30,8 +30,6 @@ from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan, in
 from rl_generation.vllm.options import LoraAdapter, VllmOptions
 from rl_generation.vllm.running import RunningLLM, version_of
 
-__all__ = ["CallOptions", "Prompts", "Sample", "Samples", "Samplings", "check_for_vllm", "to_sampling_params"]
-
 Prompts = Sequence[Sequence[int]]
 """Token ids."""
 
