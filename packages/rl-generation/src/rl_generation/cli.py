@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import NoReturn, final
+from typing import NoReturn
 
 from rl_generation.commands import CommandError, say
 from rl_generation.errors import (
@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-@final
 class _CommandParser(argparse.ArgumentParser):
     """Says which flag an unknown one may have meant."""
 

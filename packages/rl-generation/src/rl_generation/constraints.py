@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from rl_generation.requests import Limits, Request, Sampling, check_token_ids
 BadWords = tuple[tuple[int, ...], ...]
 
 
-@final
 class Constraints:
     """What restricts one response, and the text that it is searched for.
 

@@ -20,7 +20,6 @@ Reference: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -29,7 +28,6 @@ from torch import Tensor
 from rl_generation.requests import Sampling
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """What each of N rows samples with. None stands for a setting that is off in every row, and costs nothing."""

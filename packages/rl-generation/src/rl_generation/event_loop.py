@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from rl_generation.errors import EngineDeadError
 
@@ -18,7 +18,6 @@ _END = object()
 _PATIENCE_S = 10.0
 
 
-@final
 class EventLoop:
     """Runs until it is closed; a daemon thread, which keeps no program from ending."""
 

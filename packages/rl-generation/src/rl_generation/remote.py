@@ -614,7 +614,6 @@ class RemoteEngine:
 # -- What is known of servers and of attempts --------------------------------------------------------------------------
 
 
-@final
 @dataclass(slots=True, eq=False)
 class _Replica:
     """One server, as the event loop knows it."""
@@ -646,7 +645,6 @@ class _Replica:
         LOG.warning("%s %s; it is left alone for %g s", self.url, why, pause_s)
 
 
-@final
 class _ServerFailedError(Exception):
     """A failure after which the same request may be sent again, to another replica first.
 

@@ -14,7 +14,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast, final, get_args
+from typing import Any, Literal, cast, get_args
 
 from rl_generation.errors import LogpError, ModelError, PromptError
 from rl_generation.requests import MAX_SEED, Limits, Request
@@ -37,7 +37,6 @@ SGLANG_SETS = frozenset(
 """Sampling parameters of SGLang that each request sets, or that cannot change its tokens."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
     """What replicas must have in common."""
@@ -256,7 +255,6 @@ def _sglang_versions(said: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
     return made
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
     """One answer, as a server says it."""

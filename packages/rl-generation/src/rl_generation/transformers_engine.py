@@ -44,7 +44,6 @@ Outcome = tuple["Future[Rollout]", Rollout | BaseException]
 """A request of `submit`, and what has become of it."""
 
 
-@final
 class Turns:
     """A lock for threads that step an engine in a loop and for others, who wait for one turn each, or about that.
 
@@ -75,7 +74,6 @@ class Turns:
             self._room.release()
 
 
-@final
 @dataclass(slots=True, eq=False)
 class Call:
     """A call of `generate`, whose answers may come in another thread's step."""

@@ -5,7 +5,6 @@ import sys
 from typing import Any, final
 
 
-@final
 class CommandError(ValueError):
     """The operation failed or cannot be continued."""
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from statistics import median
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from rl_generation.commands import CommandError, say, show, show_json
 from rl_generation.commands.flags import (
@@ -39,7 +39,6 @@ COUNTS = {
 """Flag → default, meaning."""
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class Measured:
     """What one engine did."""

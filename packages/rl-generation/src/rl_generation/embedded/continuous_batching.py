@@ -10,8 +10,6 @@ The cache is a rectangle, slots times columns. It grows with what rows hold, not
 never beyond `max_cache_tokens`: the newest rows give up their place first, and later start again from what they had.
 """
 
-from typing import final
-
 import torch
 
 from rl_generation.embedded.rows import Draw, News, Row, Runner
@@ -49,7 +47,6 @@ def rounded_shape(num_rows: int, columns: int) -> tuple[int, int]:
     return rows, rounded(columns, finest=16 if rows > FEW_ROWS else 32)
 
 
-@final
 class ContinuousBatching(Runner):
     """Decodes up to `max_batch_size` rows together in a cache of up to `max_cache_tokens`."""
 

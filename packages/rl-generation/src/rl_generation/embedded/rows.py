@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
 
 import torch
 from jaxtyping import Float
@@ -30,7 +29,6 @@ from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan
 STEPS_AHEAD = 16
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
     """One answer that waits or is being generated."""
@@ -144,7 +142,6 @@ News = tuple[Row, RolloutDelta | LogpError]
 were not finite. Other rows are not touched by that."""
 
 
-@final
 class Draw:
     """Draws for the same rows again and again, each by its place in the logits.
 

@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -47,7 +47,6 @@ LOW_PRECISION_TOLERANCE = 0.1
 UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class AttentionStep:
     """One forward: of whole prompts, or of one token of each of the first N slots."""
@@ -77,7 +76,6 @@ class AttentionStep:
     """Where the new token of each head lies among all tokens of a layer, by the number of heads."""
 
 
-@final
 class SlotCache:
     """Keys and values of all layers, `slots` × `columns` tokens of each; storage appears with the first forward."""
 
@@ -249,7 +247,6 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
 
-@final
 class SlotModel:
     """A model, its cache, and how to run it. Holds nothing made from weights but the cache.
 
@@ -372,7 +369,6 @@ def _distinct_configs(model: "PreTrainedModel") -> list[Any]:
 # -- Whether a model can be run so ----------------------------------------------------------------------------------
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
     """What one model offers to the engine."""

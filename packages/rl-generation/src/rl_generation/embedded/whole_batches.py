@@ -8,7 +8,7 @@ Axes: N rows, S tokens so far, V vocabulary.
 """
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@final
 class WholeBatches(Runner):
     """Runs one batch of up to `max_batch_size` rows a step, to its end; `reason` says why it is not continuous."""
 

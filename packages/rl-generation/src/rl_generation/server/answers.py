@@ -17,7 +17,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -119,7 +119,6 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 # -- Text -------------------------------------------------------------------------------------------------------------
 
 
-@final
 class AnswerText:
     """Decodes one answer while it grows, and divides it into what is said and the calls that it turns out to hold.
 
@@ -163,7 +162,6 @@ class AnswerText:
 # -- Shapes -----------------------------------------------------------------------------------------------------------
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
     """Writes one response."""

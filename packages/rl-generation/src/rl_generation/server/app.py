@@ -138,7 +138,6 @@ def create_app(
     )
 
 
-@final
 class _Routes:
     """Answers requests; those for text, of an engine that is not vLLM's, which has a `reader`."""
 

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -212,7 +212,6 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 SAMPLING = {each.name for each in fields(Sampling)}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """Prompts as token ids, each with its Sampling, and what the response shall hold."""
@@ -229,7 +228,6 @@ class GenerationRequest:
     """Special tokens that the text holds."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReader:
     """Reads bodies, all but `model`, for one engine; raises HttpError 400 for what it cannot serve.

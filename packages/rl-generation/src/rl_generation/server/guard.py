@@ -27,7 +27,6 @@ from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, 
 # -- Errors -----------------------------------------------------------------------------------------------------------
 
 
-@final
 class HttpError(Exception):
     """A refusal or failure, as the client gets it; `param` is the field that it is about, `code` is for programs."""
 
@@ -162,7 +161,6 @@ async def read_body(request: Request, bounds: ServerLimits) -> bytes:
 # -- Who, and how many at once ----------------------------------------------------------------------------------------
 
 
-@final
 class Guard:
     """ASGI middleware that lets a request through, or answers it.
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 from rl_generation.server.generation_request import ChatBody, ResponsesBody, shortened
 from rl_generation.server.guard import HttpError
@@ -34,7 +34,6 @@ ELSEWHERE: Mapping[str, str] = {
 """Fields of chats alone, or of a server with a store, with what stands for them here."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest:
     """What a client asked for, and the chat that it means."""

@@ -14,7 +14,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, cast
 
 from rl_generation.detokenizer import Tokenizer
 from rl_generation.errors import EngineOptionError
@@ -54,7 +54,6 @@ def tool_format_of(tokenizer: Tokenizer, name: str | None = None) -> ToolFormat 
     return next(iter([*named, *(each for each, opening in TOOL_FORMATS.items() if opening in added)]), None)
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """One call of a function, as the client gets it."""
@@ -71,7 +70,6 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """How the calls of one request are found in its responses."""
@@ -144,7 +142,6 @@ def read_tools(
     return ToolUse(format=found, parallel=parallel), None
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """The text of a response, divided into what is said and what is called."""
@@ -153,7 +150,6 @@ class Reply:
     calls: tuple[ToolCall, ...]
 
 
-@final
 class ReplyStream:
     """Divides the text of one response while it grows: what is said is passed on, calls are held until the end."""
 

@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -68,7 +68,6 @@ OURS = (EngineDeadError, SampleTimeoutError, LogpError, ModelError, EngineOption
 """Errors of the engine; others are vLLM's, which knows how to answer them."""
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
     """One request of a client, as the engine under vLLM's app and the HTTP around it share it."""
@@ -102,7 +101,6 @@ class OurFields(Body):
 _exchange: ContextVar[_Exchange] = ContextVar("rl_generation_exchange")
 
 
-@final
 class VllmApp:
     """An ASGI application: vLLM's own, with what is ours before and behind it. The engine stays the caller's.
 
@@ -258,7 +256,6 @@ def _without_decisions() -> Iterator[None]:
         api_router.init_structured_decisions_state = made
 
 
-@final
 class _ServedEngine:
     """The `AsyncLLM` of an engine as vLLM's app sees it: all of it, but that it submits as the engine does."""
 
@@ -338,7 +335,6 @@ class _ServedEngine:
         return each
 
 
-@final
 class _Answer:
     """Sends what vLLM's app answers, with what is ours added to it."""
 

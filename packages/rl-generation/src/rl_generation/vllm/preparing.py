@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from rl_generation.checkpoints import TOKENIZER_FILES, load_from, place_of, said, stop_token_ids_of
 from rl_generation.errors import EngineOptionError, ModelError
@@ -54,7 +54,6 @@ _CALLED = (
 _changing = threading.RLock()
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """An engine that may be started."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from multiprocessing import process
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
@@ -32,7 +32,6 @@ SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
 
 
-@final
 class RunningLLM:
     """vLLM's asynchronous engine on an event loop, made by `start`.
 
@@ -132,7 +131,6 @@ class RunningLLM:
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
 
-@final
 class Health:
     """Runs what waits for the engine, and ends all of it with EngineDeadError when a process of the engine dies.
 
@@ -208,7 +206,6 @@ class Health:
             self._look()
 
 
-@final
 class Statistics:
     """What all replicas tell of their work, in the place of vLLM's loggers; prints nothing."""
 

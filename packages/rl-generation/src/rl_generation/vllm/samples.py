@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast, final
+from typing import Any, TypedDict, cast
 
 from rl_generation.constraints import encode_bad_words
 from rl_generation.detokenizer import INCOMPLETE, decode
@@ -80,7 +80,6 @@ class CallOptions(TypedDict, total=False):
 _numbers: Iterator[int] = itertools.count()
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sample:
     """One answer, and what there is of it."""
@@ -110,7 +109,6 @@ class Sample:
     rollout: Rollout | None = None
 
 
-@final
 class Samples:
     """Runs samples on one engine, on its event loop; `hint` is added to a LogpError."""
 
