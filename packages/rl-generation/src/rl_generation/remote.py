@@ -143,10 +143,17 @@ class RemoteEngine:
         self._events = EventLoop("rl-generation-remote")
         self._end = weakref.finalize(self, self._events.close, self._http.aclose)
         try:
-            self._facts = self._events.run(self._probe_all())
+            self._facts = facts = self._events.run(self._probe_all())
         except BaseException:
             self.close()
             raise
+        self.limits: Limits = Limits(
+            vocab_size=facts.vocab_size,
+            max_length=facts.max_length,
+            max_length_name="max_model_len",
+            tokenizer=tokenizer,
+        )
+        """What it can be asked for."""
 
     # -- What every engine has ---------------------------------------------------------------------------------------
 
@@ -155,17 +162,6 @@ class RemoteEngine:
         """Of the oldest weights that a replica last reported; as committed here where the servers report none."""
         reported = [replica.version for replica in self._replicas if replica.version is not None]
         return min(reported, default=self._version)
-
-    @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
-        facts = self._facts
-        return Limits(
-            vocab_size=facts.vocab_size,
-            max_length=facts.max_length,
-            max_length_name="max_model_len",
-            tokenizer=self._tokenizer,
-        )
 
     @property
     def unreachable(self) -> dict[str, str]:

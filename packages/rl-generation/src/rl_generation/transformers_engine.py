@@ -16,9 +16,9 @@ take one each from the engine's generator.
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -44,7 +44,7 @@ Outcome = tuple["Future[Rollout]", Rollout | BaseException]
 """A request of `submit`, and what has become of it."""
 
 
-class Turns:
+class Turns(AbstractContextManager[None]):
     """A lock for threads that step an engine in a loop and for others, who wait for one turn each, or about that.
 
     Of a `threading.Lock`, the former would have nearly every turn. Who has it may enter again.
@@ -156,7 +156,7 @@ class TransformersEngine:
         self._modules = list(model.named_modules())  # to walk over the model takes longer than a request may
         self.logp_of: LogpOf = logp_of
         """Which distribution the logp of its rollouts refers to."""
-        self._tokenizer, self._ready = tokenizer, ready
+        self._ready = ready
         self._stop_token_ids, self._pad_token_id = tuple(stop_token_ids), pad_token_id
         self._max_batch_size = max_batch_size
         self._generator = torch.Generator().manual_seed(seed)
@@ -200,17 +200,14 @@ class TransformersEngine:
                     stacklevel=2,
                 )
             self._runner = WholeBatches(model, reason=reason, pad_token_id=pad_token_id, **same)
-        self.commit_version(version)
-
-    @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
         length, cache, name = self._support.max_positions, self._runner.max_cache_tokens, "max_position_embeddings"
         if cache is not None and (length is None or cache < length):
             length, name = cache, "max_cache_tokens"
-        return Limits(
-            vocab_size=self._support.vocab_size, max_length=length, max_length_name=name, tokenizer=self._tokenizer
+        self.limits: Limits = Limits(
+            vocab_size=self._support.vocab_size, max_length=length, max_length_name=name, tokenizer=tokenizer
         )
+        """What it can be asked for."""
+        self.commit_version(version)
 
     def commit_version(self, version: int) -> None:
         """State that `model` now holds the weights of `version`; an earlier one than before is a rollback, and right.
@@ -226,14 +223,12 @@ class TransformersEngine:
             """Number of optimizer steps that the weights have seen, as last committed."""
             self._runner.commit_version(version)
 
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> AbstractContextManager[None]:
         """Have the engine not generate within the block, where its weights may be changed and its version committed.
 
         What is under way goes on afterwards. Requests may be submitted meanwhile, and wait.
         """
-        with self._turns:
-            yield
+        return self._turns
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first. No prompts, no rollouts.

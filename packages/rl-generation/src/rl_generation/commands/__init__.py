@@ -2,7 +2,7 @@
 
 import json
 import sys
-from typing import Any, final
+from typing import Any
 
 
 class CommandError(ValueError):
