@@ -35,9 +35,6 @@ COMMANDS = {
 }
 REFUSALS = (CommandError, EngineOptionError, ModelError, PromptError)
 FAILURES = (EngineDeadError, LogpError, SampleTimeoutError)
-INTERRUPTED = 130
-UNKNOWN = "unrecognized arguments"
-"""As argparse says it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, FAILURES) else 2
     except KeyboardInterrupt:
         say(f"{PROGRAM} {chosen}: interrupted")
-        return INTERRUPTED
+        return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
         return 0
@@ -71,7 +68,7 @@ class _CommandParser(argparse.ArgumentParser):
     """Says which flag an unknown one may have meant."""
 
     def error(self, message: str) -> NoReturn:
-        for word in message.split() if UNKNOWN in message else ():
+        for word in message.split() if "unrecognized arguments" in message else ():
             flag = word.partition("=")[0]
             if flag.startswith("--") and (near := difflib.get_close_matches(flag, self._option_string_actions, n=1)):
                 message += f"; for {flag} did you mean {near[0]}?"
