@@ -133,7 +133,7 @@ class AnswerText:
         self._held = ""
         self._length = 0
 
-    def take(self, delta: RolloutDelta) -> tuple[str, list[int], tuple[ToolCall, ...]]:
+    def take(self, delta: RolloutDelta) -> tuple[str, list[int], list[ToolCall]]:
         """Return what is certainly said now, the text offset of each new token, and, with the last delta, the calls."""
         offsets, said, ended = [], "", delta.rollout
         for token in delta.tokens:
@@ -150,13 +150,13 @@ class AnswerText:
             said += self._reply.push(text[:certain])
             self._held = text[certain:]
         if ended is None:
-            return said, offsets, ()
+            return said, offsets, []
         text = self._held + self._text.pending
         if isinstance(ended.stop_reason, str) and (start := text.find(ended.stop_reason)) >= 0:
             text = text[: start + len(ended.stop_reason) if self._include_stop_string else start]
         said += self._reply.push(text)
-        reply = self._reply.finish()
-        return said + reply.content, offsets, reply.calls
+        content, calls = self._reply.finish()
+        return said + content, offsets, calls
 
 
 # -- Shapes -----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Shapes:
         else:  # at once, where nobody needs to know which token made which character
             include = asked.body.include_stop_str_in_output
             text = decode_rollout(self.tokenizer, ended, prompt=request.prompt, include_stop_string=include)
-            offsets, calls = [], ()
+            offsets, calls = [], []
         said: dict[str, Any] = {"text": text}
         if self.kind == "chat":
             said = {part: {"content": text}}
@@ -243,7 +243,7 @@ class Shapes:
                 said = {part: {"role": "assistant", "content": text or None if calls else text}}
             if calls:
                 places = [{"index": place} if part == "delta" else {} for place in range(len(calls))]
-                said[part]["tool_calls"] = [place | call.body for place, call in zip(places, calls, strict=True)]
+                said[part]["tool_calls"] = [place | call for place, call in zip(places, calls, strict=True)]
         ending: dict[str, Any] = {"finish_reason": None}
         if ended is not None:
             ending = {
