@@ -13,7 +13,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, final
+from typing import Any, Literal, Self, TypeVar, final
 
 from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, check_version, failed_request
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
@@ -26,11 +26,8 @@ from rl_generation.vllm.preparing import NO_WEIGHTS, prepare, stop_tokens
 from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
-    CallOptions,
-    Prompts,
     Sample,
     Samples,
-    Samplings,
     check_for_vllm,
     check_timeout,
     logp_hint,
@@ -182,13 +179,21 @@ class VllmEngine:
 
     # -- Answers -------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]) -> list[Rollout]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on.
 
         Args:
             prompts: Token ids.
             sampling: One for all prompts, which is spread over them, or one for each.
-            how: `lora=` names an adapter, `timeout_s=` is that of each sample; None is none, if nobody set one.
+            lora: The adapter to answer with; None is the model as it is.
+            timeout_s: Of each sample; None is the engine's, or none where that has none.
 
         Raises:
             PromptError: A request cannot be served; none was begun.
@@ -197,20 +202,27 @@ class VllmEngine:
             EngineDeadError: A process of the engine is gone; what had finished is in `rollouts`.
             LogpError: A log-probability is missing or not finite; all answers of the call are lost.
         """
-        samples = self._begin(prompts, sampling, otherwise_s=math.inf, **how)
+        samples = self._begin(prompts, sampling, lora=lora, timeout_s=timeout_s, otherwise_s=math.inf)
         return self._events.run(self._samples.generate(samples))
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, *, seed: int, **how: Unpack[CallOptions]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        seed: int,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
     ) -> "Future[Rollout]":
         """Begin to answer one prompt, beside whatever is under way; from any thread.
 
         Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts the
-        request. It raises what `generate` raises, and no other request is touched by that. `how` is as of `generate`.
+        request. It raises what `generate` raises, and no other request is touched by that.
         """
         try:
             check_single(sampling)
-            samples, running = self._begin([prompt], [sampling.for_request(seed)], **how), self._samples
+            samples = self._begin([prompt], [sampling.for_request(seed)], lora=lora, timeout_s=timeout_s)
+            running = self._samples
 
             async def answer() -> Rollout:
                 (rollout,) = await running.generate(samples)
@@ -221,13 +233,19 @@ class VllmEngine:
             return failed_request(error)
 
     def stream(
-        self, prompt: Sequence[int], sampling: Sampling, **how: Unpack[CallOptions]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come, on any event loop; closing it aborts what is unfinished.
 
-        It raises what `generate` raises, a timeout once the other samples have ended. `how` is as of `generate`.
+        It raises what `generate` raises, a timeout once the other samples have ended.
         """
-        samples, running = self._begin([prompt], [sampling], streaming=True, **how), self._samples
+        samples = self._begin([prompt], [sampling], lora=lora, timeout_s=timeout_s, streaming=True)
+        running = self._samples
         return self._events.iterate(lambda: running.stream(samples))
 
     def outputs(
@@ -446,11 +464,11 @@ class VllmEngine:
 
     def _begin(
         self,
-        prompts: Prompts,
-        sampling: Samplings,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
         *,
-        lora: LoraAdapter | None = None,
-        timeout_s: float | None = None,
+        lora: LoraAdapter | None,
+        timeout_s: float | None,
         otherwise_s: float = DEFAULT_TIMEOUT_S,
         streaming: bool = False,
     ) -> list[Sample]:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from rl_generation.constraints import encode_bad_words
 from rl_generation.detokenizer import INCOMPLETE, decode
@@ -27,14 +27,8 @@ from rl_generation.errors import (
 )
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan, in_order
-from rl_generation.vllm.options import LoraAdapter, VllmOptions
+from rl_generation.vllm.options import VllmOptions
 from rl_generation.vllm.running import RunningLLM, version_of
-
-Prompts = Sequence[Sequence[int]]
-"""Token ids."""
-
-Samplings = Sampling | Sequence[Sampling]
-"""One for all prompts, which is spread over them, or one for each."""
 
 TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
 """The environment variable that bounds each sample of a `VllmEngine`, in seconds."""
@@ -65,16 +59,6 @@ ENOUGH_TOKENS = 8
 
 MAX_BAD_WORDS = ("VLLM_MAX_NUM_BAD_WORDS", 128)
 """Sequences of tokens; vLLM refuses more than this variable says, or else this number."""
-
-
-class CallOptions(TypedDict, total=False):
-    """What any call that generates takes besides."""
-
-    lora: LoraAdapter | None
-    """The adapter to answer with; None is the model as it is."""
-
-    timeout_s: float | None
-    """Of each sample; None is the engine's."""
 
 
 _numbers: Iterator[int] = itertools.count()
