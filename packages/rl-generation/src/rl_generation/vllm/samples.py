@@ -153,6 +153,9 @@ class Samples:
                 task.cancel()
             if pending:
                 await asyncio.wait(pending, timeout=PATIENCE_S)
+            for task in tasks:  # where several have failed, one was raised, and asyncio would log the others
+                if task.done() and not task.cancelled():
+                    task.exception()
         if late := [sample for sample in samples if sample.late]:
             raise timeout_error(late, _rollouts(samples))
 
