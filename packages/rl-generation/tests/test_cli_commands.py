@@ -94,7 +94,7 @@ def test_explain_knows_the_quirks_of_a_family(capsys, tmp_path, monkeypatch):
     code, said = explain(capsys, str(tmp_path), "--no-tokenizer")
     assert (code, "vllm" in said.out) == (0, False)
     code, said = explain(capsys, str(tmp_path), "--no-tokenizer", "--engine", "vllm")
-    assert re.search(r"quirk of vLLM [\d.]+: vllm_load_format_auto \(every vllm; reported\)", said.out)
+    assert re.search(r"quirk of vLLM [\d.]+: vllm_load_format_auto \(every vllm\)", said.out)
 
 
 def test_explain_refuses_a_model_that_is_missing(capsys, tmp_path):

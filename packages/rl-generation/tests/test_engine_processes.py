@@ -18,7 +18,7 @@ from rl_generation.requests import Limits
 from rl_generation.rollout import Rollout, VersionSpan
 from rl_generation.vllm.processes import EngineProcesses, process_stat
 from rl_generation.vllm.running import Health
-from rl_generation.vllm.samples import sample_timeout_s, timeout_error
+from rl_generation.vllm.samples import Sample, sample_timeout_s, timeout_error
 
 PATIENCE_S = 60
 PROGRAMS = Path(__file__).parent / "programs"
@@ -123,7 +123,6 @@ def test_the_end_of_processes_waits_for_workers_that_had_to_be_killed():
 def test_whoever_waits_for_a_dead_process_is_told_which_one_and_how(process):
     async def wait():
         health = Health(SimpleNamespace(errored=False), EngineProcesses([process]))
-        health.check()
         calls = [asyncio.create_task(health.run(asyncio.Event().wait())) for _ in range(3)]
         await asyncio.sleep(0)
         os.kill(process.pid, signal.SIGKILL)
@@ -194,11 +193,12 @@ def test_a_timeout_says_what_was_reached_what_is_kept_and_what_to_do():
     kept = Rollout(
         tokens=(5,), logp=(-1.0,), logp_of="sampled", finish_reason="length", stop_reason=None, versions=spans
     )
-    lost = [TimedOutSample(prompt_index=4, sample_index=1, tokens=(7,) * 81)]
-    error = timeout_error(lost, [kept], timeout_s=600.0)
-    assert (error.timed_out, error.rollouts) == (tuple(lost), (kept,))
+    late = Sample(prompt=(1,), params=None, prompt_index=4, index=1, timeout_s=600.0, tokens=[7] * 81)
+    error = timeout_error([late], [kept])
+    lost = TimedOutSample(prompt_index=4, sample_index=1, tokens=(7,) * 81)
+    assert (error.timed_out, error.rollouts) == ((lost,), (kept,))
     assert str(error).startswith(
         "sample 1 of prompt 4 was aborted after 600 seconds, having reached 81 tokens; the 1 that finished is in this"
     )
     assert str(error).endswith("or double it, NRL_VLLM_ASYNC_TIMEOUT_SECONDS=1200")
-    assert "and so did 2 others; the 0 that finished are" in str(timeout_error(lost * 3, [], timeout_s=1.5))
+    assert "and so did 2 others; the 0 that finished are" in str(timeout_error([late] * 3, []))

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from rl_generation import Sampling
-from rl_generation.seeding import CallSeeds, SeededEngine, seed_of_call
+from rl_generation.seeding import CallSeeds, SeededEngine
 
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -23,13 +23,13 @@ def test_a_resumed_run_takes_the_seeds_that_an_uninterrupted_one_would():
 
 
 def test_seeds_differ_between_calls_and_between_runs():
-    seeds = {seed_of_call(run, call) for run in range(20) for call in range(20)}
+    seeds = {CallSeeds(run, call).take() for run in range(20) for call in range(20)}
     assert len(seeds) == 400
     assert all(0 <= seed < 2**62 for seed in seeds)
 
 
 def test_the_seeds_are_those_of_earlier_releases():
-    assert seed_of_call(0, 0) == 788424145663840916
+    assert CallSeeds(0, 0).take() == 788424145663840916
 
 
 def test_threads_never_share_a_seed():
@@ -47,7 +47,7 @@ def test_threads_never_share_a_seed():
 def test_each_call_gets_the_next_seed_of_the_run():
     engine = SeededEngine(EngineDouble(), seeds=CallSeeds(5, calls=3))
     got = [engine.generate([[1]], SAMPLING)[0] for _ in range(2)]
-    assert got == [seed_of_call(5, 3), seed_of_call(5, 4)]
+    assert got == [CallSeeds(5, 3).take(), CallSeeds(5, 4).take()]
     assert engine.seeds.calls == 5
 
 
@@ -62,7 +62,7 @@ def test_an_evaluation_with_seeds_of_its_own_leaves_those_of_training():
     entered = []
     engine = SeededEngine(EngineDouble(), seeds=CallSeeds(5), enter_generating=lambda: entered.append(1))
     evaluating = engine.reseeded(5, first_call=100)
-    assert evaluating.generate([[1]], SAMPLING) == [seed_of_call(5, 100)]
+    assert evaluating.generate([[1]], SAMPLING) == [CallSeeds(5, 100).take()]
     assert (engine.seeds.calls, entered) == (0, [1])
 
 

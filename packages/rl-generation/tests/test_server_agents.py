@@ -133,9 +133,9 @@ def test_each_format_of_calls_is_read_and_what_is_no_call_stays_text(format_, te
     for size in (1, 3, len(text)):
         stream = ReplyStream(ToolUse(format=format_))
         written = "".join(stream.push(text[start : start + size]) for start in range(0, len(text), size))
-        reply = stream.finish()
-        assert written + reply.content == said
-        assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == calls
+        rest, made = stream.finish()
+        assert written + rest == said
+        assert [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in made] == calls
 
 
 def test_a_conversation_that_is_not_sent_whole_is_refused(client):

@@ -13,8 +13,7 @@ from rl_generation.engine import RequestEngine
 from rl_generation.errors import EngineDeadError, LogpError, ModelError, PromptError
 from rl_generation.requests import Sampling
 from rl_generation.streaming import Streamer
-from rl_generation.submitting import Turns
-from rl_generation.transformers_engine import TransformersEngine
+from rl_generation.transformers_engine import TransformersEngine, Turns
 
 PATIENCE_S = 120
 SAMPLING = Sampling(max_new_tokens=12)
@@ -42,6 +41,12 @@ def same(ours, theirs):
     assert ours.tokens == theirs.tokens
     assert ours.finish_reason == theirs.finish_reason
     assert ours.logp == pytest.approx(theirs.logp, abs=1e-4)
+
+
+def wait_until_idle(engine):
+    """Wait for the end of the thread that steps for submitted requests."""
+    if (thread := engine._thread) is not None:
+        thread.join(PATIENCE_S)
 
 
 class Held:
@@ -215,7 +220,7 @@ def test_a_cancelled_request_leaves_the_batch_and_the_others_alone(served):
     with pytest.raises(concurrent.futures.CancelledError):
         cancelled.result(PATIENCE_S)
     same(kept.result(PATIENCE_S), alone(plain, [1, 5], LONG, 5))
-    serving._submitted.join()
+    wait_until_idle(serving)
     assert serving.metrics().running == 0
     assert serving.metrics().finished == {"length": 1, "abort": 1}
 
@@ -294,7 +299,7 @@ def test_whatever_comes_and_goes_nothing_is_lost_or_left(tiny):
     for token, future in kept:
         rollout = future.result(PATIENCE_S)
         assert rollout.tokens == alone(plain, [1, token], Sampling(max_new_tokens=1 + token % 9), token).tokens
-    serving._submitted.join()
+    wait_until_idle(serving)
     metrics = serving.metrics()
     assert (metrics.running, metrics.waiting) == (0, 0)
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rl_generation import verify
 from rl_generation.errors import LogpError, ModelError
 from rl_generation.requests import Sampling, make_requests
 from rl_generation.rollout import VersionSpan
@@ -157,13 +158,14 @@ def test_a_sampling_for_each_prompt_goes_with_prompts(tiny):
         verify_logp(served, served.model, sampling=SAMPLINGS)
 
 
-def test_a_known_error_is_found_in_size_and_place(tiny):
+def test_a_known_error_is_found_in_size_and_place(tiny, monkeypatch):
     served = engine(tiny("llama"))
     requests, rollouts = answers(served, SAMPLINGS[1])
     logp = list(rollouts[2].logp)
     logp[1] += 0.5
     rollouts[2] = dataclasses.replace(rollouts[2], logp=tuple(logp))
-    agreement = compare_logp(served.model, requests, rollouts, rows_per_forward=2)
+    monkeypatch.setattr(verify, "ROWS_PER_FORWARD", 2)
+    agreement = compare_logp(served.model, requests, rollouts)
     (worst,) = agreement.worst(1)
     assert (worst.prompt_index, worst.step, worst.token) == (2, 1, rollouts[2].tokens[1])
     assert agreement.max_abs_difference == pytest.approx(0.5, abs=1e-5)

@@ -20,8 +20,6 @@ from rl_generation.detokenizer import Tokenizer, answer_text, decode
 from rl_generation.errors import PromptError
 from rl_generation.rollout import Rollout
 
-__all__ = ["Message", "decode_rollout", "encode_chat", "encode_text", "with_required_prefix"]
-
 Message = Mapping[str, Any]
 """One message of a conversation as chat templates take it: `role`, `content`, and what else the template knows."""
 
@@ -60,17 +58,37 @@ def encode_chat(
         PromptError: There is no template; the template refuses the messages or does not know a variable; or the
             required prefix is not the text that the template writes, or ends before the last assistant's message does.
     """
-    _check_template_kwargs(tokenizer, template_kwargs or {})
+    if not tokenizer.chat_template:
+        raise PromptError("the tokenizer has no chat template: set tokenizer.chat_template, or send a prompt instead")
+    import jinja2
+
+    # What would not reach the template, would replace it, or is spelt as nothing in it, is refused.
+    template = tokenizer.chat_template
+    source = "\n".join(template.values()) if isinstance(template, dict) else template
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    for name in template_kwargs or {}:
+        if name in reserved:
+            raise PromptError(f"{name!r} is not a variable of the chat template for the caller to set")
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            raise PromptError(f"the chat template does not know the variable {name!r}, and would ignore it")
+
+    functions: Any = list(tools) if tools else None
 
     def encode(conversation: Sequence[Message]) -> list[int]:
-        return _apply_template(
-            tokenizer,
-            conversation,
-            tools=list(tools) if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **(template_kwargs or {}),
-        )
+        try:
+            # Of transformers 5 the default is a dictionary, of 4 a list; both know return_dict.
+            ids = tokenizer.apply_chat_template(
+                [dict(message) for message in conversation],
+                tokenize=True,
+                return_dict=False,
+                tools=functions,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(template_kwargs or {}),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise PromptError(f"the chat template refuses these messages: {error}") from error
+        return list(ids)
 
     template_ids = encode(messages)
     if not required_prefix_token_ids:
@@ -206,30 +224,3 @@ def _common(first: str, second: str) -> int:
 
 def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return decode(tokenizer, tokens, skip_special_tokens=False)
-
-
-def _apply_template(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-    if not tokenizer.chat_template:
-        raise PromptError("the tokenizer has no chat template: set tokenizer.chat_template, or send a prompt instead")
-    import jinja2
-
-    try:
-        # Of transformers 5 the default is a dictionary, of 4 a list; both know return_dict.
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=True, return_dict=False, **options
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise PromptError(f"the chat template refuses these messages: {error}") from error
-    return list(ids)
-
-
-def _check_template_kwargs(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> None:
-    """Refuse what would not reach the template, would replace it, or is spelt as nothing in it."""
-    template = tokenizer.chat_template or ""
-    source = "\n".join(template.values()) if isinstance(template, dict) else template
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-    for name in template_kwargs:
-        if name in reserved:
-            raise PromptError(f"{name!r} is not a variable of the chat template for the caller to set")
-        if not re.search(rf"\b{re.escape(name)}\b", source):
-            raise PromptError(f"the chat template does not know the variable {name!r}, and would ignore it")

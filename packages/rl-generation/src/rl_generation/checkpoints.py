@@ -5,7 +5,7 @@ would draw them at random), and tokenizers that are missing (it would make an em
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +13,6 @@ from rl_generation.errors import EngineOptionError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = [
-    "TOKENIZER_FILES",
-    "generation_config_of",
-    "load_config",
-    "load_from",
-    "load_model",
-    "load_tokenizer",
-    "meta_model",
-    "model_identity",
-    "place_of",
-    "stop_token_ids_of",
-]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -77,13 +64,16 @@ def load_model(
         torch.empty(0, device=target)
     except (AssertionError, RuntimeError) as error:
         raise EngineOptionError(f"device={device!r} cannot be used here: {error}") from None
+    weights = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if weights != "auto" and not (isinstance(weights, torch.dtype) and weights.is_floating_point):
+        raise EngineOptionError(f"dtype must be 'auto' or a float of torch, such as 'bfloat16'; got dtype={dtype!r}")
     model, report = load_from(
         AutoModelForCausalLM.from_pretrained,
         place_of(model_name, ("config.json",), what="model"),
         what="model",
         revision=revision,
         trust_remote_code=trust_remote_code,
-        dtype=_dtype_of(dtype),
+        dtype=weights,
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -98,34 +88,6 @@ def load_model(
     except RuntimeError as error:
         raise ModelError(f"{model_name} does not fit on {target}: {error}") from error
     return loaded
-
-
-def meta_model(config: Any) -> "PreTrainedModel":
-    """Make a model on the meta device, where it has no weights.
-
-    It is of the architecture that the config names, or else the causal language model of its type.
-
-    Raises:
-        ModelError: transformers knows none, or cannot construct it so.
-    """
-    import torch
-    import transformers
-
-    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    make: Any = next((architecture for architecture in named if architecture is not None), None)
-    try:
-        with torch.device("meta"):
-            made: PreTrainedModel = (make or transformers.AutoModelForCausalLM.from_config)(config)
-    except ValueError as error:
-        raise ModelError(
-            f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
-        ) from error
-    except RuntimeError as error:
-        raise ModelError(
-            f"transformers cannot construct model_type={config.model_type!r} without memory, so its parameters are not "
-            f"counted: {error}"
-        ) from error
-    return made
 
 
 def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -148,20 +110,37 @@ def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote
     return tokenizer
 
 
+def said(config: Mapping[str, Any], *names: str) -> list[Any]:
+    """What a config says under one of these names, itself or of its text model."""
+    both = (config, config.get("text_config") or {})
+    return [source[name] for source in both for name in names if source.get(name) is not None]
+
+
 def stop_token_ids_of(
-    model_name: str, config: Any, *, tokenizer: Any = None, revision: str | None = None
+    model_name: str, config: Mapping[str, Any], *, tokenizer: Any = None, revision: str | None = None
 ) -> tuple[int, ...]:
     """Return the tokens that end an answer: of the generation config, or else of the config; and the tokenizer's eos.
 
     Raises:
         ModelError: There is a generation config that cannot be read.
     """
-    generation_config = generation_config_of(model_name, revision)
-    sources = (generation_config, config, config.get_text_config(decoder=True))
-    eos = (getattr(source, "eos_token_id", None) for source in sources if source is not None)
-    first = next((each for each in eos if each is not None), None)
-    found = [*first] if isinstance(first, list | tuple) else [first]
-    return tuple(dict.fromkeys(each for each in (*found, getattr(tokenizer, "eos_token_id", None)) if each is not None))
+    from transformers import GenerationConfig
+    from transformers.utils.hub import cached_file
+
+    folder, eos = Path(model_name).expanduser(), None
+    file = cached_file(
+        str(folder) if folder.is_dir() else model_name,
+        "generation_config.json",
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if file is not None:
+        place = str(Path(file).parent)
+        eos = load_from(GenerationConfig.from_pretrained, place, what="generation config").eos_token_id
+    if eos is None:
+        eos = next(iter(said(config, "eos_token_id")), None)
+    found = [*(eos if isinstance(eos, list | tuple) else [eos]), getattr(tokenizer, "eos_token_id", None)]
+    return tuple(dict.fromkeys(each for each in found if each is not None))
 
 
 IDENTIFYING = {".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt"}
@@ -194,34 +173,6 @@ def model_identity(model_name: str, config: Any) -> str:
                 file.seek((size - PIECE_BYTES) * piece // (PIECES - 1))
                 total.update(file.read(PIECE_BYTES))
     return f"sha256:{total.hexdigest()}"
-
-
-def generation_config_of(model_name: str, revision: str | None) -> Any:
-    """Return the generation config of a folder or hub id; None where there is none, ModelError where it is broken."""
-    from transformers import GenerationConfig
-    from transformers.utils.hub import cached_file
-
-    folder = Path(model_name).expanduser()
-    found = cached_file(
-        str(folder) if folder.is_dir() else model_name,
-        "generation_config.json",
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    if found is None:
-        return None
-    return load_from(GenerationConfig.from_pretrained, str(Path(found).parent), what="generation config")
-
-
-def _dtype_of(name: str) -> Any:
-    import torch
-
-    if name == "auto":
-        return name
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise EngineOptionError(f"dtype must be 'auto' or a float of torch, such as 'bfloat16'; got dtype={name!r}")
-    return dtype
 
 
 def place_of(name: str, wanted: tuple[str, ...], *, what: str) -> str:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import NoReturn, final
+from typing import NoReturn
 
 from rl_generation.commands import CommandError, say
 from rl_generation.errors import (
@@ -26,8 +26,6 @@ from rl_generation.errors import (
     SampleTimeoutError,
 )
 
-__all__ = ["main"]
-
 PROGRAM = "rl-generation"
 COMMANDS = {
     "generate": "answer the prompts of a JSON Lines file; an interrupted run can be resumed",
@@ -37,9 +35,6 @@ COMMANDS = {
 }
 REFUSALS = (CommandError, EngineOptionError, ModelError, PromptError)
 FAILURES = (EngineDeadError, LogpError, SampleTimeoutError)
-INTERRUPTED = 130
-UNKNOWN = "unrecognized arguments"
-"""As argparse says it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,19 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, FAILURES) else 2
     except KeyboardInterrupt:
         say(f"{PROGRAM} {chosen}: interrupted")
-        return INTERRUPTED
+        return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when the interpreter ends
         return 0
     return code
 
 
-@final
 class _CommandParser(argparse.ArgumentParser):
     """Says which flag an unknown one may have meant."""
 
     def error(self, message: str) -> NoReturn:
-        for word in message.split() if UNKNOWN in message else ():
+        for word in message.split() if "unrecognized arguments" in message else ():
             flag = word.partition("=")[0]
             if flag.startswith("--") and (near := difflib.get_close_matches(flag, self._option_string_actions, n=1)):
                 message += f"; for {flag} did you mean {near[0]}?"

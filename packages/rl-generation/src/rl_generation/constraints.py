@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,9 @@ from rl_generation.detokenizer import StopStrings
 from rl_generation.errors import EngineOptionError, PromptError
 from rl_generation.requests import Limits, Request, Sampling, check_token_ids
 
-__all__ = ["BadWords", "Constraints", "banned_next", "encode_bad_words", "make_constraints"]
-
 BadWords = tuple[tuple[int, ...], ...]
 
 
-@final
 class Constraints:
     """What restricts one response, and the text that it is searched for.
 

@@ -9,14 +9,14 @@ Reference for the window that is decoded: `text-generation-inference` and vLLM (
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    Tokenizer = PreTrainedTokenizerBase
 else:
     Tokenizer = Any  # transformers is imported by whoever has one
-
-__all__ = ["INCOMPLETE", "Detokenizer", "StopStrings", "Tokenizer", "answer_text", "decode"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no whole character, or not yet one."""
@@ -58,7 +58,6 @@ def answer_text(
     return decode(tokenizer, tokens, skip_special_tokens=skip_special_tokens)
 
 
-@final
 class Detokenizer:
     """Decodes one response as it grows: the pieces of `push`, and `pending` at the end, joined, are `answer_text`.
 
@@ -109,7 +108,6 @@ class Detokenizer:
         return fresh
 
 
-@final
 class StopStrings:
     """Finds the first of `stop` in the text of one response, after the token with which the text holds it.
 

@@ -20,7 +20,6 @@ Reference: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -28,10 +27,7 @@ from torch import Tensor
 
 from rl_generation.requests import Sampling
 
-__all__ = ["SamplingTensors", "choose", "draw", "exact_dtype", "raw_logp", "sampled_logits", "take_best", "uniforms"]
 
-
-@final
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """What each of N rows samples with. None stands for a setting that is off in every row, and costs nothing."""

@@ -5,19 +5,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, final, runtime_checkable
 
+from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Sampling
 from rl_generation.rollout import LogpOf, Rollout, TopLogp
-
-__all__ = [
-    "Engine",
-    "EngineMetrics",
-    "RequestEngine",
-    "RolloutDelta",
-    "SteppingEngine",
-    "StreamingEngine",
-    "check_version",
-    "to_prometheus",
-]
 
 
 @final
@@ -93,6 +83,19 @@ def check_version(version: int) -> None:
     """Raise ValueError where `version` is no number of optimizer steps."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ValueError(f"a version counts optimizer steps and is at least 0; got version={version!r}")
+
+
+def check_single(sampling: Sampling) -> None:
+    """Raise PromptError where `sampling` asks for several answers: a future has one."""
+    if sampling.n != 1:
+        raise PromptError(f"submit answers a prompt once, and sampling.n={sampling.n}: submit it {sampling.n} times")
+
+
+def failed_request(error: Exception) -> "Future[Rollout]":
+    """The future of a request that was refused."""
+    future: Future[Rollout] = Future()
+    future.set_exception(error)
+    return future
 
 
 def to_prometheus(metrics: EngineMetrics, *, model_name: str) -> str:

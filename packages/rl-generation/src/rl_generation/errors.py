@@ -6,16 +6,6 @@ from typing import final
 
 from rl_generation.rollout import Rollout
 
-__all__ = [
-    "EngineDeadError",
-    "EngineOptionError",
-    "LogpError",
-    "ModelError",
-    "PromptError",
-    "SampleTimeoutError",
-    "TimedOutSample",
-]
-
 
 @final
 class PromptError(ValueError):

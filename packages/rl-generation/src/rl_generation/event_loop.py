@@ -9,18 +9,15 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from rl_generation.errors import EngineDeadError
-
-__all__ = ["EventLoop"]
 
 T = TypeVar("T")
 _END = object()
 _PATIENCE_S = 10.0
 
 
-@final
 class EventLoop:
     """Runs until it is closed; a daemon thread, which keeps no program from ending."""
 
@@ -77,7 +74,12 @@ class EventLoop:
             with contextlib.suppress(RuntimeError):  # whoever iterated has ended, and its loop with it
                 here.call_soon_threadsafe(received.put_nowait, item)
 
-        pumping = self.start(_pump(items, hand_over))
+        async def pump() -> None:
+            async with contextlib.aclosing(items()) as source:
+                async for item in source:
+                    hand_over(item)
+
+        pumping = self.start(pump())
         pumping.add_done_callback(lambda _: hand_over(_END))
         try:
             while (item := await received.get()) is not _END:
@@ -96,8 +98,17 @@ class EventLoop:
             return
         if not self._thread.is_alive():
             return
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            if last is not None:
+                await last()
+
         with contextlib.suppress(concurrent.futures.CancelledError, concurrent.futures.TimeoutError):
-            self.start(self._cancel_others(last)).result(_PATIENCE_S)
+            self.start(end()).result(_PATIENCE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_PATIENCE_S)
 
@@ -108,17 +119,3 @@ class EventLoop:
         finally:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
-
-    async def _cancel_others(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        if last is not None:
-            await last()
-
-
-async def _pump(items: Callable[[], AsyncGenerator[T, None]], hand_over: Callable[[object], None]) -> None:
-    async with contextlib.aclosing(items()) as source:
-        async for item in source:
-            hand_over(item)

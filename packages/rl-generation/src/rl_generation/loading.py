@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, final
 
 from rl_generation.checkpoints import load_config, load_model, load_tokenizer, stop_token_ids_of
 from rl_generation.engine import Engine
@@ -13,24 +13,7 @@ if TYPE_CHECKING:
     from rl_generation.transformers_engine import TransformersEngine
     from rl_generation.vllm import VllmOptions
 
-__all__ = [
-    "ENGINES",
-    "FOREIGN",
-    "EngineSpec",
-    "check_available",
-    "load_engine",
-    "load_transformers_engine",
-    "tokenizer_of",
-    "vllm_options_of",
-]
-
 ENGINES = ("transformers", "vllm")
-
-EMBEDDED = (
-    *("revision", "tokenizer", "with_tokenizer", "trust_remote_code", "dtype", "device", "logp_of"),
-    *("max_batch_size", "max_cache_tokens", "continuous_batching"),
-)
-"""Fields of a spec that `load_transformers_engine` takes."""
 
 FOREIGN = {
     "transformers": ("vllm_kwargs",),
@@ -116,25 +99,38 @@ def check_available(spec: EngineSpec) -> None:
         vllm_options_of(spec)
 
 
-def load_engine(spec: EngineSpec) -> tuple[Engine, Any]:
+def load_engine(spec: EngineSpec, **others: Any) -> tuple[Engine, Any]:
     """Make the engine, and load its tokenizer; None stands for the tokenizer where the spec wants none.
 
+    The embedded engine stops at the eos tokens of the generation config (of the config, where that has none) and at
+    the tokenizer's. `others` are further arguments of `TransformersEngine` or `VllmEngine`.
+
     Raises:
-        EngineOptionError: vLLM is missing or refuses an option.
+        EngineOptionError: vLLM is missing or refuses an option; the dtype or the device is unknown.
         ModelError: The model or its tokenizer cannot be loaded or served.
     """
     if not isinstance(spec, EngineSpec):
         raise EngineOptionError(f"load_engine takes an EngineSpec, such as EngineSpec(model='tiny'); got {spec!r}")
     check_available(spec)
-    if spec.engine == "transformers":
-        given = {name: value for name in EMBEDDED if (value := getattr(spec, name)) is not None}
-        return load_transformers_engine(spec.model, **given)
-    from rl_generation.vllm import VllmEngine
-
     # The config and the tokenizer first: they are refused at once, an engine after half a minute.
-    load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    which: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    load_config(spec.model, **which)
     tokenizer = tokenizer_of(spec)
-    return VllmEngine(vllm_options_of(spec), logp_of=spec.logp_of), tokenizer
+    others["logp_of"] = spec.logp_of
+    if spec.engine == "vllm":
+        from rl_generation.vllm import VllmEngine
+
+        return VllmEngine(vllm_options_of(spec), **others), tokenizer
+    from rl_generation.transformers_engine import TransformersEngine
+
+    model = load_model(spec.model, dtype=spec.dtype, device=spec.device, **which)
+    stops = stop_token_ids_of(spec.model, model.config.to_dict(), tokenizer=tokenizer, revision=spec.revision)
+    pads = (getattr(source, "pad_token_id", None) for source in (tokenizer, model.generation_config, model.config))
+    pad = next((pad for pad in (*pads, *stops) if pad is not None), 0)
+    for name in ("max_batch_size", "max_cache_tokens", "continuous_batching"):
+        if (value := getattr(spec, name)) is not None:
+            others[name] = value
+    return TransformersEngine(model, stop_token_ids=stops, pad_token_id=pad, tokenizer=tokenizer, **others), tokenizer
 
 
 def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
@@ -158,43 +154,11 @@ def vllm_options_of(spec: EngineSpec) -> "VllmOptions":
     return VllmOptions(**ours, **given, vllm_kwargs=others)
 
 
-def load_transformers_engine(
-    model_name: str,
-    *,
-    revision: str | None = None,
-    tokenizer: str | None = None,
-    with_tokenizer: bool = True,
-    trust_remote_code: bool = False,
-    dtype: str = "auto",
-    device: str | None = None,
-    **options: Any,
-) -> "tuple[TransformersEngine, Any]":
-    """Load a model and its tokenizer, and make the embedded engine of them; the fields of `EngineSpec` say the rest.
-
-    The engine stops at the eos tokens of the generation config (of the config, where that has none) and at the
-    tokenizer's. `options` go to `TransformersEngine`.
-
-    Raises:
-        ModelError: The model or its tokenizer cannot be loaded or served.
-        EngineOptionError: The dtype or the device is unknown.
-    """
-    from rl_generation.transformers_engine import TransformersEngine
-
-    load_config(model_name, revision=revision, trust_remote_code=trust_remote_code)  # a missing model has no tokenizer
-    found = None
-    if with_tokenizer:
-        found = load_tokenizer(tokenizer or model_name, revision=revision, trust_remote_code=trust_remote_code)
-    model = load_model(model_name, revision=revision, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
-    stops = stop_token_ids_of(model_name, model.config, tokenizer=found, revision=revision)
-    pads = (getattr(source, "pad_token_id", None) for source in (found, model.generation_config, model.config))
-    engine = TransformersEngine(
-        model,
-        stop_token_ids=stops,
-        pad_token_id=next((pad for pad in (*pads, *stops) if pad is not None), 0),
-        tokenizer=found,
-        **options,
-    )
-    return engine, found
+def load_transformers_engine(model_name: str, **options: Any) -> "tuple[TransformersEngine, Any]":
+    """`load_engine` of the embedded engine; `options` are of `EngineSpec` or of `TransformersEngine`."""
+    own = {each.name for each in fields(EngineSpec)} & options.keys()
+    spec = EngineSpec(model=model_name, **{name: options.pop(name) for name in own})
+    return cast("tuple[TransformersEngine, Any]", load_engine(spec, **options))
 
 
 def tokenizer_of(spec: EngineSpec) -> Any:

@@ -21,19 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from rl_generation.checkpoints import meta_model
 from rl_generation.errors import EngineOptionError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-__all__ = [
-    "CacheLayer",
-    "EngineMemory",
-    "default_cpu_cache_bytes",
-    "default_gpu_memory_utilization",
-    "estimate_memory",
-]
 
 FULL = frozenset({"full_attention", "attention"})
 WINDOW = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -347,11 +338,27 @@ def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int, ke
     first of several stages has the embedding, the last one what comes after the layers, with a copy of an embedding
     that is tied to it.
     """
+    import transformers
+
     text = config.get_text_config(decoder=True)
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     if heads % ranks:
         raise EngineOptionError(f"{heads} attention heads do not divide over tensor_parallel_size={ranks}")
-    model = meta_model(config)
+    # Of the architecture that the config names, or else the causal language model of its type.
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    make: Any = next((each for each in named if each is not None), transformers.AutoModelForCausalLM.from_config)
+    try:
+        with torch.device("meta"):
+            model = make(config)
+    except ValueError as error:
+        raise ModelError(
+            f"transformers knows no causal language model of model_type={config.model_type!r}: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise ModelError(
+            f"transformers cannot construct model_type={config.model_type!r} without memory, so its parameters are not "
+            f"counted: {error}"
+        ) from error
     embedding = model.get_input_embeddings()
     whole, in_layers, before, after = 0, dict[int, int](), 0, 0
     for name, parameter in model.named_parameters():

@@ -1,13 +1,13 @@
 """Quirks of model families in vLLM, as data: which engine start a model cannot have, and which needs a tokenizer.
 
-A record says for which versions of vLLM it holds, why, who says so, and whether that was measured. Nothing here is
-applied: whoever builds an engine asks. A model is its HF `model_type`.
+A record says for which versions of vLLM it holds, why, and who says so. Nothing here is applied: whoever builds an
+engine asks. A model is its HF `model_type`.
 
 A dummy start (vLLM's `load_format="dummy"`) reads no checkpoint: it fills parameters and *persistent* buffers with
 noise within ±1e-3 and leaves the rest to the first refit. What no refit feeds stays noise, and nothing fails.
 
 A record is added with a probe in `tests/vllm/test_model_flags.py` that fails where an installed version no longer needs
-it; one that nobody can measure is looked at with each release (`CHECKED`).
+it.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,6 @@ from typing import final
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-
-__all__ = ["MODEL_FLAGS", "ModelFlag", "ModelQuirk", "flags_for", "installed_version"]
-
-
-CHECKED = "0.32"
-"""The last version of vLLM whose sources somebody read; what is only reported is looked at again when it moves on."""
 
 
 @unique
@@ -34,10 +28,6 @@ class ModelFlag(Enum):
 
     VLLM_TOKENIZER_REQUIRED = "vllm_tokenizer_required"
     """vLLM does not start with `skip_tokenizer_init=True`, even where only token ids go in and out."""
-
-    def matches(self, model_type: str, *, version: str | None = None) -> bool:
-        """Whether `model_type` has this flag under a version of vLLM; None: the installed one."""
-        return any(quirk.flag is self for quirk in flags_for(model_type, version=version))
 
 
 @final
@@ -60,9 +50,6 @@ class ModelQuirk:
     source: str
     """Where that can be read."""
 
-    measured: bool
-    """Whether a probe in the tests shows it on the installed vLLM; else it is what the source reports."""
-
     versions: str = ""
     """PEP 440 specifier of vLLM's versions; the empty one means all, known and to come."""
 
@@ -77,8 +64,7 @@ class ModelQuirk:
     def explain(self) -> str:
         """Say what holds, for which versions and why, in a sentence for people."""
         versions = f"vllm {self.versions}" if self.versions else "every vllm"
-        evidence = "measured" if self.measured else "reported"
-        return f"{self.flag.value} ({versions}; {evidence}): {self.reason} See {self.source}"
+        return f"{self.flag.value} ({versions}): {self.reason} See {self.source}"
 
 
 def installed_version() -> str | None:
@@ -110,23 +96,12 @@ _VISION = _NEMOTRON_VL | _QWEN_VL | {"gemma3", "gemma4", "glm4v", "mistral3"}
 
 MODEL_FLAGS: tuple[ModelQuirk, ...] = (
     ModelQuirk(
-        name="gemma-normalizer",
-        flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
-        model_types=frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"}),
-        versions="<0.9.2",
-        reason="A dummy start overwrites the buffer `normalizer`, sqrt(hidden size), which no checkpoint holds; "
-        "the answers stay gibberish after every refit.",
-        source="https://github.com/vllm-project/vllm/pull/19788",
-        measured=False,
-    ),
-    ModelQuirk(
         name="gemma4-layer-scalar",
         flag=ModelFlag.VLLM_LOAD_FORMAT_AUTO,
         model_types=frozenset({"gemma4", "gemma4_text"}),
         reason="A dummy start overwrites the buffer `layer_scalar` of every layer, which a refit of parameters "
         "alone never sends.",
         source="https://github.com/modelscope/ms-swift/pull/9100",
-        measured=True,
     ),
     ModelQuirk(
         name="apertus-xielu",
@@ -135,7 +110,6 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         reason="A dummy start overwrites the buffers `beta` and `eps` of the activation xIELU, which a refit of "
         "parameters alone never sends.",
         source="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/activation.py",
-        measured=True,
     ),
     ModelQuirk(
         name="radio-layer-scale",
@@ -144,7 +118,6 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         reason="A dummy start overwrites `ls1` and `ls2` of every layer of the vision tower, and its `load_weights` "
         "skips them: the model is blind after every refit.",
         source="https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/generation/vllm/patches.py",
-        measured=True,
     ),
     ModelQuirk(
         name="image-normalization",
@@ -154,7 +127,6 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         reason="A dummy start overwrites the buffers that normalize images, which no checkpoint holds: images are "
         "noise after every refit, text is not. `mm_device_do_normalize=False` normalizes elsewhere.",
         source="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/fusion/mm_input_norm.py",
-        measured=True,
     ),
     ModelQuirk(
         name="image-processor-tokenizer",
@@ -162,6 +134,5 @@ MODEL_FLAGS: tuple[ModelQuirk, ...] = (
         model_types=_VISION,
         reason="The processor of images needs the tokenizer, even where no image is sent.",
         source="https://github.com/NVIDIA-NeMo/RL/issues/1681",
-        measured=True,
     ),
 )

@@ -1,14 +1,7 @@
 """An engine far away: servers that speak HTTP, behind the same `Engine` protocol as an engine in this process.
 
-Three kinds of servers are spoken to, each in the one interface of its own that takes token ids and gives them back:
-
-    rl-generation   POST /v1/completions, whose answer also holds `weight_versions`
-    vllm            POST /v1/completions with `return_token_ids` and `logprobs`
-    sglang          POST /generate with `input_ids` and `return_logprob`
-
-Text never crosses the wire as a prompt, and the text of an answer is not read: the tokens of a rollout are the ids that
-the server sampled, or the call is an error. Each server is probed when the engine is made, with a few requests of one
-token: whether its log-probabilities can be trained on is decided by a flag of its start, which it does not report.
+Each server is probed when the engine is made, with a few requests of one token: whether its log-probabilities can be
+trained on is decided by a flag of its start, which it does not report. What is sent and read: `remote_servers`.
 """
 
 import asyncio
@@ -17,20 +10,19 @@ import json
 import logging
 import math
 import os
-import secrets
 import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, final, get_args
+from typing import TYPE_CHECKING, Any, Self, final, get_args
 from urllib.parse import urlsplit
 
 from rl_generation.chat import encode_text
 from rl_generation.detokenizer import Tokenizer
-from rl_generation.engine import EngineMetrics
+from rl_generation.engine import EngineMetrics, check_single, failed_request
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -41,20 +33,14 @@ from rl_generation.errors import (
     TimedOutSample,
 )
 from rl_generation.event_loop import EventLoop
-from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, make_requests
-from rl_generation.rollout import FinishReason, LogpOf, Rollout, TopLogp, VersionSpan, in_order
-from rl_generation.submitting import check_single, failed_request
-from rl_generation.vllm.samples import EMBEDDED_ONLY, check_for_vllm, refuse_fields
+from rl_generation.remote_servers import SGLANG_SETS, VERSIONS, ServerFacts, ServerKind
+from rl_generation.requests import Limits, Request, Sampling, make_requests
+from rl_generation.rollout import FinishReason, LogpOf, Rollout, in_order
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["RemoteEngine", "ServerKind"]
-
 LOG = logging.getLogger(__name__)
-
-ServerKind = Literal["rl-generation", "vllm", "sglang"]
-"""Which server answers: `rl-generation serve`, `vllm serve`, or SGLang's `python -m sglang.launch_server`."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 """Before a request, or a replica, is tried again; doubled each time."""
@@ -65,22 +51,10 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_IN_FLIGHT = 256
 """Requests under way at one replica; further ones wait here, before their time begins."""
 
-LOWEST_LOGP = -9999.0
-"""vLLM sends this for minus infinity, and SGLang the lowest number of the dtype; no sampled token is that unlikely."""
-
 SAMPLE_TEXT = "Rollouts, 0123 of them: naïve café, 你好 🙂\n\tdef f(x):  return {x!r}"
 """What the tokenizers here and there are compared over: accents, an emoji, digits, code, runs of spaces."""
 SAMPLE_TOKENS = 200
 """Where a tokenizer has no token for some of that, so many of its own are compared instead."""
-
-SGLANG_SETS = frozenset(
-    {
-        *("max_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "sampling_seed"),
-        *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
-    }
-)
-"""Sampling parameters of SGLang that each request sets, or that cannot change its tokens."""
 
 
 @final
@@ -142,9 +116,18 @@ class RemoteEngine:
             raise EngineOptionError(
                 f"request_timeout_s must be above 0 and finite; got request_timeout_s={request_timeout_s!r}"
             )
+        headers = {}
+        if api_key_env is not None:
+            if not (key := os.environ.get(api_key_env)):
+                raise EngineOptionError(f"api_key_env={api_key_env!r}: this environment variable is not set, or empty")
+            if not (key.isascii() and key.isprintable() and key.strip()):
+                raise EngineOptionError(f"api_key_env={api_key_env!r}: its value is no text that a header can hold")
+            headers = {"Authorization": f"Bearer {key}"}
         self._replicas = [_Replica(url) for url in _base_urls(urls)]
         self._kind, self._model, self._tokenizer = kind, model, tokenizer
-        self._vocab_size, self._logp_of = vocab_size, logp_of
+        self.logp_of: LogpOf = logp_of
+        """Which distribution the logp of its rollouts refers to."""
+        self._vocab_size = vocab_size
         self._timeout_s, self._retries, self._version = request_timeout_s, retries, version
         self._closed = False
         self._counts = Counter[str]()
@@ -152,7 +135,7 @@ class RemoteEngine:
         self._places = asyncio.Semaphore(MAX_IN_FLIGHT * len(self._replicas))
         # The key lives in the client's headers alone, which write it as [secure] where they are printed.
         self._http = httpx.AsyncClient(
-            headers={} if api_key_env is None else {"Authorization": f"Bearer {_api_key(api_key_env)}"},
+            headers=headers,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             # uvicorn closes a connection that is idle for 5 s.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0),
@@ -160,10 +143,17 @@ class RemoteEngine:
         self._events = EventLoop("rl-generation-remote")
         self._end = weakref.finalize(self, self._events.close, self._http.aclose)
         try:
-            self._facts = self._events.run(self._probe_all())
+            self._facts = facts = self._events.run(self._probe_all())
         except BaseException:
             self.close()
             raise
+        self.limits: Limits = Limits(
+            vocab_size=facts.vocab_size,
+            max_length=facts.max_length,
+            max_length_name="max_model_len",
+            tokenizer=tokenizer,
+        )
+        """What it can be asked for."""
 
     # -- What every engine has ---------------------------------------------------------------------------------------
 
@@ -172,22 +162,6 @@ class RemoteEngine:
         """Of the oldest weights that a replica last reported; as committed here where the servers report none."""
         reported = [replica.version for replica in self._replicas if replica.version is not None]
         return min(reported, default=self._version)
-
-    @property
-    def logp_of(self) -> LogpOf:
-        """Which distribution the logp of its rollouts refers to."""
-        return self._logp_of
-
-    @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
-        facts = self._facts
-        return Limits(
-            vocab_size=facts.vocab_size,
-            max_length=facts.max_length,
-            max_length_name="max_model_len",
-            tokenizer=self._tokenizer,
-        )
 
     @property
     def unreachable(self) -> dict[str, str]:
@@ -227,7 +201,7 @@ class RemoteEngine:
             f"version: {self.version}, {VERSIONS[facts.kind]}",
             f"limits: vocabulary {facts.vocab_size}, positions {facts.max_length}",
             f"requests: {self._timeout_s} s each, sent again up to {self._retries} times",
-            f"logp: {self._logp_of}",
+            f"logp: {self.logp_of}",
             f"seeds: {seeds}",
         ]
         for replica in self._replicas:
@@ -304,20 +278,12 @@ class RemoteEngine:
         """What is sent; refuses what the servers would not do, or ignore."""
         if self._closed:
             raise EngineDeadError("the engine is closed")
-        sent: list[Request] = []
-        limits, kind = self.limits, self._facts.kind
-        for request in make_requests(prompts, sampling, limits):
-            if kind == "sglang":
-                sent += _sglang_requests(request, logp_of=self._logp_of, seeded=self._facts.seeded)
-                continue
-            if kind == "vllm":
-                check_for_vllm(request, limits)
-            elif any(math.isinf(bias) for _, bias in request.sampling.logit_bias):
-                raise PromptError(
-                    f"prompt {request.prompt_index} asks for a logit_bias of -inf, which JSON cannot hold: use -100"
-                )
-            sent.append(request)
-        return sent
+        limits, facts = self.limits, self._facts
+        return [
+            sent
+            for request in make_requests(prompts, sampling, limits)
+            for sent in facts.requests(request, limits=limits, logp_of=self.logp_of)
+        ]
 
     # -- On the event loop -------------------------------------------------------------------------------------------
 
@@ -404,14 +370,9 @@ class RemoteEngine:
                 replica.under_way += 1
                 replica.sent += 1
                 try:
-                    answer, rollouts, reported = await self._ask(replica, request, self._facts, version=self._version)
+                    return await self._ask(replica, request, self._facts)
                 finally:
                     replica.under_way -= 1
-                if reported:
-                    replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
-                elif self._facts.kind == "sglang":
-                    _check_not_started_anew(replica, answer["meta_info"])
-                return rollouts
             except _ServerFailedError as failure:
                 failures.append(f"{replica.url} {failure}")
                 if failure.rest:
@@ -426,22 +387,13 @@ class RemoteEngine:
             f"{_name(request)} was sent {self._retries + 1} times, and not answered: {'; '.join(failures)}"
         )
 
-    async def _ask(
-        self, replica: "_Replica", request: Request, facts: "_Facts", *, version: int = 0
-    ) -> tuple[Any, list[Rollout], bool]:
-        """Send a request once; return the answer, as it is and as rollouts, and whether it says their versions."""
-        if facts.kind == "sglang":
-            path, body, read = "/generate", _sglang_body(request, facts), _read_sglang
-        else:
-            path, body, read = "/v1/completions", _completion_body(request, facts), _read_completions
+    async def _ask(self, replica: "_Replica", request: Request, facts: ServerFacts) -> list[Rollout]:
+        """Send a request once, and return what is answered; note the version of the weights that the server reports."""
+        version = self._version
+        path, body = facts.question(request)
         answer = await self._post(replica, path, body)
         try:
-            said = read(answer, request)
-            rollouts = [
-                _rollout(request, each, index=index, logp_of=self._logp_of, version=version)
-                for index, each in enumerate(said)
-            ]
-            return answer, rollouts, bool(said[0].versions)
+            rollouts, reported = facts.rollouts(answer, request, logp_of=self.logp_of, version=version)
         except (LogpError, ModelError) as error:
             raise type(error)(f"{replica.url}: the answer to {_name(request)} {error}") from None
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -449,6 +401,11 @@ class RemoteEngine:
                 f"{replica.url}: the answer to {_name(request)} has not the shape of {facts.kind}'s: "
                 f"{type(error).__name__}: {error}"
             ) from None
+        if reported:
+            replica.version = max(span.version for rollout in rollouts for span in rollout.versions)
+        elif facts.kind == "sglang":
+            _check_not_started_anew(replica, answer["meta_info"])
+        return rollouts
 
     async def _post(self, replica: "_Replica", path: str, body: Mapping[str, Any] | None) -> Any:
         """Send one request, or fetch where `body` is None, and return the JSON of the answer.
@@ -486,7 +443,7 @@ class RemoteEngine:
 
     # -- The probe ---------------------------------------------------------------------------------------------------
 
-    async def _probe_all(self) -> "_Facts":
+    async def _probe_all(self) -> ServerFacts:
         """Probe each replica, and refuse those that cannot be one engine together."""
         first, *others = self._replicas
         facts, *others_facts = await asyncio.gather(*(self._probe_in_time(replica) for replica in self._replicas))
@@ -495,7 +452,7 @@ class RemoteEngine:
                 raise EngineOptionError(f"{first.url} and {replica.url} are no replicas: {different}")
         return facts
 
-    async def _probe_in_time(self, replica: "_Replica") -> "_Facts":
+    async def _probe_in_time(self, replica: "_Replica") -> ServerFacts:
         """What a server is; EngineDeadError where it does not answer, EngineOptionError where it does so wrongly."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -531,7 +488,7 @@ class RemoteEngine:
         LOG.warning("%s answers again", replica.url)
         replica.why_down, replica.rests = None, 0
 
-    async def _probe(self, replica: "_Replica") -> "_Facts":
+    async def _probe(self, replica: "_Replica") -> ServerFacts:
         """What one server is, from what it says and from a few answers of one token."""
         listed = await self._post(replica, "/v1/models", None)
         try:
@@ -555,7 +512,7 @@ class RemoteEngine:
                 f"{', '.join(get_args(ServerKind))}: if it is one of them behind another name, say which by kind="
             )
         vocab_size = self._vocab_size_of(replica, card)
-        facts = _Facts(kind=kind, model=name, max_length=card.get("max_model_len"), vocab_size=vocab_size, seeded=True)
+        facts = ServerFacts(kind=kind, model=name, max_length=card.get("max_model_len"), vocab_size=vocab_size)
         if kind == "sglang":
             facts = await self._read_pages_of_sglang(replica, facts)
         await self._compare_tokenizers(replica, facts)
@@ -565,13 +522,12 @@ class RemoteEngine:
         probes = [Request(prompt=prompt, sampling=ask) for prompt in prompts]
         if kind == "rl-generation":
             self._check_logp_of(card.get("logp_of"), replica, remedy="make its engine with that")
-            _, (rollout,), _ = await self._ask(replica, probes[0], facts)
-            replica.version = rollout.version
+            await self._ask(replica, probes[0], facts)
         elif kind == "vllm":
             # Drawn from one token, its logp is 0 as processed, and as it was in the model as raw.
             drawn = [replace(each, sampling=replace(ask, temperature=1.0, top_k=1)) for each in probes]
-            logps = [(await self._ask(replica, each, facts))[1][0].logp[0] for each in drawn]
-            mode = f"--logprobs-mode {'processed_logprobs' if self._logp_of == 'sampled' else 'raw_logprobs'}"
+            logps = [(await self._ask(replica, each, facts))[0].logp[0] for each in drawn]
+            mode = f"--logprobs-mode {'processed_logprobs' if self.logp_of == 'sampled' else 'raw_logprobs'}"
             found = "raw" if min(logps) < -1e-4 else "sampled"
             self._check_logp_of(found, replica, remedy=f"start it with {mode}")
         else:
@@ -595,7 +551,7 @@ class RemoteEngine:
             )
         return int(size)
 
-    async def _compare_tokenizers(self, replica: "_Replica", facts: "_Facts") -> None:
+    async def _compare_tokenizers(self, replica: "_Replica", facts: ServerFacts) -> None:
         if self._tokenizer is None:
             return
         text = SAMPLE_TEXT
@@ -612,7 +568,7 @@ class RemoteEngine:
                 f"the tokenizer of {replica.url} is another: of {text!r} it makes {there}, and tokenizer= {here}"
             )
 
-    async def _read_pages_of_sglang(self, replica: "_Replica", facts: "_Facts") -> "_Facts":
+    async def _read_pages_of_sglang(self, replica: "_Replica", facts: ServerFacts) -> ServerFacts:
         """What SGLang's own pages say: what it prefers to what it is asked, and whether it keeps seeds."""
         info = await self._post(replica, "/get_model_info", None)
         _check_not_started_anew(replica, info)
@@ -629,24 +585,24 @@ class RemoteEngine:
         length = facts.max_length or server.get("context_length")
         return replace(facts, max_length=length, seeded=bool(server.get("enable_deterministic_inference")))
 
-    async def _probe_logp_of_sglang(self, replica: "_Replica", facts: "_Facts", probes: Sequence[Request]) -> None:
+    async def _probe_logp_of_sglang(self, replica: "_Replica", facts: ServerFacts, probes: Sequence[Request]) -> None:
         """Find `SGLANG_RETURN_ORIGINAL_LOGPROB` out: with it, a token's logp does not move with the temperature."""
         for probe in probes:
-            _, (rollout,), _ = await self._ask(replica, probe, facts)
+            (rollout,) = await self._ask(replica, probe, facts)
             hot = replace(probe, sampling=replace(probe.sampling, temperature=2.0))
-            body = _sglang_body(hot, facts) | {"token_ids_logprob": list(rollout.tokens)}
-            answer = await self._post(replica, "/generate", body)
+            path, body = facts.question(hot)
+            answer = await self._post(replica, path, body | {"token_ids_logprob": list(rollout.tokens)})
             ((logp, *_),) = answer["meta_info"]["output_token_ids_logprobs"][0]
             if rollout.logp[0] <= -1e-3:  # else the model is too sure of this token for a temperature to show
-                flag = f"SGLANG_RETURN_ORIGINAL_LOGPROB={int(self._logp_of == 'raw')}"
+                flag = f"SGLANG_RETURN_ORIGINAL_LOGPROB={int(self.logp_of == 'raw')}"
                 found = "raw" if abs(logp - rollout.logp[0]) < 1e-4 else "sampled"
                 self._check_logp_of(found, replica, remedy=f"start it with {flag}")
                 return
 
     def _check_logp_of(self, found: str | None, replica: "_Replica", *, remedy: str) -> None:
-        if found != self._logp_of:
+        if found != self.logp_of:
             raise EngineOptionError(
-                f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self._logp_of!r} is asked "
+                f"{replica.url} gives the logp of the distribution {found!r}, and logp_of={self.logp_of!r} is asked "
                 f"for: {remedy}, or ask for logp_of={found!r}"
             )
 
@@ -654,25 +610,6 @@ class RemoteEngine:
 # -- What is known of servers and of attempts --------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """What replicas must have in common."""
-
-    kind: ServerKind
-    model: str
-    max_length: int | None
-    vocab_size: int
-    seeded: bool
-    """Whether the server keeps the seeds of requests."""
-
-    def difference(self, other: "_Facts") -> str | None:
-        """The first thing in which two servers differ, in words."""
-        pairs = ((each.name, getattr(other, each.name), getattr(self, each.name)) for each in fields(self))
-        return next((f"{name} is {theirs!r} and {ours!r}" for name, theirs, ours in pairs if theirs != ours), None)
-
-
-@final
 @dataclass(slots=True, eq=False)
 class _Replica:
     """One server, as the event loop knows it."""
@@ -704,7 +641,6 @@ class _Replica:
         LOG.warning("%s %s; it is left alone for %g s", self.url, why, pause_s)
 
 
-@final
 class _ServerFailedError(Exception):
     """A failure after which the same request may be sent again, to another replica first.
 
@@ -733,15 +669,6 @@ def _base_urls(urls: str | Sequence[str]) -> list[str]:
     return found
 
 
-def _api_key(variable: str) -> str:
-    key = os.environ.get(variable)
-    if not key:
-        raise EngineOptionError(f"api_key_env={variable!r}: this environment variable is not set, or empty")
-    if not (key.isascii() and key.isprintable() and key.strip()):
-        raise EngineOptionError(f"api_key_env={variable!r}: its value is no text that a header can hold")
-    return key
-
-
 def _name(request: Request) -> str:
     sampling = request.sampling
     seed = "" if sampling.seed is None else f", seed={sampling.seed}"
@@ -763,165 +690,6 @@ def _error_of(response: "httpx.Response") -> str:
     return response.text[:200]
 
 
-# -- The two interfaces: what is sent, and what is read ----------------------------------------------------------------
-
-
-VERSIONS: Mapping[ServerKind, str] = {
-    "rl-generation": "reported with each token",
-    "vllm": "committed here: plain vLLM reports none",
-    "sglang": "reported by SGLang where its label is a number, and else committed here",
-}
-"""Who says which weights made a rollout."""
-
-SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("stop", "stop_token_ids", "bad_words", "ignore_eos"),
-)
-"""Of Sampling, which `/v1/completions` calls by the same names."""
-
-
-def _completion_body(request: Request, facts: _Facts) -> dict[str, Any]:
-    """A request to `/v1/completions`. All that a generation config of the server could fill in is said."""
-    sampling = request.sampling
-    body: dict[str, Any] = {
-        "model": facts.model,
-        "prompt": request.prompt,
-        "max_tokens": sampling.max_new_tokens,
-        **{name: getattr(sampling, name) for name in SAMPLING_FIELDS},
-        "logprobs": sampling.top_logp,  # with 0, of the sampled token alone
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "stream": False,
-    }
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
-    if facts.kind == "rl-generation":  # for the others they were refused before
-        if sampling.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
-        if sampling.min_new_tokens:
-            body["min_tokens"] = sampling.min_new_tokens
-        for name, kind in (("json_schema", "json"), ("regex", "regex")):
-            if getattr(sampling, name) is not None:
-                body["structured_outputs"] = {kind: getattr(sampling, name)}
-    return body
-
-
-def _read_completions(answer: Any, request: Request) -> "list[_Said]":
-    """What an answer of `/v1/completions` says; LogpError if it is not exact."""
-    choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-    if len(choices) != request.sampling.n:
-        raise LogpError(f"holds {len(choices)} answers of n={request.sampling.n}")
-    found = []
-    for choice in choices:
-        if choice.get("token_ids") is None or choice.get("prompt_token_ids") is None:
-            raise LogpError(
-                "ignores return_token_ids, and so has not the tokens that were sampled: vLLM has it since 0.10.2"
-            )
-        if not (given := choice.get("logprobs")):
-            raise LogpError("ignores logprobs=0, which asks for the logp of the sampled token")
-        if tuple(choice["prompt_token_ids"]) != request.prompt:
-            raise LogpError(f"is to another prompt, of {len(choice['prompt_token_ids'])} tokens")
-        found.append(
-            _Said(
-                tokens=choice["token_ids"],
-                logp=given["token_logprobs"],
-                finish_reason=choice["finish_reason"],
-                stop_reason=choice["stop_reason"],
-                versions=tuple(VersionSpan(**span) for span in choice.get("weight_versions") or ()),
-                top_logp=_top_logp(given, request.sampling.top_logp),
-                logp_of=answer.get("logp_of"),
-            )
-        )
-    return found
-
-
-def _top_logp(given: Mapping[str, Any], count: int) -> TopLogp:
-    """The likeliest tokens of each place, of a mapping that also holds the sampled one, wherever it ranks."""
-    if not count:
-        return ()
-    places = []
-    for sampled, values in zip(given["tokens"], given["top_logprobs"], strict=True):
-        # Of two that are equally likely, the sampled one may be there only because it was sampled.
-        ranked = sorted(values.items(), key=lambda pair: (-pair[1], pair[0] == sampled))
-        places.append(tuple((int(name.removeprefix("token_id:")), value) for name, value in ranked[:count]))
-    return tuple(places)
-
-
-def _sglang_requests(request: Request, *, logp_of: LogpOf, seeded: bool) -> list[Request]:
-    """One request for each of the `n` answers, since SGLang would answer all of one alike; refuses what it ignores."""
-    asked, index = request.sampling, request.prompt_index
-    refuse_fields(
-        request,
-        ("bad_words", *EMBEDDED_ONLY),
-        "which SGLang does not do as the embedded engine does: leave it out, or use a server of rl-generation",
-    )
-    if asked.ignore_eos and asked.stop_token_ids:
-        raise PromptError(
-            f"prompt {index} asks for stop_token_ids={asked.stop_token_ids!r} beside ignore_eos, with which SGLang "
-            f"ignores them too"
-        )
-    cut = {"top_p": asked.top_p != 1.0, "top_k": asked.top_k != 0, "min_p": asked.min_p != 0.0}
-    if logp_of == "sampled" and not asked.greedy and any(cut.values()):
-        names = ", ".join(f"{name}={getattr(asked, name)}" for name, given in cut.items() if given)
-        raise PromptError(
-            f"prompt {index} asks for {names}, and SGLang's logp are those before the cut, not of what was drawn from: "
-            f"leave it out, or take logp_of='raw' of a server started with SGLANG_RETURN_ORIGINAL_LOGPROB=1"
-        )
-    seed = asked.seed
-    if seed is not None and not asked.greedy and not seeded:
-        raise PromptError(
-            f"prompt {index} asks for seed={seed}, which SGLang ignores unless it is started with "
-            f"--enable-deterministic-inference"
-        )
-    if seed is None and seeded:  # a deterministic SGLang would take the same seed for all requests
-        seed = secrets.randbelow(MAX_SEED - asked.n)
-    seeds = [None if seed is None else seed + sample for sample in range(asked.n)]
-    return [
-        replace(request, sampling=replace(asked, n=1, seed=own), sample_index=sample)
-        for sample, own in enumerate(seeds)
-    ]
-
-
-def _sglang_body(request: Request, facts: _Facts) -> dict[str, Any]:
-    """A request to SGLang's `/generate`. All that `--preferred-sampling-params` could fill in is said."""
-    sampling = request.sampling
-    same = ("max_new_tokens", "n", "temperature", "top_p", "min_p", "ignore_eos", "min_new_tokens")
-    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")  # others were refused before
-    parameters: dict[str, Any] = {
-        **{name: getattr(sampling, name) for name in (*same, *penalties)},
-        "top_k": sampling.top_k or -1,
-        "stop": sampling.stop or None,
-        "stop_token_ids": sampling.stop_token_ids or None,
-    }
-    if facts.seeded and sampling.seed is not None:
-        parameters["sampling_seed"] = sampling.seed
-    return {"input_ids": request.prompt, "sampling_params": parameters, "return_logprob": True, "stream": False}
-
-
-def _read_sglang(answer: Any, request: Request) -> "list[_Said]":
-    """What an answer of SGLang's `/generate` says; LogpError if it is not exact."""
-    said = answer["meta_info"]
-    if said["prompt_tokens"] != len(request.prompt):
-        raise LogpError(f"is to another prompt, of {said['prompt_tokens']} tokens: is --allow-auto-truncate set?")
-    if (pairs := said.get("output_token_logprobs")) is None:
-        raise LogpError("ignores return_logprob, and has no output_token_logprobs")
-    # The ids beside the logp are what was sampled, with the stop token; output_ids may lack it.
-    if len(pairs) != said["completion_tokens"]:
-        raise LogpError(f"has {said['completion_tokens']} tokens and {len(pairs)} logp")
-    reason = said["finish_reason"]
-    if reason.get("matched") == "NaN happened":  # what SGLang calls an id outside of the vocabulary
-        raise LogpError("was ended by NaN in the logits: look for it in the weights")
-    return [
-        _Said(
-            tokens=[pair[1] for pair in pairs],
-            logp=[pair[0] for pair in pairs],
-            finish_reason=reason["type"],
-            stop_reason=reason.get("matched"),
-            versions=_sglang_versions(said),
-        )
-    ]
-
-
 def _check_not_started_anew(replica: _Replica, said: Mapping[str, Any]) -> None:
     """Do not use a server of SGLang whose label was a number and is none any more."""
     label = said.get("weight_version")
@@ -931,74 +699,3 @@ def _check_not_started_anew(replica: _Replica, said: Mapping[str, Any]) -> None:
             f"of the trainer yet",
             rest=True,
         )
-
-
-def _sglang_versions(said: Mapping[str, Any]) -> tuple[VersionSpan, ...]:
-    """Which weights made which token, by SGLang's labels; nothing where one is no number of optimizer steps.
-
-    Newer releases have a span for each label in `weight_versions`, older ones the label at the end alone.
-    """
-    whole = [{"version": said.get("weight_version"), "start": 0, "end": said["completion_tokens"]}]
-    spans = said.get("weight_versions") or whole
-    if not all(str(span["version"]).isdecimal() for span in spans):
-        return ()
-    found = [VersionSpan(version=int(each["version"]), start=each["start"], end=each["end"]) for each in spans]
-    made = tuple(span for span in found if span.start < span.end)
-    if [span.start for span in made] != [0, *(span.end for span in made[:-1])] or made[-1].end != whole[0]["end"]:
-        raise LogpError(f"has weight_versions {spans}, which do not cover its {whole[0]['end']} tokens in order")
-    return made
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """One answer, as a server says it."""
-
-    tokens: Sequence[int]
-    logp: Sequence[float | None]
-    finish_reason: str
-    stop_reason: int | str | None
-    versions: tuple[VersionSpan, ...]
-    """Empty where it does not say them."""
-
-    top_logp: TopLogp = ()
-    logp_of: str | None = None
-    """As our server says it."""
-
-
-def _rollout(request: Request, said: _Said, *, index: int, logp_of: LogpOf, version: int) -> Rollout:
-    """One rollout, or why it cannot be one: after `the answer to prompt 3 (…)`; of `version` where nobody says it."""
-    tokens, logp, finish_reason, stop_reason = said.tokens, said.logp, said.finish_reason, said.stop_reason
-    if said.logp_of not in (None, logp_of):
-        raise LogpError(f"has logp of the distribution {said.logp_of!r}, and not {logp_of!r}: its engine changed")
-    if len(tokens) != len(logp):
-        raise LogpError(f"has {len(tokens)} tokens and {len(logp)} logp")
-    for place, (token, value) in enumerate(zip(tokens, logp, strict=True)):
-        if value is None or not LOWEST_LOGP < value < math.inf:
-            raise LogpError(f"has logp={value} at token {place}, id {token}")
-        if value > 1e-3:
-            raise LogpError(
-                f"has {value} as a log-probability, which is a logit: start vLLM with --logprobs-mode "
-                f"{'processed_logprobs' if logp_of == 'sampled' else 'raw_logprobs'}"
-            )
-    if finish_reason not in get_args(FinishReason):
-        raise ModelError(f"ended for the reason {finish_reason!r}, which is none of {get_args(FinishReason)}")
-    most = request.sampling.max_new_tokens
-    if len(tokens) > most or (finish_reason == "length" and len(tokens) < most):
-        raise ModelError(
-            f"was cut off after {len(tokens)} tokens, by a limit of the server's own: at vLLM, max_new_tokens of the "
-            f"generation config (--generation-config vllm ignores it)"
-        )
-    if finish_reason == "stop" and stop_reason is None:  # vLLM does not repeat an eos token here
-        stop_reason = tokens[-1]
-    return Rollout(
-        tokens=tuple(tokens),
-        logp=tuple(float(value) for value in logp if value is not None),
-        logp_of=logp_of,
-        finish_reason=cast("FinishReason", finish_reason),
-        stop_reason=stop_reason if finish_reason == "stop" else None,
-        versions=said.versions or (VersionSpan(version=version, start=0, end=len(tokens)),),
-        top_logp=said.top_logp,
-        prompt_index=request.prompt_index,
-        sample_index=request.sample_index + index,
-    )

@@ -11,18 +11,6 @@ from typing import Any, ClassVar, final
 
 from rl_generation.errors import PromptError
 
-__all__ = [
-    "MAX_SEED",
-    "MIN_TEMPERATURE",
-    "BasicSampling",
-    "Limits",
-    "Prompt",
-    "Request",
-    "Sampling",
-    "check_token_ids",
-    "make_requests",
-]
-
 MAX_SEED = 2**63
 MIN_TEMPERATURE = 0.01
 """Below it, and above 0, vLLM puts this value in place of the one that was asked for; every engine refuses it."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, TypeVar, final
 
-__all__ = ["FinishReason", "LogpOf", "Rollout", "TopLogp", "VersionSpan", "in_order"]
-
 FinishReason = Literal["stop", "length", "abort"]
 """A stop token or stop string; `max_new_tokens`; somebody aborted the request."""
 

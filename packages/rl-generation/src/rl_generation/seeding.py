@@ -10,8 +10,6 @@ from typing import Protocol
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout
 
-__all__ = ["CallSeeds", "SeededEngine", "ServingEngine", "seed_of_call"]
-
 
 class CallSeeds:
     """The seeds of a run's sampling calls: each follows from the run's seed and how many calls came before.
@@ -28,10 +26,11 @@ class CallSeeds:
         self._lock = threading.Lock()
 
     def take(self) -> int:
-        """The seed of the next call."""
+        """The seed of the next call, from 0 to below 2**62."""
         with self._lock:
+            digest = hashlib.blake2b(f"{self._seed}/{self.calls}".encode(), digest_size=8).digest()
             self.calls += 1
-            return seed_of_call(self._seed, self.calls - 1)
+            return int.from_bytes(digest, "big") >> 2
 
 
 class ServingEngine(Protocol):
@@ -62,28 +61,26 @@ class SeededEngine:
     def __init__(
         self, engine: ServingEngine, *, seeds: CallSeeds, enter_generating: Callable[[], None] | None = None
     ) -> None:
-        self._engine, self.seeds, self._enter_generating = engine, seeds, enter_generating
+        self._engine, self.seeds = engine, seeds
+        self._enter_generating = enter_generating or (lambda: None)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Sequence[Rollout]:
         """One rollout per prompt and sample, in the order of the prompts."""
         if sampling.seed is None and sampling.temperature > 0:  # greedy calls and seeds of the caller are not counted
             sampling = replace(sampling, seed=self.seeds.take())
-        if self._enter_generating is not None:
-            self._enter_generating()
+        self._enter_generating()
         return list(self._engine.generate(prompts, sampling))
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
         """Begin to answer one prompt, with the seed of its own request, which is no call of the run."""
-        if self._enter_generating is not None:
-            self._enter_generating()
+        self._enter_generating()
         return self._engine.submit(prompt, sampling, seed=seed)
 
     def generate_seeded(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int]
     ) -> Sequence[Rollout]:
         """What `submit` answers to each prompt with its own seed, as one batch, which is no call of the run either."""
-        if self._enter_generating is not None:
-            self._enter_generating()
+        self._enter_generating()
         return list(self._engine.generate(prompts, [sampling.for_request(seed) for seed in seeds]))
 
     def reseeded(self, seed: int, *, first_call: int) -> "SeededEngine":
@@ -97,13 +94,3 @@ class SeededEngine:
     def close(self) -> None:
         """Close the engine."""
         self._engine.close()
-
-
-def seed_of_call(seed: int, call: int) -> int:
-    """The seed of call number `call` of a run, from 0 to below 2**62.
-
-    >>> seed_of_call(0, 0) != seed_of_call(0, 1) != seed_of_call(1, 0)
-    True
-    """
-    digest = hashlib.blake2b(f"{seed}/{call}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2

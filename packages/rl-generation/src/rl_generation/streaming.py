@@ -18,8 +18,6 @@ from rl_generation.engine import EngineMetrics, RolloutDelta, SteppingEngine
 from rl_generation.errors import EngineDeadError, EngineOptionError
 from rl_generation.requests import Sampling
 
-__all__ = ["Streamer"]
-
 T = TypeVar("T")
 
 STEPS = ("add_request", "step", "abort_request", "has_unfinished_requests")
@@ -46,20 +44,17 @@ class Streamer:
                 f"{type(engine).__name__} has no {', '.join(missing)}: a Streamer needs an engine that steps, as the "
                 f"protocol SteppingEngine says"
             )
-        self._engine = engine
+        self.engine: SteppingEngine = engine
+        """The engine behind it."""
         self._health_timeout_s = health_timeout_s
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-generation")
         self._streams: dict[str, _Stream] = {}
         self._numbers = itertools.count()
         self._stepping = False
-        self._paused = False
+        self.is_paused = False
+        """Whether it is paused, by anybody."""
         self._dead: EngineDeadError | None = None
         self._closed = False
-
-    @property
-    def engine(self) -> SteppingEngine:
-        """The engine behind it."""
-        return self._engine
 
     async def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come; closing the iterator aborts what is unfinished.
@@ -93,7 +88,7 @@ class Streamer:
         Raises:
             EngineDeadError: The engine is gone.
         """
-        return await asyncio.wrap_future(self._submit(self._engine.metrics))
+        return await asyncio.wrap_future(self._submit(self.engine.metrics))
 
     async def check_health(self) -> None:
         """Return once the worker thread got to this call.
@@ -120,16 +115,11 @@ class Streamer:
         """
         if mode != "keep":
             raise EngineOptionError(f"a Streamer pauses with mode='keep' alone; got mode={mode!r}")
-        self._submit(self._hold).result()
+        self._submit(lambda: self._set_paused(paused=True)).result()
 
     def resume(self) -> None:
         """Step again."""
-        self._submit(self._release).result()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether it is paused, by anybody."""
-        return self._paused
+        self._submit(lambda: self._set_paused(paused=False)).result()
 
     def between_steps(self, call: Callable[[], T]) -> "Future[T]":
         """Run `call` in the worker thread, where it may use the engine: a refit, a commit, a sleep."""
@@ -140,7 +130,7 @@ class Streamer:
         if not self._closed:
             self._closed = True
             self._worker.submit(self._abort_all)
-            self._worker.submit(self._finish_streams).add_done_callback(self._after_step)
+            self._worker.submit(self._finish)
             self._worker.shutdown(wait=True)
 
     def __enter__(self) -> Self:
@@ -157,68 +147,60 @@ class Streamer:
     # -- In the worker thread -------------------------------------------------------------------------------------
 
     def _add(self, request_id: str, stream: "_Stream", *, prompt: Sequence[int], sampling: Sampling) -> None:
-        self._engine.add_request(request_id, prompt, sampling)
+        self.engine.add_request(request_id, prompt, sampling)
         self._dead = None  # it took a request: somebody has restarted it
         self._streams[request_id] = stream
         self._go_on()
 
     def _drop(self, request_id: str) -> None:
         if self._streams.pop(request_id, None) is not None:
-            self._engine.abort_request(request_id)
+            self.engine.abort_request(request_id)
 
     def _abort_all(self) -> int:
         for request_id in self._streams:
-            self._engine.abort_request(request_id)
+            self.engine.abort_request(request_id)
         return len(self._streams)
 
-    def _hold(self) -> None:
-        self._paused = True
-
-    def _release(self) -> None:
-        self._paused = False
+    def _set_paused(self, *, paused: bool) -> None:
+        self.is_paused = paused
         self._go_on()
 
     def _go_on(self) -> None:
-        if self._paused:
-            return
-        if not self._stepping and self._engine.has_unfinished_requests() and not self._closed:
+        """Queue a step, where there is something to do, behind the tasks that have come meanwhile."""
+        idle = self.is_paused or self._stepping or self._closed
+        if not idle and self.engine.has_unfinished_requests():
             self._stepping = True
-            self._submit(self._step).add_done_callback(self._after_step)
+            self._worker.submit(self._turn)
 
-    def _step(self) -> None:
+    def _turn(self) -> None:
         self._stepping = False
-        if self._paused:  # since this step was queued
-            return
-        for request_id, delta in self._engine.step():
+        if not self.is_paused and self._step():  # it may have been paused since this was queued
+            self._go_on()
+
+    def _step(self) -> bool:
+        """Step once; return whether to go on."""
+        try:
+            news = self.engine.step()
+        except BaseException as error:  # noqa: BLE001 - raised again where the answers are taken
+            # No answer of a broken step can be told from another: all streams end so.
+            streams, self._streams = self._streams, {}
+            for each in streams.values():
+                each.put(error)
+            if isinstance(error, EngineDeadError):
+                self._dead = error
+                return False
+            for request_id in streams:
+                self.engine.abort_request(request_id)
+            return bool(streams)  # one that fails with nobody waiting is left alone until the next request
+        for request_id, delta in news:
             stream = self._streams.get(request_id)  # None where its consumer dropped it
             if stream is not None and stream.put(delta):
                 del self._streams[request_id]
+        return True
 
-    def _after_step(self, step: "Future[None]") -> None:
-        error = step.exception()
-        if error is not None:
-            waited_for = bool(self._streams)
-            self._fail(error)
-            # An engine that is gone, or fails with nobody waiting, is left alone until the next request.
-            if self._dead is not None or not waited_for:
-                return
-        self._go_on()
-
-    def _fail(self, error: BaseException) -> None:
-        """End every stream with `error`: no answer of a broken step can be told from another."""
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put(error)
-        if isinstance(error, EngineDeadError):
-            self._dead = error
-            return
-        for request_id in streams:
-            self._engine.abort_request(request_id)
-
-    def _finish_streams(self) -> None:
-        self._paused = False
-        while self._engine.has_unfinished_requests():
-            self._step()
+    def _finish(self) -> None:
+        while self.engine.has_unfinished_requests() and self._step():
+            pass
 
 
 class _Stream:

@@ -11,8 +11,6 @@ from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import BasicSampling, Sampling
 from rl_generation.vllm.options import BasicVllmOptions, VllmOptions
 
-__all__ = ["EngineConfig", "TrainingEngineSpec", "VllmConfig", "make_training_engine"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig(BasicVllmOptions):
@@ -207,6 +205,8 @@ def make_training_engine(
         ModelError: The model cannot be loaded or served.
     """
     if spec.vllm is None:
+        import torch
+
         from rl_generation.transformers_engine import TransformersEngine
 
         if spec.reads_text and tokenizer is None:
@@ -214,8 +214,12 @@ def make_training_engine(
                 tokenizer = load_tokenizer(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
             except ModelError as error:
                 raise ModelError(f"stop strings need the model's tokenizer: {error}") from error
+        model = _zeros(spec) if model is None else model
+        for name, parameter in model.named_parameters():  # buffers stay as they are
+            if name in spec.dtypes:
+                parameter.data = parameter.data.to(getattr(torch, spec.dtypes[name]))
         return TransformersEngine(
-            _in_dtypes(_zeros(spec) if model is None else model, spec.dtypes).to(spec.device),
+            model.to(spec.device),
             stop_token_ids=spec.stop_token_ids,
             pad_token_id=spec.pad_token_id,
             max_batch_size=spec.max_batch_size,
@@ -262,14 +266,4 @@ def _zeros(spec: TrainingEngineSpec) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    return model
-
-
-def _in_dtypes(model: Any, dtypes: Mapping[str, str]) -> Any:
-    """Cast parameters to the dtypes that they are sent in; buffers stay as they are."""
-    import torch
-
-    for name, parameter in model.named_parameters():
-        if name in dtypes:
-            parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
     return model

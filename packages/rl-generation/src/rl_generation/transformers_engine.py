@@ -3,6 +3,9 @@
 New weights are written into `model` in place by the caller, between two calls or steps, who then calls
 `commit_version`; while requests of `submit` are under way, within `between_steps`.
 
+Whoever has the turn steps for all: a caller of `generate` or `step`, or the thread that lives as long as requests of
+`submit` are under way. An idle engine has no thread.
+
 Randomness: each answer has a seed, and its token t is drawn by a number that is a function of that seed and t alone. An
 answer to a seeded request therefore depends on the weights, its prompt and its Sampling; not on `max_batch_size`, on
 other requests, or on when rows come and go, up to the rounding of matrix products, which differs with their shape: by
@@ -10,34 +13,81 @@ about 1e-6 in a logit of a float32 model, by enough to change drawn tokens of a 
 take one each from the engine's generator.
 """
 
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 
 from rl_generation.constraints import make_constraints
-from rl_generation.embedded.choice import inspect_model, why_not_continuous
 from rl_generation.embedded.continuous_batching import ContinuousBatching
 from rl_generation.embedded.rows import Row, Runner
-from rl_generation.embedded.slot_model import SlotModel
+from rl_generation.embedded.slot_model import SlotModel, inspect_model, why_not_continuous
 from rl_generation.embedded.whole_batches import WholeBatches
-from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
+from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, check_version, failed_request
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError
 from rl_generation.requests import MAX_SEED, Limits, Request, Sampling, check_token_ids, make_requests
 from rl_generation.rollout import LogpOf, Rollout, in_order
-from rl_generation.submitting import Call, Outcome, SubmittedRequests, Turns, check_single, failed_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TransformersEngine"]
-
 CPU_CACHE_BYTES = 4 << 30
+
+Outcome = tuple["Future[Rollout]", Rollout | BaseException]
+"""A request of `submit`, and what has become of it."""
+
+
+class Turns(AbstractContextManager[None]):
+    """A lock for threads that step an engine in a loop and for others, who wait for one turn each, or about that.
+
+    Of a `threading.Lock`, the former would have nearly every turn. Who has it may enter again.
+    """
+
+    def __init__(self) -> None:
+        self._door, self._room = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._owner == threading.get_ident()
+
+    def __enter__(self) -> None:
+        if not self.mine:
+            with self._door:  # whoever waits within comes before a thread that has just had its turn
+                self._room.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._room.release()
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of `generate`, whose answers may come in another thread's step."""
+
+    missing: int
+    """Answers that are not there yet."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return not self.missing or self.error is not None
 
 
 @final
@@ -104,14 +154,22 @@ class TransformersEngine:
         check_token_ids([pad_token_id], vocab_size=self._support.vocab_size, name="pad_token_id")
         self.model = model.train(mode=False)
         self._modules = list(model.named_modules())  # to walk over the model takes longer than a request may
-        self._tokenizer, self._ready, self._logp_of = tokenizer, ready, logp_of
+        self.logp_of: LogpOf = logp_of
+        """Which distribution the logp of its rollouts refers to."""
+        self._ready = ready
         self._stop_token_ids, self._pad_token_id = tuple(stop_token_ids), pad_token_id
         self._max_batch_size = max_batch_size
         self._generator = torch.Generator().manual_seed(seed)
         self._finished: Counter[str] = Counter()
         self._turns = Turns()
-        self._submitted = SubmittedRequests(begin=self._begin, abort=self._abort, step=self._advance)
         self._calls: set[Call] = set()
+        # Of submit, guarded by a lock of their own, for which nobody waits as long as for a turn. Whoever takes a
+        # future out of those under way completes it; cancelled ones too, or `Future.wait` would not count them.
+        self._submitting = threading.Lock()
+        self._submitted: set[Future[Rollout]] = set()
+        self._arrived: list[tuple[Future[Rollout], Request]] = []
+        self._cancelled: list[Future[Rollout]] = []
+        self._thread: threading.Thread | None = None
         # Of add_request: its requests, what the next step returns of them, and why they were lost.
         self._unfinished: Counter[str] = Counter()
         self._news: list[tuple[str, RolloutDelta]] = []
@@ -120,7 +178,7 @@ class TransformersEngine:
         # How it generates.
         slots = SlotModel(model, pad_token_id=pad_token_id, record_decoding=record_decoding)
         off = "continuous_batching='off'" if continuous_batching == "off" else None
-        reason = off or why_not_continuous(slots, self._support)
+        reason = off or why_not_continuous(slots, vocab_size=self._support.vocab_size)
         same: dict[str, Any] = {
             "max_batch_size": max_batch_size,
             "vocab_size": self._support.vocab_size,
@@ -142,27 +200,14 @@ class TransformersEngine:
                     stacklevel=2,
                 )
             self._runner = WholeBatches(model, reason=reason, pad_token_id=pad_token_id, **same)
-        self.commit_version(version)
-
-    @property
-    def version(self) -> int:
-        """Number of optimizer steps that the weights have seen, as last committed."""
-        return self._version
-
-    @property
-    def logp_of(self) -> LogpOf:
-        """Which distribution the logp of its rollouts refers to."""
-        return self._logp_of
-
-    @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
         length, cache, name = self._support.max_positions, self._runner.max_cache_tokens, "max_position_embeddings"
         if cache is not None and (length is None or cache < length):
             length, name = cache, "max_cache_tokens"
-        return Limits(
-            vocab_size=self._support.vocab_size, max_length=length, max_length_name=name, tokenizer=self._tokenizer
+        self.limits: Limits = Limits(
+            vocab_size=self._support.vocab_size, max_length=length, max_length_name=name, tokenizer=tokenizer
         )
+        """What it can be asked for."""
+        self.commit_version(version)
 
     def commit_version(self, version: int) -> None:
         """State that `model` now holds the weights of `version`; an earlier one than before is a rollback, and right.
@@ -174,17 +219,16 @@ class TransformersEngine:
         """
         check_version(version)
         with self._turns:
-            self._version = version
+            self.version: int = version
+            """Number of optimizer steps that the weights have seen, as last committed."""
             self._runner.commit_version(version)
 
-    @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> AbstractContextManager[None]:
         """Have the engine not generate within the block, where its weights may be changed and its version committed.
 
         What is under way goes on afterwards. Requests may be submitted meanwhile, and wait.
         """
-        with self._turns:
-            yield
+        return self._turns
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first. No prompts, no rollouts.
@@ -236,23 +280,31 @@ class TransformersEngine:
         Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. A thread generates as long as
         such requests are under way. Cancelling the future aborts the request.
 
-        Args:
-            prompt: Token ids.
-            sampling: How it is answered; `n` is 1.
-            seed: Of this request alone; see `Sampling.for_request`.
-
-        Returns:
-            Its future, which raises PromptError or ModelError where the request is refused, LogpError where the logits
-            of one of its tokens were not finite, and EngineDeadError where the engine was closed. Any error touches no
-            other request, unless the model's forward fails, which loses all.
+        Its future raises PromptError or ModelError where the request is refused, LogpError where the logits of one of
+        its tokens were not finite, and EngineDeadError where the engine was closed. Any error touches no other request,
+        unless the model's forward fails, which loses all.
         """
         try:
             self._check_weights()
             check_single(sampling)
             (request,) = make_requests([prompt], [sampling.for_request(seed)], self.limits)
-            return self._submitted.submit(request)
+            future: Future[Rollout] = Future()
+            with self._submitting:
+                self._submitted.add(future)
+                self._arrived.append((future, request))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name="rl-generation submitted")
+                    self._thread.start()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
             return failed_request(error)
+
+        def notice_cancelled(done: "Future[Rollout]") -> None:
+            if done.cancelled():
+                with self._submitting:
+                    self._cancelled.append(done)
+
+        future.add_done_callback(notice_cancelled)
+        return future
 
     # -- a token at a time
 
@@ -310,13 +362,10 @@ class TransformersEngine:
                 time_s=monotonic(),
                 running=len(runner.running),
                 waiting=len(runner.waiting),
-                prompt_tokens=runner.counters.prompt_tokens,
-                cached_prompt_tokens=runner.counters.cached_prompt_tokens,
-                generated_tokens=runner.counters.generated_tokens,
-                preemptions=runner.counters.preemptions,
+                **runner.counters,
                 cache_usage=runner.cache_usage,
                 finished=dict(self._finished),
-                version=self._version,
+                version=self.version,
             )
 
     def explain(self) -> str:
@@ -324,11 +373,11 @@ class TransformersEngine:
         support = self._support
         lines = [
             f"engine: TransformersEngine over {type(self.model).__name__}, {self.model.dtype} on {self.model.device}",
-            f"version: {self._version}",
+            f"version: {self.version}",
             *self._runner.explain(),
-            f"attention: {support.attention}",
+            f"attention: {self.model.config.get_text_config(decoder=True)._attn_implementation}",  # noqa: SLF001
             f"limits: vocabulary {support.vocab_size}, positions {support.max_positions}, batch {self._max_batch_size}",
-            f"logp: {self._logp_of}",
+            f"logp: {self.logp_of}",
             f"stop tokens: {list(self._stop_token_ids)}; pad token: {self._pad_token_id}",
             *(f"quirk: {quirk}" for quirk in support.quirks),
         ]
@@ -342,17 +391,34 @@ class TransformersEngine:
         with self._turns:
             self._lose(EngineDeadError("the engine was closed while this request was under way"))
             self._lost = None
-        if not self._turns.mine:
-            self._submitted.join()
+        thread = self._thread
+        if thread is not None and not self._turns.mine and thread is not threading.current_thread():
+            thread.join()  # it ends once no request is under way
 
-    # -- inside: all of it in a turn, `_advance` excepted, which takes one
+    # -- inside: all of it in a turn, `_serve`, `_advance` and `_settle` excepted
+
+    def _serve(self) -> None:
+        """Step as long as requests of `submit` are under way."""
+        while True:
+            with self._submitting:
+                if not self._submitted:
+                    self._thread = None
+                    return
+            # Nobody is left to read the answers, and the interpreter waits for this thread before it ends.
+            if not threading.main_thread().is_alive():
+                self._fail_submitted(EngineDeadError("the program ended while this request was under way"))
+                continue
+            try:
+                self._advance()
+            except BaseException as error:  # noqa: BLE001 - raised again where the answers are taken
+                self._fail_submitted(error)
 
     def _advance(self, call: Call | None = None) -> None:
         """Generate some more for all, and tell who waits for it; nothing, where `call` was served meanwhile."""
         with self._turns:
             if call is not None and call.over:
                 return
-            outcomes = self._submitted.admit()
+            outcomes = self._admit()
             try:
                 news = self._runner.advance(stream=bool(self._unfinished))
             except BaseException as error:
@@ -362,7 +428,26 @@ class TransformersEngine:
                 raise
             for item in news:
                 outcomes += self._route(*item)
-        self._submitted.settle(outcomes)
+        for outcome in outcomes:
+            self._settle(*outcome)
+
+    def _admit(self) -> list[Outcome]:
+        """Take in the requests of `submit` that have arrived, and out those that were cancelled."""
+        with self._submitting:
+            arrived, self._arrived = self._arrived, []
+            cancelled, self._cancelled = self._cancelled, []
+        outcomes: list[Outcome] = []
+        for future, request in arrived:
+            try:
+                (rows,) = self._rows_of([request], future)
+                self._runner.add(rows)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
+                outcomes.append((future, error))
+        for future in cancelled:
+            for item in self._runner.abort(future):
+                self._route(*item)
+            outcomes.append((future, CancelledError()))
+        return outcomes
 
     def _route(self, row: Row, news: RolloutDelta | LogpError) -> list[Outcome]:
         """Note what has become of a row where its owner finds it, or return it where that is a future."""
@@ -384,8 +469,32 @@ class TransformersEngine:
         if isinstance(owner, Future):
             return [(owner, result)]
         assert isinstance(owner, Call)
-        owner.settle(result)
+        if isinstance(result, Rollout):
+            owner.rollouts.append(result)
+            owner.missing -= 1
+        else:
+            owner.error = owner.error or result
         return []
+
+    def _settle(self, future: "Future[Rollout]", result: Rollout | BaseException) -> None:
+        """Complete a future; not in a turn, for its callbacks may do anything."""
+        with self._submitting:
+            mine = future in self._submitted
+            self._submitted.discard(future)
+        if not mine or not future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Rollout):
+            future.set_result(result)
+        else:
+            future.set_exception(result)
+
+    def _fail_submitted(self, error: BaseException) -> None:
+        """End all requests of `submit`; the engine has forgotten them, or is about to."""
+        with self._submitting:
+            lost = list(self._submitted)
+            self._arrived.clear()
+        for future in lost:
+            self._settle(future, error)
 
     def _lose_stepwise(self, error: BaseException) -> None:
         """Drop the requests of `add_request`; the next `step` raises `error`."""
@@ -404,15 +513,7 @@ class TransformersEngine:
         for call in self._calls:
             call.error = error
         self._calls.clear()
-        self._submitted.fail(error)
-
-    def _begin(self, future: "Future[Rollout]", request: Request) -> None:
-        (rows,) = self._rows_of([request], future)
-        self._runner.add(rows)
-
-    def _abort(self, future: "Future[Rollout]") -> None:
-        for item in self._runner.abort(future):
-            self._route(*item)
+        self._fail_submitted(error)
 
     def _check_weights(self) -> None:
         """Refuse to generate with torn weights, or with a model that somebody trains."""

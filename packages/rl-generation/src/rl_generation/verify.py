@@ -34,17 +34,6 @@ from rl_generation.rollout import Rollout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "FAULT",
-    "AgreementError",
-    "AgreementMonitor",
-    "Coverage",
-    "LogpAgreement",
-    "TokenDifference",
-    "compare_logp",
-    "verify_logp",
-]
-
 FAULT = 1.05
 """Of `token_mult_prob_error`, by NeMo RL."""
 
@@ -62,8 +51,8 @@ BLOCKS = (16, 128)
 SHARED_PREFIX = 2 * max(BLOCKS) + 3
 """Tokens of the prompt that is asked again: whole blocks of it are found in a prefix cache."""
 
-TOKENS_PER_FORWARD = 16_384
-"""Of the plain forward, unless one row alone has more."""
+ROWS_PER_FORWARD, TOKENS_PER_FORWARD = 16, 16_384
+"""Of the plain forward, unless one row alone has more tokens."""
 
 MAX_POSITIONS = 16_640
 """How far the default prompts go; a plain forward costs the square of it."""
@@ -209,7 +198,6 @@ def verify_logp(
     prompts: Sequence[Sequence[int]] | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     max_positions: int = MAX_POSITIONS,
-    rows_per_forward: int = 16,
 ) -> LogpAgreement:
     """Have `engine` answer `prompts`, and compare the logp of its answers with a forward of `model`.
 
@@ -224,7 +212,6 @@ def verify_logp(
         prompts: Token ids; by default those that reach where engines break.
         sampling: By default 16 tokens at temperature 1 with a seed, past stop tokens, and 160 once.
         max_positions: How far the default prompts go, with their responses.
-        rows_per_forward: Answers that one forward takes; fewer where they are long.
 
     Raises:
         ModelError: The model is in training mode.
@@ -237,7 +224,7 @@ def verify_logp(
     if prompts is not None:
         requests = make_requests(prompts, DEFAULT if sampling is None else sampling, limits)
         rollouts = engine.generate(prompts, [request.sampling for request in requests])
-        return compare_logp(model, requests, rollouts, rows_per_forward=rows_per_forward)
+        return compare_logp(model, requests, rollouts)
     if not isinstance(sampling, Sampling | None):
         raise ValueError(  # noqa: TRY004 - of the two together
             "a sampling for each prompt goes with prompts: give both, or one sampling for all"
@@ -250,7 +237,7 @@ def verify_logp(
         requests += [replace(request, prompt_index=first + request.prompt_index) for request in made]
         answers = engine.generate([request.prompt for request in made], [request.sampling for request in made])
         rollouts += [replace(rollout, prompt_index=first + rollout.prompt_index) for rollout in answers]
-    agreement = compare_logp(model, requests, rollouts, rows_per_forward=rows_per_forward)
+    agreement = compare_logp(model, requests, rollouts)
     coverage = Coverage(
         max_length=limits.max_length,
         landmarks=landmarks,
@@ -324,9 +311,7 @@ def _original_length(rope: Any) -> int | None:
     return rope.get("original_max_position_embeddings") or next((each for each in lengths if each), None)
 
 
-def compare_logp(
-    model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequence[Rollout], *, rows_per_forward: int = 16
-) -> LogpAgreement:
+def compare_logp(model: "PreTrainedModel", requests: Sequence[Request], rollouts: Sequence[Rollout]) -> LogpAgreement:
     """Compare the logp of `rollouts`, made of `requests` some time ago, with a forward of `model`. As `verify_logp`."""
     _check(model, requests, rollouts)
     asked = {request.prompt_index: request for request in requests}
@@ -341,7 +326,7 @@ def compare_logp(
             by_length.setdefault(length, []).append(rollout)
     differences: list[TokenDifference] = []
     for length, rows in by_length.items():
-        at_once = max(1, min(rows_per_forward, TOKENS_PER_FORWARD // length))
+        at_once = max(1, min(ROWS_PER_FORWARD, TOKENS_PER_FORWARD // length))
         for start in range(0, len(rows), at_once):
             batch = rows[start : start + at_once]
             expected = _plain_logp(reference, [(asked[rollout.prompt_index], rollout) for rollout in batch]).tolist()

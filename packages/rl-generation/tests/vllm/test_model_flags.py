@@ -1,6 +1,6 @@
 """Claims about quirks on the installed vLLM: each that the table says it has is needed, and one that it lost is not.
 
-Where a probe says that a quirk lost its need, bound its `versions`; where vLLM moved on, look at what is only reported.
+Where a probe says that a quirk lost its need, bound its `versions`.
 """
 
 import math
@@ -15,13 +15,11 @@ import dummy_start
 from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
-from rl_generation.model_flags import CHECKED, MODEL_FLAGS, flags_for, installed_version
+from rl_generation.model_flags import MODEL_FLAGS, flags_for, installed_version
 
 NOISE = 1e-3  # of the dummy loader, uniform within ± this
 VLLM = installed_version()
 HOLDING = [each for each in MODEL_FLAGS if each.holds_for(VLLM)]
-MEASURED = [each for each in HOLDING if each.measured]
-REPORTED = [each for each in HOLDING if not each.measured]
 
 
 def after_a_dummy_start(family, ending):
@@ -69,18 +67,13 @@ PROBES = {
 }
 
 
-def test_every_measured_quirk_has_a_probe_and_every_probe_a_quirk():
-    assert set(PROBES) == {each.name for each in MODEL_FLAGS if each.measured}
+def test_every_quirk_has_a_probe_and_every_probe_a_quirk():
+    assert set(PROBES) == {each.name for each in MODEL_FLAGS}
 
 
-@pytest.mark.parametrize("record", MEASURED, ids=lambda record: record.name)
+@pytest.mark.parametrize("record", HOLDING, ids=lambda record: record.name)
 def test_the_installed_vllm_still_needs(record):
     assert PROBES[record.name](), f"vLLM {VLLM} no longer needs {record.name}: bound its versions"
-
-
-def test_somebody_looked_at_what_is_only_reported():
-    newer = Version(VLLM).release[:2] > Version(CHECKED).release[:2]
-    assert not (newer and REPORTED), f"read their sources and raise CHECKED: {[each.source for each in REPORTED]}"
 
 
 @pytest.mark.parametrize("name", sorted(PROBES))

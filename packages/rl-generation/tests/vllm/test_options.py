@@ -6,6 +6,7 @@ import os
 import re
 from importlib.metadata import version
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ from watching import taken
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.requests import Sampling
 from rl_generation.vllm import LoraAdapter, VllmEngine, VllmOptions
-from rl_generation.vllm.preparing import environment
+from rl_generation.vllm.preparing import environment, prepare
 
 GREEDY = Sampling(max_new_tokens=16, temperature=0.0, ignore_eos=True)
 LONG = list(range(10, 110))
@@ -112,30 +113,150 @@ def test_stop_tokens_outside_the_vocabulary_are_refused_and_the_engine_ends(path
     assert not torch.distributed.is_initialized()
 
 
-# -- What options do -------------------------------------------------------------------------------------------------
+# -- What options do: each engine is asked for all that it can show, since a start takes long ------------------------
 
 
-def test_without_a_tokenizer_token_ids_serve_and_strings_are_refused_and_raw_logp_is_of_the_logits(checkpoints):
-    prompts = tiny.prompts(4)
-    sampling = Sampling(max_new_tokens=12, temperature=0.7, top_p=0.9, seed=3, ignore_eos=True)
+UNSEEDED = Sampling(max_new_tokens=8, ignore_eos=True)
+RAW = Sampling(max_new_tokens=12, temperature=0.7, top_p=0.9, seed=3, ignore_eos=True)
+
+
+def unseeded(engine):
+    """The tokens of the first two answers of an engine to a request without a seed."""
+    return [engine.generate([[5, 6, 7]], UNSEEDED)[0].tokens for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints):
+    """What an engine does that is made after one that did not start."""
+    from vllm import LLM, EngineArgs  # noqa: F401  (importing vLLM sets variables, once)
+
+    from rl_generation.vllm import samples
+
+    path, limits = checkpoints("llama"), []
+    with pytest.raises(EngineDeadError, match="vLLM's engine did not start, and its log says why"):
+        VllmEngine(tiny.options(path, kv_cache_memory_bytes=1000))
+    torch.manual_seed(1)
+    variables = dict(os.environ)
+    with VllmEngine(tiny.options(path)) as engine, pytest.MonkeyPatch.context() as patch:
+        variables_with_it = dict(os.environ)
+        drawn = unseeded(engine)
+        run = samples.Samples._run
+
+        def noted(self, sample, *how):
+            limits.append(sample.timeout_s)
+            return run(self, sample, *how)
+
+        patch.setattr(samples.Samples, "_run", noted)
+        greedy = engine.generate([[5]], GREEDY)[0]
+        engine.generate([[5]], GREEDY, timeout_s=50.0)
+        engine.submit([5], GREEDY, seed=0).result(60)
+    return SimpleNamespace(
+        variables=(variables, variables_with_it, dict(os.environ)),
+        unseeded=drawn,
+        greedy=greedy,
+        limits_of_samples=limits,
+    )
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(checkpoints):
+    """What an engine does that has no tokenizer, and gives raw log-probabilities."""
+    torch.manual_seed(2)
     with VllmEngine(tiny.options(checkpoints("llama", tokenizer=False)), logp_of="raw") as engine:
-        assert engine.stop_token_ids == (tiny.EOS,)
-        answers = engine.generate(prompts, sampling)
+        drawn = unseeded(engine)
+        answers = engine.generate(tiny.prompts(4), RAW)
+        refusals = {}
         for name in ("stop", "bad_words"):
-            with pytest.raises(PromptError, match=rf"prompt 0 asks for {name}=\('x',\), which is text"):
+            with pytest.raises(PromptError) as refusal:
                 engine.generate([[5]], Sampling(max_new_tokens=1, **{name: ("x",)}))
-        assert "no stop strings" in engine.explain()
+            refusals[name] = str(refusal.value)
+        return SimpleNamespace(
+            unseeded=drawn,
+            answers=answers,
+            refusals=refusals,
+            stop_token_ids=engine.stop_token_ids,
+            explanation=engine.explain(),
+        )
+
+
+@pytest.fixture(scope="module")
+def with_adapters(checkpoints, tmp_path_factory):
+    """What an engine answers without an adapter and with two, the second of which was written over the first."""
+    folder, prompts = tmp_path_factory.mktemp("adapter"), tiny.prompts(3)
+    options = tiny.options(
+        checkpoints("llama"), enable_lora=True, max_lora_rank=8, seed=7, vllm_kwargs={"block_size": 32}
+    )
+    torch.manual_seed(1)
+    with VllmEngine(options) as engine:
+        drawn = unseeded(engine)
+        first = lora(folder)
+        old = engine.generate([LONG], GREEDY, lora=first)[0]
+        without, changed = engine.generate(prompts, GREEDY), engine.generate(prompts, GREEDY, lora=first)
+        cached = engine.metrics().cached_prompt_tokens
+        second = lora(folder, number=2, seed=1)
+        new = engine.generate([LONG], GREEDY, lora=second)[0]
+        cached = engine.metrics().cached_prompt_tokens - cached
+        engine.reset_prefix_cache()
+        again = engine.generate([LONG], GREEDY, lora=second)[0]
+        with pytest.raises(EngineOptionError, match=r"an adapter is a LoraAdapter\(.*; got 'queries'"):
+            engine.generate([LONG], GREEDY, lora="queries")
+    return SimpleNamespace(
+        unseeded=drawn,
+        prompts=prompts,
+        without=without,
+        changed=changed,
+        old=old,
+        new=new,
+        again=again,
+        cached_under_the_new=cached,
+    )
+
+
+def test_variables_are_left_as_they_were(plain):
+    before, with_it, after = plain.variables
+    assert before == with_it == after
+
+
+def test_a_start_after_one_that_failed_works(plain):
+    assert len(plain.greedy.tokens) == 16
+
+
+def test_a_generate_has_no_limit_of_time_unless_somebody_sets_one(plain):
+    assert plain.limits_of_samples == [math.inf, 50.0, 600.0]
+
+
+def test_answers_without_a_seed_hang_on_the_engines_seed_alone(plain, without_tokenizer, with_adapters):
+    assert plain.unseeded == without_tokenizer.unseeded != with_adapters.unseeded  # whatever seed the host has
+    assert plain.unseeded[0] != plain.unseeded[1]
+
+
+def test_without_a_tokenizer_token_ids_serve_and_strings_are_refused_and_raw_logp_is_of_the_logits(without_tokenizer):
+    assert without_tokenizer.stop_token_ids == (tiny.EOS,)
+    for name, refusal in without_tokenizer.refusals.items():
+        assert f"prompt 0 asks for {name}=('x',), which is text" in refusal
+    assert "no stop strings" in without_tokenizer.explanation
     model = tiny.policy("llama", 0)
-    for prompt, rollout in zip(prompts, answers, strict=True):
+    for prompt, rollout in zip(tiny.prompts(4), without_tokenizer.answers, strict=True):
         expected = tiny.logits(model, prompt, rollout.tokens).log_softmax(-1)
         assert rollout.logp == pytest.approx(tiny.chosen(expected, rollout.tokens), abs=TOLERANCE)
         assert rollout.logp_of == "raw"
 
 
-def test_dummy_weights_are_not_sampled_from_until_a_version_is_committed(path):
-    with VllmEngine(tiny.options(path, for_training=True), version=4) as engine:
+def test_dummy_weights_are_not_sampled_from_until_a_version_is_committed_and_another_dtype_is_warned_of(path):
+    options = tiny.options(path, for_training=True, dtype="auto", vllm_kwargs={"block_size": 32})
+    with pytest.warns(UserWarning, match=r"serves in bfloat16 a checkpoint whose weights are float32.*dtype='float32'"):
+        engine = VllmEngine(options, version=4)
+    with engine:
         assert engine.version == 4
-        assert "none: no refit has been committed" in engine.explain()
+        explanation = engine.explain()
+        assert re.search(r"^dtype +bfloat16$", explanation, re.MULTILINE)
+        for part in (
+            "the first refit feeds it",
+            "none: no refit has been committed",
+            "tensor 1, pipeline 1",
+            "block_size",
+        ):
+            assert part in explanation
         with pytest.raises(ModelError, match=r"for_training=True or load_format.* no refit has been committed"):
             engine.generate([[5]], GREEDY)
         engine.commit_version(4)
@@ -143,92 +264,28 @@ def test_dummy_weights_are_not_sampled_from_until_a_version_is_committed(path):
 
 
 def test_dummy_weights_by_name_are_not_sampled_from_either(path):
-    with VllmEngine(tiny.options(path, load_format="dummy")) as engine:
-        with pytest.raises(ModelError, match="no refit has been committed"):
-            engine.generate([[5]], GREEDY)
-        engine.commit_version(0)
-        assert engine.generate([[5]], GREEDY)[0].version == 0
+    for options, unfed in (({"load_format": "dummy"}, True), ({"for_training": True}, True), ({}, False)):
+        assert prepare(tiny.options(path, **options), logp_of="sampled").unfed == unfed
 
 
-def test_another_dtype_than_the_checkpoints_is_warned_of_and_explained(path):
-    with pytest.warns(UserWarning, match=r"serves in bfloat16 a checkpoint whose weights are float32.*dtype='float32'"):
-        engine = VllmEngine(tiny.options(path, dtype="auto"))
-    with engine:
-        assert re.search(r"^dtype +bfloat16$", engine.explain(), re.MULTILINE)
-
-
-def test_answers_without_a_seed_hang_on_the_engines_seed_alone(path):
-    answers = []
-    for host, seed in ((1, 0), (2, 0), (1, 7)):
-        torch.manual_seed(host)
-        with VllmEngine(tiny.options(path, seed=seed)) as engine:
-            twice = [engine.generate([[5, 6, 7]], Sampling(max_new_tokens=8, ignore_eos=True))[0] for _ in "12"]
-        answers.append([each.tokens for each in twice])
-    assert answers[0] == answers[1] != answers[2]
-    assert answers[0][0] != answers[0][1]
-
-
-def test_variables_are_left_as_they_were(path):
-    from vllm import LLM, EngineArgs  # noqa: F401  (importing vLLM sets variables, once)
-
-    variables = dict(os.environ)
-    with VllmEngine(tiny.options(path)):
-        assert dict(os.environ) == variables
-
-
-def test_a_start_after_one_that_failed_works(path):
-    with pytest.raises(EngineDeadError, match="vLLM's engine did not start, and its log says why"):
-        VllmEngine(tiny.options(path, kv_cache_memory_bytes=1000))
-    with VllmEngine(tiny.options(path)) as engine:
-        assert len(engine.generate([[5]], GREEDY)[0].tokens) == 16
-
-
-def test_a_generate_has_no_limit_of_time_unless_somebody_sets_one(path, monkeypatch):
-    from rl_generation.vllm import samples
-
-    seen = []
-    with VllmEngine(tiny.options(path)) as engine:
-        run = samples.Samples._run
-
-        def noted(self, sample, *how):
-            seen.append(sample.timeout_s)
-            return run(self, sample, *how)
-
-        monkeypatch.setattr(samples.Samples, "_run", noted)
-        engine.generate([[5]], GREEDY)
-        engine.generate([[5]], GREEDY, timeout_s=50.0)
-        engine.submit([5], GREEDY, seed=0).result(60)
-    assert seen == [math.inf, 50.0, 600.0]
-
-
-def test_an_adapter_of_a_new_number_has_new_answers_though_its_folder_is_the_same(path, tmp_path):
-    with VllmEngine(tiny.options(path, enable_lora=True, max_lora_rank=8, vllm_kwargs={"block_size": 32})) as engine:
-        first = lora(tmp_path)
-        old = engine.generate([LONG], GREEDY, lora=first)[0]
-        second = lora(tmp_path, number=2, seed=1)
-        new = engine.generate([LONG], GREEDY, lora=second)[0]
-        assert engine.metrics().cached_prompt_tokens == 0
-        engine.reset_prefix_cache()
-        again = engine.generate([LONG], GREEDY, lora=second)[0]
-        with pytest.raises(EngineOptionError, match=r"an adapter is a LoraAdapter\(.*; got 'queries'"):
-            engine.generate([LONG], GREEDY, lora="queries")
+def test_an_adapter_of_a_new_number_has_new_answers_though_its_folder_is_the_same(with_adapters):
+    old, new, again = with_adapters.old, with_adapters.new, with_adapters.again
+    assert with_adapters.cached_under_the_new == 0
     assert (new.tokens, new.logp) == (again.tokens, pytest.approx(again.logp, abs=TOLERANCE))
     assert new.logp != pytest.approx(old.logp, abs=1e-2)
 
 
-def test_an_adapter_changes_the_answers_of_the_calls_that_name_it(path, tmp_path):
-    adapter, merged = lora(tmp_path), tiny.policy("llama", 0)
+def test_an_adapter_changes_the_answers_of_the_calls_that_name_it(with_adapters):
+    merged = tiny.policy("llama", 0)
     down, up = lora_weights()
     for layer in merged.model.layers:
         layer.self_attn.q_proj.weight += 2.0 * up @ down
-    prompts = tiny.prompts(3)
-    with VllmEngine(tiny.options(path, enable_lora=True, max_lora_rank=8)) as engine:
-        plain, changed = engine.generate(prompts, GREEDY), engine.generate(prompts, GREEDY, lora=adapter)
-    for model, answers in ((tiny.policy("llama", 0), plain), (merged, changed)):
-        for prompt, rollout in zip(prompts, answers, strict=True):
+    without, changed = with_adapters.without, with_adapters.changed
+    for model, answers in ((tiny.policy("llama", 0), without), (merged, changed)):
+        for prompt, rollout in zip(with_adapters.prompts, answers, strict=True):
             expected = tiny.logits(model, prompt, rollout.tokens).log_softmax(-1)
             assert rollout.logp == pytest.approx(tiny.chosen(expected, rollout.tokens), abs=TOLERANCE)
-    assert [each.tokens for each in plain] != [each.tokens for each in changed]
+    assert [each.tokens for each in without] != [each.tokens for each in changed]
 
 
 def lora_weights(seed=0):

@@ -19,9 +19,10 @@ if find_spec("vllm") is None:
 
 import tiny
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from watching import Call, folder, left_of, living, shared_memory, taken, until
 
-from rl_generation.engine import Engine, RequestEngine, StreamingEngine
+from rl_generation.engine import Engine, RequestEngine, StreamingEngine, to_prometheus
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -595,6 +596,23 @@ def test_a_commit_under_unfinished_requests_is_refused(engine):
         engine.commit_version(3)
     assert call.join() is None
     assert (engine.version, call.value[0].version) == (0, 0)
+
+
+def test_metrics_count_what_a_call_returns_and_prometheus_reads_them(engine):
+    prompts, before = tiny.prompts(6), engine.metrics()
+    rollouts = engine.generate(prompts, Sampling(max_new_tokens=16, n=2, seed=3))
+    metrics = engine.metrics()
+    assert metrics.generated_tokens - before.generated_tokens == sum(len(each.tokens) for each in rollouts)
+    assert metrics.prompt_tokens - before.prompt_tokens == 2 * sum(map(len, prompts))
+    assert sum(metrics.finished.values()) - sum(before.finished.values()) == len(rollouts) == 12
+    text = to_prometheus(metrics, model_name='a "tiny" \\ model')
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["rl_generation_generated_tokens"].type == "counter"
+    assert families["rl_generation_answers_running"].type == "gauge"
+    (sample,) = families["rl_generation_generated_tokens"].samples
+    assert (sample.value, sample.labels) == (metrics.generated_tokens, {"model_name": 'a "tiny" \\ model'})
+    finished = {each.labels["finish_reason"]: each.value for each in families["rl_generation_answers_finished"].samples}
+    assert {reason: count for reason, count in finished.items() if count} == metrics.finished
 
 
 # -- Refusals --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,9 @@
 
 import json
 import sys
-from typing import Any, final
-
-__all__ = ["CommandError", "say", "show", "show_json"]
+from typing import Any
 
 
-@final
 class CommandError(ValueError):
     """The operation failed or cannot be continued."""
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from statistics import median
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from rl_generation.commands import CommandError, say, show, show_json
 from rl_generation.commands.flags import (
@@ -31,8 +31,6 @@ from rl_generation.requests import Sampling
 if TYPE_CHECKING:
     from rl_generation.verify import LogpAgreement
 
-__all__ = ["add_arguments", "run"]
-
 COUNTS = {
     "prompts": (64, "of each round"),
     "prompt_tokens": (32, "tokens of each prompt"),
@@ -41,7 +39,6 @@ COUNTS = {
 """Flag → default, meaning."""
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class Measured:
     """What one engine did."""
@@ -56,7 +53,7 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    add_engine_arguments(parser, several=True)
+    add_engine_arguments(parser)
     group = parser.add_argument_group("measurement")
     for name, (default, meaning) in COUNTS.items():
         flag = f"--{name.replace('_', '-')}"

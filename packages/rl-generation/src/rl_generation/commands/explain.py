@@ -13,8 +13,6 @@ from rl_generation.commands import show, show_json
 from rl_generation.commands.flags import add_engine_arguments, spec_of
 from rl_generation.loading import vllm_options_of
 
-__all__ = ["add_arguments", "run"]
-
 OUR_BATCH = 256
 """Answers at once that figures are given for where nobody said."""
 

@@ -18,17 +18,6 @@ from rl_generation.loading import ENGINES, FOREIGN, EngineSpec, load_engine
 from rl_generation.requests import Sampling
 from rl_generation.vllm.options import BasicVllmOptions
 
-__all__ = [
-    "add_engine_arguments",
-    "add_sampling_arguments",
-    "json_pairs",
-    "sampling_of",
-    "spec_of",
-    "specs_of",
-    "start_engine",
-]
-
-
 VLLM_FLAGS = {each.name for each in dataclasses.fields(BasicVllmOptions)} - {"max_num_seqs", "vllm_kwargs"}
 """Fields of VllmOptions that have a flag; `--max-batch-size` is that of every engine."""
 
@@ -108,15 +97,13 @@ def _given(arguments: argparse.Namespace, config: Any) -> dict[str, Any]:
 # ---- the engine
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare the model, the engine or `several` of them, and their options."""
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, the engine or several of them, and their options."""
     parser.add_argument("model", metavar="MODEL", help="a folder of safetensors, or a hub id")
     group = parser.add_argument_group("engine")
-    if several:
-        told = f"what is measured; can be repeated, and ratios are to the first (default {ENGINES[0]})"
-        group.add_argument("--engine", action="append", choices=ENGINES, help=told)
-    by_hand = ("model", "with_tokenizer", "vllm_kwargs", *(["engine"] if several else []))
-    _add_flags(group, EngineSpec, leave_out=by_hand)
+    told = f"transformers, in this process, or vLLM; `bench` takes several, a flag each (default {ENGINES[0]})"
+    group.add_argument("--engine", action="append", choices=ENGINES, help=told)
+    _add_flags(group, EngineSpec, leave_out=("model", "engine", "with_tokenizer", "vllm_kwargs"))
     group.add_argument(
         "--no-tokenizer",
         dest="with_tokenizer",
@@ -135,40 +122,35 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
 
 
 def spec_of(arguments: argparse.Namespace) -> EngineSpec:
-    """Return what the flags ask for.
-
-    Raises:
-        CommandError: A `--vllm-kwarg` is no `key=value`, its value is no JSON, or it stands twice.
-        EngineOptionError: An option does not belong to the engine.
-    """
-    return EngineSpec(**_given(arguments, EngineSpec), vllm_kwargs=_vllm_kwargs(arguments))
+    """As `specs_of`, for a command that takes one engine."""
+    spec, *others = specs_of(arguments)
+    if others:
+        raise CommandError(f"this command takes one engine; got --engine {spec.engine} --engine {others[0].engine}")
+    return spec
 
 
 def specs_of(arguments: argparse.Namespace) -> list[EngineSpec]:
     """Return what the flags ask for of several engines, each of which takes the options that are its own.
 
     Raises:
-        CommandError: As `spec_of`; or an engine stands twice.
+        CommandError: An engine stands twice; or a `--vllm-kwarg` is no `key=value`, its value is no JSON, or it stands
+            twice.
         EngineOptionError: An option belongs to none of them.
     """
     engines = arguments.engine or ENGINES[:1]
     if len(set(engines)) < len(engines):
         raise CommandError(f"an engine stands twice in {','.join(engines)}")
-    given = _given(arguments, EngineSpec) | {"vllm_kwargs": _vllm_kwargs(arguments)}
+    own = {name: getattr(arguments, name) for name in VLLM_FLAGS if hasattr(arguments, name)}
+    others = json_pairs(arguments.vllm_kwarg, "--vllm-kwarg")
+    for name in own.keys() & others:
+        raise CommandError(f"--vllm-kwarg sets {name}={others[name]!r}, which is given as {own[name]!r} already")
+    given = _given(arguments, EngineSpec) | {"vllm_kwargs": own | others}
     foreign_to_all = set.intersection(*(set(FOREIGN[engine]) for engine in engines))
     specs = []
     for engine in engines:
         own = {name: each for name, each in given.items() if name not in set(FOREIGN[engine]) - foreign_to_all}
         specs.append(EngineSpec(**{**own, "engine": engine}))
     return specs
-
-
-def _vllm_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(arguments, name) for name in VLLM_FLAGS if hasattr(arguments, name)}
-    others = json_pairs(arguments.vllm_kwarg, "--vllm-kwarg")
-    for name in given.keys() & others:
-        raise CommandError(f"--vllm-kwarg sets {name}={others[name]!r}, which is given as {given[name]!r} already")
-    return given | others
 
 
 def start_engine(spec: EngineSpec) -> tuple[Engine, Any]:

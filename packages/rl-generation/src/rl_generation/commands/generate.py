@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from rl_generation.chat import decode_rollout, encode_chat, encode_text
 from rl_generation.checkpoints import load_config, model_identity
@@ -36,8 +36,6 @@ from rl_generation.errors import EngineDeadError, LogpError, PromptError, Sample
 from rl_generation.loading import check_available, tokenizer_of
 from rl_generation.requests import Prompt, Sampling, make_requests
 from rl_generation.rollout import Rollout, in_order
-
-__all__ = ["add_arguments", "run"]
 
 KINDS = {
     "prompt": "text",
@@ -147,7 +145,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if reasons[TIMEOUT] else 0
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One prompt of the input."""

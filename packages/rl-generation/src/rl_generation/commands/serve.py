@@ -14,8 +14,6 @@ from rl_generation.engine import SteppingEngine, StreamingEngine
 from rl_generation.loading import check_available
 from rl_generation.streaming import Streamer
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""

@@ -10,16 +10,12 @@ The cache is a rectangle, slots times columns. It grows with what rows hold, not
 never beyond `max_cache_tokens`: the newest rows give up their place first, and later start again from what they had.
 """
 
-from typing import final
-
 import torch
 
 from rl_generation.embedded.rows import Draw, News, Row, Runner
 from rl_generation.embedded.slot_model import SlotModel
 from rl_generation.requests import Prompt
 from rl_generation.rollout import LogpOf
-
-__all__ = ["ContinuousBatching"]
 
 REPLACE_AT_FRACTION = 0.125
 # Up to so many, the arithmetic of a step costs less than its calls.
@@ -51,7 +47,6 @@ def rounded_shape(num_rows: int, columns: int) -> tuple[int, int]:
     return rows, rounded(columns, finest=16 if rows > FEW_ROWS else 32)
 
 
-@final
 class ContinuousBatching(Runner):
     """Decodes up to `max_batch_size` rows together in a cache of up to `max_cache_tokens`."""
 
@@ -87,7 +82,7 @@ class ContinuousBatching(Runner):
             logits = self._model.decode(inputs[0], inputs[1], columns=columns)[: len(self.slots)]
             draw = self._draw_all = self._draw_all or self._draw(self.slots)
         rows = [row for row in draw.rows if row is not None]
-        self.counters.generated_tokens += len(rows)
+        self.counters["generated_tokens"] += len(rows)
         ended = draw(logits)
         for row in ended:
             self.slots[row.slot] = None
@@ -141,12 +136,12 @@ class ContinuousBatching(Runner):
             context = row.context
             self.slots[slot], row.slot, row.stale = row, slot, False
             row.mark_version(self._version)
-            counters.prompt_tokens += len(context)
+            counters["prompt_tokens"] += len(context)
             if context in donors:
                 copies.append((slot, donors[context]))
-                counters.cached_prompt_tokens += len(context) - 1
+                counters["cached_prompt_tokens"] += len(context) - 1
             else:
-                counters.cached_prompt_tokens += len(context) if context in groups else 0
+                counters["cached_prompt_tokens"] += len(context) if context in groups else 0
                 groups.setdefault(context, []).append(row)
         if copies:
             to, source = torch.tensor(copies, device=self._device).T
@@ -225,7 +220,7 @@ class ContinuousBatching(Runner):
             for row in reversed(sorted(self.running, key=lambda row: (row.arrived_s, row.slot))[keep:]):
                 self.slots[row.slot] = None
                 self.waiting.appendleft(row)
-                self.counters.preemptions += 1
+                self.counters["preemptions"] += 1
             self._close_holes()
         num_rows, columns = rounded_shape(len(self.slots), self._columns)
         num_rows = min(num_rows, self._max_batch_size)

@@ -16,15 +16,13 @@ to the bit and on other tokens, before it relies on it.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["NotRecordableError", "RecordedDecoding", "Recording", "record"]
 
 # What tells something of a tensor that its shape and kind decide; everything else that is no tensor is a value.
 METADATA = {
@@ -65,7 +63,6 @@ def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: It
     return replay
 
 
-@final
 class _ValueDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators whose result is a value for Python, or has a shape that depends on values."""
 
@@ -79,7 +76,6 @@ class _ValueDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@final
 class _Recorder(TorchFunctionMode):
     """Writes down the calls of torch that are made inside, as lines of Python."""
 
@@ -200,7 +196,6 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-@final
 @dataclass(slots=True)
 class _Shape:
     """What is known of one shape."""
@@ -210,7 +205,6 @@ class _Shape:
     trusted: bool = False
 
 
-@final
 class RecordedDecoding:
     """Calls a forward of `model`, or replays it, by the shape that the caller names.
 

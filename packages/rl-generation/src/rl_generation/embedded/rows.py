@@ -10,10 +10,9 @@ Axes: N rows, V vocabulary.
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import final
 
 import torch
 from jaxtyping import Float
@@ -26,13 +25,10 @@ from rl_generation.errors import LogpError
 from rl_generation.requests import Prompt, Request
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan
 
-__all__ = ["Counters", "Draw", "News", "Row", "Runner"]
-
 # Random numbers are computed for so many steps at once: it costs as much as for one.
 STEPS_AHEAD = 16
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
     """One answer that waits or is being generated."""
@@ -146,15 +142,10 @@ News = tuple[Row, RolloutDelta | LogpError]
 were not finite. Other rows are not touched by that."""
 
 
-@final
 class Draw:
-    """Draws for the same rows again and again.
+    """Draws for the same rows again and again, each by its place in the logits.
 
-    Args:
-        rows: Each by its place in the logits. One that ends may be replaced by None, and is left out from then on.
-        vocab_size: Of the model.
-        device: Of the logits.
-        logp_of: Which distribution logp refer to.
+    One that ends may be replaced by None in `rows`, and is left out from then on.
     """
 
     def __init__(self, rows: list[Row | None], *, vocab_size: int, device: torch.device, logp_of: LogpOf) -> None:
@@ -210,17 +201,6 @@ class Draw:
             row.top_logp.append(tuple((token, value) for token, value in pairs if math.isfinite(value)))
 
 
-@final
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the engine was made; see `EngineMetrics`."""
-
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-
-
 class Runner(ABC):
     """A way to generate, for one thread at a time."""
 
@@ -228,7 +208,8 @@ class Runner(ABC):
     """Tokens that the cache holds at most; None where there is no bound."""
 
     def __init__(self, *, max_batch_size: int, vocab_size: int, device: torch.device, logp_of: LogpOf) -> None:
-        self.counters = Counters()
+        self.counters = Counter(prompt_tokens=0, cached_prompt_tokens=0, generated_tokens=0, preemptions=0)
+        """Since the engine was made; see `EngineMetrics`."""
         self.waiting: deque[Row] = deque()
         self.slots: list[Row | None] = []
         """Rows under way; None where one has ended."""

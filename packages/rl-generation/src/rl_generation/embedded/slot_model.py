@@ -7,6 +7,10 @@ transformers looks up both the attention and the mask of a model by the name in 
 here, a model builds its own masks (causal, sliding windows, chunks) from the positions of each row, and attends to keys
 without repeating them for the query heads that share them.
 
+That this is right for a model is shown before anything is generated (`why_not_continuous`). Two prompts of different
+length are run and continued, over the slot cache and without one, and the logits must agree; every layer must also
+attend through transformers' attention interface, once a forward, and store into the cache.
+
 Axes: N rows, P distinct prompts, S queries a row, C cache columns, H query heads, K key heads, D and E head dimensions,
 V vocabulary.
 """
@@ -16,7 +20,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,16 +33,20 @@ from rl_generation.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION", "AttentionStep", "SlotCache", "SlotModel", "cache_argument", "register_attention"]
-
-
 ATTENTION = "rl_generation_slots"
 
+FORWARD_NEEDS = ("input_ids", "position_ids", "use_cache")
+RECURRENT = {"conv", "linear_attention", "mamba", "recurrent"}
+# What models raise of a cache, mask or argument that is not what they were written for.
+RAISED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+PROMPT_LENGTHS = (5, 2)
+# Of the largest logit; rounding in each dtype is ten times less, another mask or scale is far more.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+LOW_PRECISION_TOLERANCE = 0.1
 # Arguments of other attention functions that change the result, and that this one does not know.
 UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
 
 
-@final
 @dataclass(slots=True, kw_only=True)
 class AttentionStep:
     """One forward: of whole prompts, or of one token of each of the first N slots."""
@@ -68,7 +76,6 @@ class AttentionStep:
     """Where the new token of each head lies among all tokens of a layer, by the number of heads."""
 
 
-@final
 class SlotCache:
     """Keys and values of all layers, `slots` × `columns` tokens of each; storage appears with the first forward."""
 
@@ -182,14 +189,6 @@ class SlotCache:
 _STEP: ContextVar[AttentionStep] = ContextVar("rl_generation_attention_step")
 
 
-def register_attention() -> None:
-    """Register the functions below with transformers; doing so again is harmless."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
-
-
 def _mask(
     *, mask_function: Callable[..., Tensor], allow_is_causal_skip: bool = False, **_: object
 ) -> Float[Tensor, "rows 1 S C"] | None:
@@ -248,7 +247,6 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
     return attended.reshape(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
 
-@final
 class SlotModel:
     """A model, its cache, and how to run it. Holds nothing made from weights but the cache.
 
@@ -257,13 +255,21 @@ class SlotModel:
     """
 
     def __init__(self, model: "PreTrainedModel", *, pad_token_id: int, record_decoding: bool) -> None:
-        register_attention()
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(ATTENTION, _attention)  # doing so again is harmless
+        AttentionMaskInterface.register(ATTENTION, _mask)
         self.model = model
         self.cache = SlotCache()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache_argument = cache_argument(model)
         self._pad_token_id = pad_token_id
-        _copy_configs(model)
+        # What was one config, or part of one, is so again.
+        copies: dict[int, Any] = {}
+        for module in model.modules():
+            for name, value in list(vars(module).items()):
+                if hasattr(value, "_attn_implementation"):
+                    setattr(module, name, copy.deepcopy(value, copies))
         self._configs = _distinct_configs(model)
         # Answers agree with the model's own forward, which under this name leaves the cap out.
         self._softcap = model.config._attn_implementation != "sdpa"  # noqa: SLF001
@@ -342,15 +348,6 @@ def cache_argument(model: "PreTrainedModel") -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _copy_configs(model: "PreTrainedModel") -> None:
-    """Give the model configs that no other model has; what was one config, or part of one, is so again."""
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if hasattr(value, "_attn_implementation"):
-                setattr(module, name, copy.deepcopy(value, copies))
-
-
 def _unknown_module(model: "PreTrainedModel") -> str | None:
     """Name a module whose Python may do something else at another step, since it is not torch's or transformers'.
 
@@ -367,3 +364,113 @@ def _distinct_configs(model: "PreTrainedModel") -> list[Any]:
     """Every config that a part of the model may read its attention from, outer ones first."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "_attn_implementation")}.values())
+
+
+# -- Whether a model can be run so ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """What one model offers to the engine."""
+
+    vocab_size: int
+    """Ids that can be both read and drawn: embeddings may be padded, heads may leave special tokens out."""
+
+    max_positions: int | None
+    """`max_position_embeddings`; None where the config states none."""
+
+    quirks: tuple[str, ...]
+    """What is special about this model here, a sentence each."""
+
+
+def inspect_model(model: "PreTrainedModel") -> Support:
+    """Return what `model` offers, or raise ModelError where it is no causal language model of transformers."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False) or not hasattr(model, "generate"):
+        raise ModelError(
+            f"{name} cannot be served: the engine needs a decoder-only causal language model of transformers, with its "
+            f"head, and {'this one has an encoder' if config and hasattr(model, 'generate') else 'this is none'}. "
+            f"Pass the bare model, without a wrapper"
+        )
+    head_of: Any = model.get_output_embeddings
+    weights = [getattr(part, "weight", None) for part in (model.get_input_embeddings(), head_of())]
+    text = config.get_text_config(decoder=True)
+    max_positions = getattr(text, "max_position_embeddings", None)
+    quirks = ["the model's generation_config is not read: Sampling alone decides"]
+    if model.dtype.itemsize < 4:
+        quirks.append(f"weights are {model.dtype}: logp carries its rounding, which a float32 forward does not share")
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) or getattr(text, "sliding_window", None):
+        quirks.append("sliding windows are masked: their layers keep all keys and values, as the others do")
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if rope.get("rope_type") in {"dynamic", "longrope"}:
+        quirks.append(
+            f"{rope['rope_type']} frequencies change once the longest row of a batch passes the original length: from "
+            f"there an answer depends on its batch, and its logp on keys rotated before; see verify_logp"
+        )
+    if max_positions is None:
+        quirks.append("the config has no max_position_embeddings: the length of an answer is not checked")
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        quirks.append("forward has no logits_to_keep: prefill holds the logits of every prompt token")
+    if model.device.type == "mps":
+        quirks.append("mps has no float64: tokens rarer than 6e-8 are drawn with a rounded probability")
+    vocab_size = min(len(weight) for weight in weights if weight is not None)
+    return Support(vocab_size=vocab_size, max_positions=max_positions, quirks=tuple(quirks))
+
+
+def why_not_continuous(slots: SlotModel, *, vocab_size: int) -> str | None:
+    """Return why the model is not decoded over its slot cache, or None where it is. Leaves the cache empty."""
+    model, cache, name = slots.model, slots.cache, type(slots.model).__name__
+    text, parameters = model.config.get_text_config(decoder=True), inspect.signature(model.forward).parameters
+    layer_types, num_layers = getattr(text, "layer_types", None) or (), getattr(text, "num_hidden_layers", 0)
+    if missing := [needed for needed in (*FORWARD_NEEDS, cache_argument(model)) if needed not in parameters]:
+        return f"{name}'s forward has no {', '.join(missing)}"
+    if getattr(model, "_is_stateful", False) or not RECURRENT.isdisjoint(layer_types):
+        return f"{name} keeps recurrent states, which have no place in a key/value cache"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not attend through transformers' attention interface"
+    sequences = [
+        tuple((7 * i + 3 * row + 1) % vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)
+    ]
+    last = torch.tensor([sequence[-1] for sequence in sequences], device=model.device)
+    lengths, rows = torch.tensor(PROMPT_LENGTHS, device=model.device), torch.arange(len(sequences), device=model.device)
+    columns, attended = max(PROMPT_LENGTHS) + 1, []
+    try:
+        cache.resize(slots=len(sequences), columns=columns)
+        prefilled = slots.prefill([sequence[:-1] for sequence in sequences], slots=rows, sources=rows)
+        attended.append(cache.step.calls if cache.step else 0)
+        decoded = slots.decode(last, lengths, columns=columns)
+        attended.append(cache.step.calls if cache.step else 0)
+        if attended != [num_layers] * 2 or cache.layer_indices != set(range(num_layers)):
+            return (
+                f"of its {num_layers} layers, {min(attended)} attend through the attention interface and "
+                f"{len(cache.layer_indices)} keep keys and values"
+            )
+        plain = torch.stack([plain_logits(model, sequence, count=2) for sequence in sequences])
+    except RAISED as error:
+        return f"{name} does not run over a slot cache: {type(error).__name__}: {error}"
+    finally:
+        cache.clear()
+    difference = what_differs(torch.stack([prefilled, decoded], 1), plain)
+    return (
+        None
+        if difference is None
+        else f"its logits over a slot cache differ from a plain forward's by {difference:.1e}"
+    )
+
+
+def what_differs(logits: Float[Tensor, "*shape V"], plain: Float[Tensor, "*shape V"]) -> float | None:
+    """Return the largest difference where it is more than rounding."""
+    # Weights that are still to come may be anything.
+    if not plain.isfinite().all():
+        return None
+    largest = float((logits.float() - plain.float()).abs().max())
+    allowed = TOLERANCE.get(plain.dtype, LOW_PRECISION_TOLERANCE) * max(1.0, float(plain.abs().max()))
+    return None if largest <= allowed else largest
+
+
+@torch.no_grad()
+def plain_logits(model: "PreTrainedModel", sequence: Sequence[int], *, count: int) -> Float[Tensor, "count V"]:
+    """Return the last logits of one forward without a cache."""
+    logits: Tensor = model(input_ids=torch.tensor([sequence], device=model.device), use_cache=False).logits[0, -count:]
+    return logits

@@ -8,28 +8,20 @@ Axes: N rows, S tokens so far, V vocabulary.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_generation.embedded.rows import News, Row, Runner
+from rl_generation.embedded.slot_model import PROMPT_LENGTHS, plain_logits, what_differs
 from rl_generation.rollout import LogpOf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PROMPT_LENGTHS", "WholeBatches", "plain_logits", "what_differs"]
 
-PROMPT_LENGTHS = (5, 2)
-# Of the largest logit; rounding in each dtype is ten times less, another mask or scale is far more.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-LOW_PRECISION_TOLERANCE = 0.1
-
-
-@final
 class WholeBatches(Runner):
     """Runs one batch of up to `max_batch_size` rows a step, to its end; `reason` says why it is not continuous."""
 
@@ -58,8 +50,8 @@ class WholeBatches(Runner):
         for row in rows:
             row.mark_version(self._version)
         self._generate(rows)
-        self.counters.prompt_tokens += length * len(rows)
-        self.counters.generated_tokens += sum(len(row.tokens) for row in rows)
+        self.counters["prompt_tokens"] += length * len(rows)
+        self.counters["generated_tokens"] += sum(len(row.tokens) for row in rows)
         return self._news(rows)
 
     def explain(self) -> list[str]:
@@ -141,20 +133,3 @@ def _cache_is_right(model: "PreTrainedModel", *, pad_token_id: int, vocab_size: 
         if what_differs(torch.cat(generated.logits), plain) is not None:
             return False
     return True
-
-
-def what_differs(logits: Float[Tensor, "*shape V"], plain: Float[Tensor, "*shape V"]) -> float | None:
-    """Return the largest difference where it is more than rounding."""
-    # Weights that are still to come may be anything.
-    if not plain.isfinite().all():
-        return None
-    largest = float((logits.float() - plain.float()).abs().max())
-    allowed = TOLERANCE.get(plain.dtype, LOW_PRECISION_TOLERANCE) * max(1.0, float(plain.abs().max()))
-    return None if largest <= allowed else largest
-
-
-@torch.no_grad()
-def plain_logits(model: "PreTrainedModel", sequence: Sequence[int], *, count: int) -> Float[Tensor, "count V"]:
-    """Return the last logits of one forward without a cache."""
-    logits: Tensor = model(input_ids=torch.tensor([sequence], device=model.device), use_cache=False).logits[0, -count:]
-    return logits

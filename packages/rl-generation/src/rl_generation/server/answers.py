@@ -16,8 +16,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -28,12 +28,10 @@ from rl_generation.detokenizer import Detokenizer, Tokenizer
 from rl_generation.engine import RolloutDelta, StreamingEngine
 from rl_generation.errors import EngineDeadError, SampleTimeoutError
 from rl_generation.requests import Request
-from rl_generation.rollout import LogpOf, VersionSpan
+from rl_generation.rollout import LogpOf
 from rl_generation.server.generation_request import GenerationRequest
 from rl_generation.server.guard import HttpError, from_engine, internal
 from rl_generation.server.tools import ReplyStream, ToolCall, overlap
-
-__all__ = ["Shapes", "event_stream", "generate", "spans_as_json", "stream", "to_json", "unless_disconnected"]
 
 LOG = logging.getLogger(__name__)
 
@@ -121,17 +119,11 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 # -- Text -------------------------------------------------------------------------------------------------------------
 
 
-@final
 class AnswerText:
     """Decodes one answer while it grows, and divides it into what is said and the calls that it turns out to hold.
 
     Text is given out once no further token can change it: not before it is certain, and not while its end may be the
     beginning of a stop string. So the pieces joined are the text of the whole answer, cut where its stop string began.
-
-    Args:
-        tokenizer: Of the model.
-        asked: What it answers, and how.
-        request: Of its prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, asked: GenerationRequest, request: Request) -> None:
@@ -141,7 +133,7 @@ class AnswerText:
         self._held = ""
         self._length = 0
 
-    def take(self, delta: RolloutDelta) -> tuple[str, list[int], tuple[ToolCall, ...]]:
+    def take(self, delta: RolloutDelta) -> tuple[str, list[int], list[ToolCall]]:
         """Return what is certainly said now, the text offset of each new token, and, with the last delta, the calls."""
         offsets, said, ended = [], "", delta.rollout
         for token in delta.tokens:
@@ -158,19 +150,18 @@ class AnswerText:
             said += self._reply.push(text[:certain])
             self._held = text[certain:]
         if ended is None:
-            return said, offsets, ()
+            return said, offsets, []
         text = self._held + self._text.pending
         if isinstance(ended.stop_reason, str) and (start := text.find(ended.stop_reason)) >= 0:
             text = text[: start + len(ended.stop_reason) if self._include_stop_string else start]
         said += self._reply.push(text)
-        reply = self._reply.finish()
-        return said + reply.content, offsets, reply.calls
+        content, calls = self._reply.finish()
+        return said + content, offsets, calls
 
 
 # -- Shapes -----------------------------------------------------------------------------------------------------------
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
     """Writes one response."""
@@ -214,10 +205,11 @@ class Shapes:
         head |= {"usage": None} if asked_for else {}
         async with aclosing(items):
             async for number, delta in items:
-                index = number * self.asked.n + delta.sample_index
+                request = self.asked.requests[number]
+                index = number * request.sampling.n + delta.sample_index
                 if self.kind == "chat" and index not in self.texts:  # whose message it is
                     first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-                    prompt = self._prompt("chat", self.asked.requests[number])
+                    prompt = self._prompt("chat", request)
                     yield {**head, "choices": [{"index": index, **first}], **prompt}
                 chunk = {**head, "choices": [self._choice(number, delta, part="delta")]}
                 generated += len(delta.tokens)
@@ -235,7 +227,7 @@ class Shapes:
     def _choice(self, number: int, delta: RolloutDelta, *, part: Literal["message", "delta"]) -> dict[str, Any]:
         """What a delta adds to its choice; of a response that is not streamed, the choice itself."""
         asked, request, ended = self.asked, self.asked.requests[number], delta.rollout
-        index, opening = number * asked.n + delta.sample_index, {}
+        index, opening = number * request.sampling.n + delta.sample_index, {}
         if index not in self.texts:
             self.texts[index], opening = AnswerText(self.tokenizer, asked, request), self._prompt("completion", request)
         if ended is None or part == "delta" or asked.logp or asked.tools or asked.kept:
@@ -243,7 +235,7 @@ class Shapes:
         else:  # at once, where nobody needs to know which token made which character
             include = asked.body.include_stop_str_in_output
             text = decode_rollout(self.tokenizer, ended, prompt=request.prompt, include_stop_string=include)
-            offsets, calls = [], ()
+            offsets, calls = [], []
         said: dict[str, Any] = {"text": text}
         if self.kind == "chat":
             said = {part: {"content": text}}
@@ -251,13 +243,13 @@ class Shapes:
                 said = {part: {"role": "assistant", "content": text or None if calls else text}}
             if calls:
                 places = [{"index": place} if part == "delta" else {} for place in range(len(calls))]
-                said[part]["tool_calls"] = [place | call.body for place, call in zip(places, calls, strict=True)]
+                said[part]["tool_calls"] = [place | call for place, call in zip(places, calls, strict=True)]
         ending: dict[str, Any] = {"finish_reason": None}
         if ended is not None:
             ending = {
                 "finish_reason": "tool_calls" if calls and ended.finish_reason == "stop" else ended.finish_reason,
                 "stop_reason": ended.stop_reason,
-                "weight_versions": spans_as_json(ended.versions),
+                "weight_versions": [asdict(span) for span in ended.versions],
             }
         ids = {"token_ids": list(delta.tokens)} if asked.body.return_token_ids else {}
         return {"index": index, **said, "logprobs": self._logp(delta, offsets), **ending, **ids, **opening}
@@ -276,7 +268,7 @@ class Shapes:
         if self.kind == "completion":
             names = [self._name(token) for token in made.tokens]
             best: list[dict[str, float]] | None = None
-            if self.asked.top_logp:  # with the sampled token itself, as at OpenAI
+            if self.asked.requests[0].sampling.top_logp:  # with the sampled token itself, as at OpenAI
                 best = [
                     {self._name(token): logp} | {self._name(other): each for other, each in likeliest}
                     for token, logp, likeliest in tokens
@@ -308,11 +300,6 @@ class Shapes:
         """Tokens that were read and written; a prompt with several answers is read once."""
         read = sum(len(request.prompt) for request in self.asked.requests)
         return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
-
-
-def spans_as_json(spans: Sequence[VersionSpan]) -> list[dict[str, int]]:
-    """Which weights made which tokens."""
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 # -- Server-sent events -----------------------------------------------------------------------------------------------

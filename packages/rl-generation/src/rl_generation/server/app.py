@@ -57,8 +57,6 @@ from rl_generation.server.tools import tool_format_of
 from rl_generation.streaming import STEPS
 from rl_generation.vllm.engine import VllmEngine
 
-__all__ = ["API_KEY_VARIABLE", "ControlServer", "Server", "check_address", "create_app", "read_token"]
-
 API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
 """Where `serve` and `Server` look for the API key that they were not given."""
 
@@ -140,7 +138,6 @@ def create_app(
     )
 
 
-@final
 class _Routes:
     """Answers requests; those for text, of an engine that is not vLLM's, which has a `reader`."""
 
@@ -158,7 +155,8 @@ class _Routes:
 
     async def health(self, request: Request) -> Response:
         await self._streaming.check_health()
-        return JSONResponse({"status": "ok", "weight_version": await self.version()})
+        metrics = await self._streaming.read_metrics()
+        return JSONResponse({"status": "ok", "weight_version": metrics.version})
 
     async def metrics(self, request: Request) -> Response:
         text = to_prometheus(await self._streaming.read_metrics(), model_name=self._model_name)
@@ -168,9 +166,6 @@ class _Routes:
         if name is not None and name != self._model_name:
             message = f"the model here is {self._model_name!r}; got {name[:100]!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
-
-    async def version(self) -> int:
-        return (await self._streaming.read_metrics()).version
 
     async def card(self) -> dict[str, Any]:
         engine = self._streaming.engine
@@ -182,7 +177,7 @@ class _Routes:
             "max_model_len": engine.limits.max_length,
             "vocab_size": engine.limits.vocab_size,
             "logp_of": engine.logp_of,
-            "weight_version": await self.version(),
+            "weight_version": (await self._streaming.read_metrics()).version,
         }
 
     async def chat(self, request: Request) -> Response:

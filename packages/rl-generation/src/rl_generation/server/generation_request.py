@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -26,18 +26,6 @@ from rl_generation.errors import PromptError
 from rl_generation.requests import Limits, Request, Sampling, check_token_ids, make_requests
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine
 from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
-
-__all__ = [
-    "Body",
-    "ChatBody",
-    "CompletionBody",
-    "GenerationRequest",
-    "RequestReader",
-    "ResponsesBody",
-    "TokensBody",
-    "read_json",
-    "shortened",
-]
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("chat_template", "conversation", "guided_json", "guided_regex", "max_tool_calls"), ()),
@@ -192,8 +180,8 @@ class ChatBody(GenerationBody, ConversationBody):
     parallel_tool_calls: Flag = True
 
 
-class ResponsesBody(GenerationBody):
-    """Of `/v1/responses`, which stores nothing."""
+class ResponsesBody(ChatBody):
+    """Of `/v1/responses`, which stores nothing; some fields of a chat have another name in it."""
 
     input: Annotated[
         str | list[dict[str, Any]] | None, Field(description="a string or a list of items, each an object")
@@ -203,12 +191,6 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: Integer
     text: Object
     reasoning: Object
-    tools: Objects
-    tool_choice: Any = None
-    parallel_tool_calls: Flag = True
-    top_logprobs: Integer
-    chat_template_kwargs: Object
-    required_prefix_token_ids: TokenIds
 
 
 class TokensBody(ConversationBody):
@@ -230,21 +212,14 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 SAMPLING = {each.name for each in fields(Sampling)}
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """Prompts as token ids, each with its Sampling, and what the response shall hold."""
 
     body: GenerationBody
     requests: Sequence[Request]
-    n: int
-    """Answers to each."""
-
     logp: bool
     """Whether the response holds the logp of each token."""
-
-    top_logp: int
-    """Likeliest tokens that it reports at each place, beside the one that was sampled."""
 
     tools: ToolUse | None = None
     """How calls are found in the text; None where it is only text."""
@@ -253,7 +228,6 @@ class GenerationRequest:
     """Special tokens that the text holds."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestReader:
     """Reads bodies, all but `model`, for one engine; raises HttpError 400 for what it cannot serve.
@@ -366,15 +340,7 @@ class RequestReader:
             requests = make_requests(prompts, samplings, self.limits)
         except ValueError as error:
             raise from_engine(error) from None
-        return GenerationRequest(
-            body=body,
-            requests=requests,
-            n=given["n"],
-            logp=logp,
-            top_logp=given["top_logp"],
-            tools=tools,
-            kept=kept,
-        )
+        return GenerationRequest(body=body, requests=requests, logp=logp, tools=tools, kept=kept)
 
     def _room(self, prompt: Sequence[int], most: int | None) -> int:
         """Tokens until the context is full, at `most`; 1 where it is already, so that the check of it speaks."""

@@ -24,33 +24,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, ModelError, SampleTimeoutError
 
-__all__ = [
-    "Guard",
-    "HttpError",
-    "ServerLimits",
-    "check_api_key",
-    "error_handlers",
-    "from_engine",
-    "internal",
-    "is_loopback",
-    "read_body",
-]
-
-
 # -- Errors -----------------------------------------------------------------------------------------------------------
 
 
-@final
 class HttpError(Exception):
-    """A refusal or failure, as the client gets it.
-
-    Args:
-        status: Of HTTP.
-        message: What rule broke, and what to do.
-        param: The field of the request that it is about.
-        code: A word for programs.
-        headers: Further headers of the response.
-    """
+    """A refusal or failure, as the client gets it; `param` is the field that it is about, `code` is for programs."""
 
     def __init__(
         self,
@@ -183,15 +161,10 @@ async def read_body(request: Request, bounds: ServerLimits) -> bytes:
 # -- Who, and how many at once ----------------------------------------------------------------------------------------
 
 
-@final
 class Guard:
     """ASGI middleware that lets a request through, or answers it.
 
-    Args:
-        app: What is guarded.
-        api_key: Clients must send it as `Authorization: Bearer …`, but for `/health`; None serves clients on this
-            machine alone.
-        bounds: Of requests in flight.
+    Clients must send `api_key` as `Authorization: Bearer …`, but for `/health`; None serves this machine alone.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, bounds: ServerLimits) -> None:

@@ -9,12 +9,10 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
-from rl_generation.server.generation_request import ChatBody, GenerationBody, ResponsesBody, shortened
+from rl_generation.server.generation_request import ChatBody, ResponsesBody, shortened
 from rl_generation.server.guard import HttpError
-
-__all__ = ["ResponsesRequest"]
 
 INCLUDED_LOGP = "message.output_text.logprobs"
 """What `include` may ask for."""
@@ -35,12 +33,7 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """Fields of chats alone, or of a server with a store, with what stands for them here."""
 
-AS_IN_CHATS = {*GenerationBody.model_fields, "parallel_tool_calls", "top_logprobs", "chat_template_kwargs"} | {
-    "required_prefix_token_ids"
-}
 
-
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest:
     """What a client asked for, and the chat that it means."""
@@ -80,7 +73,7 @@ class ResponsesRequest:
         tools, choice = body.tools or [], body.tool_choice
         named = isinstance(choice, dict) and choice.get("type") == "function"
         messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-        chat = body.model_dump(include=AS_IN_CHATS, exclude_unset=True) | {
+        chat = body.model_dump(include=set(ChatBody.model_fields), exclude_unset=True) | {
             "messages": messages + _messages(body.input),
             "logprobs": bool(include),
             "max_completion_tokens": body.max_output_tokens,

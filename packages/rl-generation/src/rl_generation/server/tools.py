@@ -13,24 +13,12 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast, final
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from rl_generation.detokenizer import Tokenizer
 from rl_generation.errors import EngineOptionError
 from rl_generation.server.guard import HttpError
-
-__all__ = [
-    "TOOL_FORMATS",
-    "Reply",
-    "ReplyStream",
-    "ToolCall",
-    "ToolFormat",
-    "ToolUse",
-    "overlap",
-    "read_tools",
-    "tool_format_of",
-]
 
 ToolFormat = Literal["hermes", "llama", "mistral"]
 TOOL_FORMATS: Mapping[ToolFormat, str] = {
@@ -66,24 +54,10 @@ def tool_format_of(tokenizer: Tokenizer, name: str | None = None) -> ToolFormat 
     return next(iter([*named, *(each for each, opening in TOOL_FORMATS.items() if opening in added)]), None)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """One call of a function, as the client gets it."""
-
-    name: str
-    arguments: str
-    """JSON text, as the model wrote it where that can be told."""
-
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The call in OpenAI's form."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+ToolCall = dict[str, Any]
+"""One call of a function, in OpenAI's form."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """How the calls of one request are found in its responses."""
@@ -156,16 +130,6 @@ def read_tools(
     return ToolUse(format=found, parallel=parallel), None
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """The text of a response, divided into what is said and what is called."""
-
-    content: str
-    calls: tuple[ToolCall, ...]
-
-
-@final
 class ReplyStream:
     """Divides the text of one response while it grows: what is said is passed on, calls are held until the end."""
 
@@ -191,14 +155,12 @@ class ReplyStream:
         said, self._held = self._held[:start], self._held[start:]
         return said
 
-    def finish(self) -> Reply:
+    def finish(self) -> tuple[str, list[ToolCall]]:
         """Return the rest: what is said that was held back, and the calls."""
         if self._use is None or not self._in_calls:
-            return Reply(content=self._held, calls=())
+            return self._held, []
         content, calls = _parse(self._held, self._use)
-        if not self._use.parallel:
-            calls = calls[:1]
-        return Reply(content=content, calls=tuple(calls))
+        return content, calls if self._use.parallel else calls[:1]
 
 
 def _parse(text: str, use: ToolUse) -> tuple[str, list[ToolCall]]:
@@ -206,7 +168,7 @@ def _parse(text: str, use: ToolUse) -> tuple[str, list[ToolCall]]:
     try:
         if use.format is None and use.forced_name is not None:
             json.loads(text)
-            return "", [ToolCall(name=use.forced_name, arguments=text)]
+            return "", [_written(use.forced_name, text)]
         if use.format is None:
             return "", [_call(each) for each in json.loads(text)]
         parse = {"hermes": _parse_hermes, "llama": _parse_llama, "mistral": _parse_mistral}[use.format]
@@ -254,7 +216,16 @@ def _call(value: Any) -> ToolCall:
         arguments = json.loads(arguments)
     if not isinstance(value["name"], str) or not isinstance(arguments, dict):
         raise TypeError("a call has a name and an object of arguments")
-    return ToolCall(name=value["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+    return _written(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _written(name: str, arguments: str) -> ToolCall:
+    """A call; its arguments are JSON text, as the model wrote it where that can be told."""
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def overlap(text: str, marker: str) -> int:

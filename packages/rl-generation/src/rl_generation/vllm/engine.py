@@ -8,36 +8,32 @@ through `loop`.
 import asyncio
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, final
+from typing import Any, Literal, Self, TypeVar, final
 
-from rl_generation.engine import EngineMetrics, RolloutDelta, check_version
+from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, check_version, failed_request
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError, PromptError
 from rl_generation.event_loop import EventLoop
+from rl_generation.model_flags import installed_version
 from rl_generation.requests import Limits, Sampling, make_requests
-from rl_generation.rollout import LogpOf, Rollout, VersionSpan
-from rl_generation.submitting import check_single, failed_request
+from rl_generation.rollout import LogpOf, Rollout
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
-from rl_generation.vllm.preparing import NO_WEIGHTS, limits_of, prepare, stop_tokens, warn_of_dtype
+from rl_generation.vllm.preparing import NO_WEIGHTS, prepare, stop_tokens
 from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
-    CallOptions,
-    Prompts,
     Sample,
     Samples,
-    Samplings,
     check_for_vllm,
     check_timeout,
     logp_hint,
     sample_timeout_s,
     to_sampling_params,
 )
-
-__all__ = ["Pause", "VllmEngine"]
 
 T = TypeVar("T")
 
@@ -99,7 +95,9 @@ class VllmEngine:
         check_not_importing_main()
         self._prepared = prepare(options, logp_of=logp_of)
         self.ready = ready
-        self._logp_of, self._start_version = logp_of, version
+        self.logp_of: LogpOf = logp_of
+        """Which distribution the logp of its rollouts refers to."""
+        self._start_version = version
         self._restarting = threading.RLock()
         self._start(stop_token_ids)
 
@@ -121,24 +119,9 @@ class VllmEngine:
         return self._events.loop
 
     @property
-    def logp_of(self) -> LogpOf:
-        """Which distribution the logp of its rollouts refers to."""
-        return self._logp_of
-
-    @property
-    def limits(self) -> Limits:
-        """What it can be asked for."""
-        return self._limits
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Its own stop tokens, which `ignore_eos` switches off."""
-        return self._stop_token_ids
-
-    @property
     def process_ids(self) -> tuple[int, ...]:
         """Of the processes that the engine started."""
-        return self._running.process_ids
+        return tuple(self._running.processes.started)
 
     @property
     def version(self) -> int:
@@ -162,13 +145,27 @@ class VllmEngine:
 
     def explain(self) -> str:
         """Return which engine this is, with which limits, sizes and quirks. For people."""
-        return self._prepared.explain(
-            limits=self.limits,
-            dtype=self.vllm.vllm_config.model_config.dtype,
-            logp_of=self._logp_of,
-            stop_token_ids=self._stop_token_ids,
-            version=self.version if self._running.fed else None,
-        )
+        prepared, limits = self._prepared, self.limits
+        options = prepared.options
+        rows = {
+            "engine": f"vLLM {installed_version()}, in its own processes",
+            "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
+            "load_format": prepared.load_format + (" (the first refit feeds it)" if prepared.unfed else ""),
+            "dtype": str(self.vllm.vllm_config.model_config.dtype).removeprefix("torch."),
+            "version": str(self.version) if self._running.fed else "none: no refit has been committed",
+            "parallel": f"tensor {options.tensor_parallel_size}, pipeline {options.pipeline_parallel_size}, "
+            f"data {options.data_parallel_size}"
+            + (", experts whole on their ranks" if options.enable_expert_parallel else ""),
+            "vocabulary": f"{limits.vocab_size} tokens",
+            limits.max_length_name: f"{limits.max_length} tokens of prompt and answer",
+            "stop_token_ids": ", ".join(map(str, self.stop_token_ids)) or "none: answers end at max_new_tokens only",
+            "tokenizer": "none: no stop strings, no bad words" if limits.tokenizer is None else "loaded",
+            "logp_of": self.logp_of,
+            **{f"quirk {quirk.name}": quirk.explain() for quirk in prepared.quirks},
+            **{f"vllm_kwargs.{key}": repr(value) for key, value in options.vllm_kwargs.items()},
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
     def metrics(self) -> EngineMetrics:
         """Return what it is doing now, as of the last step, and has done since it was started."""
@@ -182,13 +179,21 @@ class VllmEngine:
 
     # -- Answers -------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompts, sampling: Samplings, **how: Unpack[CallOptions]) -> list[Rollout]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on.
 
         Args:
             prompts: Token ids.
             sampling: One for all prompts, which is spread over them, or one for each.
-            how: `lora=` names an adapter, `timeout_s=` is that of each sample; None is none, if nobody set one.
+            lora: The adapter to answer with; None is the model as it is.
+            timeout_s: Of each sample; None is the engine's, or none where that has none.
 
         Raises:
             PromptError: A request cannot be served; none was begun.
@@ -197,29 +202,27 @@ class VllmEngine:
             EngineDeadError: A process of the engine is gone; what had finished is in `rollouts`.
             LogpError: A log-probability is missing or not finite; all answers of the call are lost.
         """
-        samples = self._begin(prompts, sampling, otherwise_s=math.inf, **how)
+        samples = self._begin(prompts, sampling, lora=lora, timeout_s=timeout_s, otherwise_s=math.inf)
         return self._events.run(self._samples.generate(samples))
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, *, seed: int, **how: Unpack[CallOptions]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        seed: int,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
     ) -> "Future[Rollout]":
         """Begin to answer one prompt, beside whatever is under way; from any thread.
 
         Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts the
-        request.
-
-        Args:
-            prompt: Token ids.
-            sampling: How it is answered; `n` is 1.
-            seed: Of this request alone; see `Sampling.for_request`.
-            how: `lora=` names an adapter, `timeout_s=` is that of the sample.
-
-        Returns:
-            Its future, which raises what `generate` raises; no other request is touched by it.
+        request. It raises what `generate` raises, and no other request is touched by that.
         """
         try:
             check_single(sampling)
-            samples, running = self._begin([prompt], [sampling.for_request(seed)], **how), self._samples
+            samples = self._begin([prompt], [sampling.for_request(seed)], lora=lora, timeout_s=timeout_s)
+            running = self._samples
 
             async def answer() -> Rollout:
                 (rollout,) = await running.generate(samples)
@@ -230,24 +233,24 @@ class VllmEngine:
             return failed_request(error)
 
     def stream(
-        self, prompt: Sequence[int], sampling: Sampling, **how: Unpack[CallOptions]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        lora: LoraAdapter | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens of the `n` answers as they come, on any event loop; closing it aborts what is unfinished.
 
-        Args:
-            prompt: Token ids.
-            sampling: How it is answered, its seed taken as it is.
-            how: `lora=` names an adapter, `timeout_s=` is that of each sample.
-
-        Raises:
-            What `generate` raises; a timeout, once the other samples have ended.
+        It raises what `generate` raises, a timeout once the other samples have ended.
         """
-        samples, running = self._begin([prompt], [sampling], streaming=True, **how), self._samples
+        samples = self._begin([prompt], [sampling], lora=lora, timeout_s=timeout_s, streaming=True)
+        running = self._samples
         return self._events.iterate(lambda: running.stream(samples))
 
     def outputs(
         self, prompt: Any, params: Sequence[Any], *, lora_request: Any = None, **how: Any
-    ) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
+    ) -> AsyncGenerator[tuple[Sample, Any, tuple[float, ...]], None]:
         """Yield what vLLM itself puts out, on any event loop, for vLLM's own server; closing it aborts the rest.
 
         Args:
@@ -257,8 +260,7 @@ class VllmEngine:
             how: Further arguments of `AsyncLLM.generate`.
 
         Yields:
-            The index of an answer, a `vllm.RequestOutput`, and, with the last of an answer, which weights made which of
-            its tokens.
+            An answer, whose `versions` are there once it has ended, a `vllm.RequestOutput` of it, and its tokens' logp.
 
         Raises:
             What `stream` raises, a PromptError excepted: what vLLM refuses, it says itself.
@@ -390,13 +392,13 @@ class VllmEngine:
         Raises:
             EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
         """
-        running, core = self._running, self.vllm.engine_core
-
-        async def ping() -> None:
-            running.health.check()
-            await ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {})
-
-        await self._events.wait(running.call(ping, timeout_s=timeout_s, name="check_health"))
+        core = self.vllm.engine_core
+        asking = self._running.call(
+            lambda: ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}),
+            timeout_s=timeout_s,
+            name="check_health",
+        )
+        await self._events.wait(asking)
 
     def restart(self) -> None:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.
@@ -409,7 +411,7 @@ class VllmEngine:
         """
         with self._restarting:
             self._end()
-            self._start(self._stop_token_ids)
+            self._start(self.stop_token_ids)
 
     def close(self) -> None:
         """End the engine, with all of its processes; it can be called again."""
@@ -435,21 +437,38 @@ class VllmEngine:
             raise
         self._end = weakref.finalize(self, _end, self._events, self._running)
         try:
-            self._limits = limits_of(self.vllm.vllm_config, self.vllm.tokenizer)
-            self._stop_token_ids = stop_tokens(stop_token_ids, self._prepared, self._limits)
-            warn_of_dtype(self._prepared, self.vllm.vllm_config)
+            config, prepared = self.vllm.vllm_config, self._prepared
+            self.limits: Limits = Limits(
+                vocab_size=config.model_config.get_vocab_size(),
+                max_length=config.model_config.max_model_len,
+                max_length_name="max_model_len",
+                tokenizer=self.vllm.tokenizer,
+                prefill_chunk=config.scheduler_config.max_num_batched_tokens,
+            )
+            """What it can be asked for."""
+            self.stop_token_ids: tuple[int, ...] = stop_tokens(stop_token_ids, prepared, self.limits)
+            """Its own stop tokens, which `ignore_eos` switches off."""
+            given, served = prepared.checkpoint_dtype, str(config.model_config.dtype).removeprefix("torch.")
+            if prepared.options.dtype == "auto" and given not in (None, served):  # vLLM only logs that
+                warnings.warn(
+                    f"dtype='auto' serves in {served} a checkpoint whose weights are {given}, so its log-probabilities "
+                    f"are not those of a trainer in {given}; give dtype={given!r}, or dtype={served!r} where that is "
+                    f"meant",
+                    UserWarning,
+                    stacklevel=3,
+                )
         except (PromptError, UserWarning):
             self._end()
             raise
-        self._samples = Samples(self._running, logp_of=self._logp_of, hint=logp_hint(self._prepared.options))
+        self._samples = Samples(self._running, logp_of=self.logp_of, hint=logp_hint(self._prepared.options))
 
     def _begin(
         self,
-        prompts: Prompts,
-        sampling: Samplings,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
         *,
-        lora: LoraAdapter | None = None,
-        timeout_s: float | None = None,
+        lora: LoraAdapter | None,
+        timeout_s: float | None,
         otherwise_s: float = DEFAULT_TIMEOUT_S,
         streaming: bool = False,
     ) -> list[Sample]:
@@ -458,13 +477,13 @@ class VllmEngine:
         Each may take `timeout_s`, or what the engine was made with, or else `otherwise_s`.
         """
         self.check_ready()
-        requests = make_requests(prompts, sampling, self._limits)
+        requests = make_requests(prompts, sampling, self.limits)
         for request in requests:
-            check_for_vllm(request, self._limits)
+            check_for_vllm(request, self.limits)
         if lora is not None:
             check_lora(lora, self._prepared.options)
         limit_s = self._timeout_s or otherwise_s if timeout_s is None else check_timeout(timeout_s)
-        adapter, own = None if lora is None else lora.request(), self._stop_token_ids
+        adapter, own = None if lora is None else lora.request(), self.stop_token_ids
         return [
             Sample(
                 prompt=request.prompt,

@@ -22,8 +22,8 @@ import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -43,19 +43,17 @@ from rl_generation.errors import (
 )
 from rl_generation.model_flags import installed_version
 from rl_generation.requests import Sampling, check_token_ids
-from rl_generation.rollout import VersionSpan
-from rl_generation.server.answers import spans_as_json, to_json
+from rl_generation.server.answers import to_json
 from rl_generation.server.generation_request import Body, Flag, Integer, TokenIds, read_json
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine, internal, read_body
 from rl_generation.server.tools import tool_format_of
 from rl_generation.vllm.engine import VllmEngine
 from rl_generation.vllm.options import nearest
 from rl_generation.vllm.preparing import TESTED
+from rl_generation.vllm.samples import Sample
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-__all__ = ["ROUTES", "VllmApp"]
 
 LOG = logging.getLogger(__name__)
 
@@ -70,18 +68,6 @@ OURS = (EngineDeadError, SampleTimeoutError, LogpError, ModelError, EngineOption
 """Errors of the engine; others are vLLM's, which knows how to answer them."""
 
 
-@final
-@dataclass(slots=True)
-class _Said:
-    """One choice so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    spans: tuple[VersionSpan, ...] = ()
-    """Once it has ended."""
-
-
-@final
 @dataclass(slots=True, kw_only=True)
 class _Exchange:
     """One request of a client, as the engine under vLLM's app and the HTTP around it share it."""
@@ -97,8 +83,8 @@ class _Exchange:
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids, in the order in which vLLM submits them."""
 
-    said: dict[int, _Said] = field(default_factory=dict)
-    """Of each choice, so far."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+    """Of each choice that has begun."""
 
     failure: HttpError | None = None
     """Why the engine, or what is ours before it, did not answer."""
@@ -115,7 +101,6 @@ class OurFields(Body):
 _exchange: ContextVar[_Exchange] = ContextVar("rl_generation_exchange")
 
 
-@final
 class VllmApp:
     """An ASGI application: vLLM's own, with what is ours before and behind it. The engine stays the caller's.
 
@@ -271,14 +256,8 @@ def _without_decisions() -> Iterator[None]:
         api_router.init_structured_decisions_state = made
 
 
-@final
 class _ServedEngine:
-    """The `AsyncLLM` of an engine as vLLM's app sees it: all of it, but that it submits as the engine does.
-
-    Args:
-        engine: The engine.
-        llm: Its `AsyncLLM`.
-    """
+    """The `AsyncLLM` of an engine as vLLM's app sees it: all of it, but that it submits as the engine does."""
 
     errored = False  # the engine says what died, where it is asked to generate
 
@@ -300,24 +279,21 @@ class _ServedEngine:
     ) -> AsyncGenerator[Any, None]:
         from vllm.sampling_params import RequestOutputKind
 
-        in_pieces = asked.output_kind is RequestOutputKind.DELTA
+        prompt_ids, texts = exchange.prompts[prompt_index], dict[int, str]()
         whole: dict[int, Any] = {}
         try:
             outputs = self._engine.outputs(prompt, self._params(asked, prompt_index), **how)
             async with aclosing(outputs):
-                async for sample, output, spans in outputs:
+                async for sample, output, _ in outputs:
                     (completion,) = output.outputs
-                    completion.index = sample
-                    choice = prompt_index * exchange.n + sample
-                    said = exchange.said.setdefault(choice, _Said()) if in_pieces else _Said()
-                    said.tokens.extend(completion.token_ids)
-                    said.text += completion.text
-                    if spans:
-                        said.spans = spans
-                        completion.text += self._rest(said, completion, asked, prompt=exchange.prompts[prompt_index])
-                    exchange.said[choice] = said
+                    index = completion.index = sample.index
+                    exchange.samples[prompt_index * exchange.n + index] = sample
+                    before = texts.get(index, "") if asked.output_kind is RequestOutputKind.DELTA else ""
+                    texts[index] = before + completion.text
+                    if output.finished:
+                        completion.text += self._rest(sample, completion, asked, prompt=prompt_ids, text=texts[index])
                     if asked.output_kind is RequestOutputKind.FINAL_ONLY:
-                        whole[sample] = output
+                        whole[index] = output
                     else:
                         yield output
         except OURS as error:
@@ -327,17 +303,16 @@ class _ServedEngine:
             whole[0].outputs = [output.outputs[0] for _, output in sorted(whole.items())]
             yield whole[0]
 
-    def _rest(self, said: _Said, completion: Any, asked: Any, *, prompt: Sequence[int]) -> str:
+    def _rest(self, sample: Sample, completion: Any, asked: Any, *, prompt: Sequence[int], text: str) -> str:
         """What vLLM holds back for ever of an answer that ends inside a character, without which its text is not it."""
-        tokenizer, tokens = self._engine.limits.tokenizer, said.tokens
+        tokenizer, tokens = self._engine.limits.tokenizer, sample.tokens
         if isinstance(completion.stop_reason, int) and not asked.include_stop_str_in_output:
             tokens = tokens[:-1]
         if isinstance(completion.stop_reason, str) or not decode(tokenizer, tokens[-8:]).endswith(INCOMPLETE):
             return ""
-        skip = asked.skip_special_tokens
-        text = answer_text(tokenizer, tokens, prompt=prompt, skip_special_tokens=skip)
-        rest = text[len(said.text) :]
-        return rest if text.startswith(said.text) and set(rest) == {INCOMPLETE} else ""
+        whole = answer_text(tokenizer, tokens, prompt=prompt, skip_special_tokens=asked.skip_special_tokens)
+        rest = whole[len(text) :]
+        return rest if whole.startswith(text) and set(rest) == {INCOMPLETE} else ""
 
     def _params(self, asked: Any, prompt_index: int) -> list[Any]:
         """The SamplingParams of each answer, which ends and draws as an answer of the engine does."""
@@ -360,15 +335,8 @@ class _ServedEngine:
         return each
 
 
-@final
 class _Answer:
-    """Sends what vLLM's app answers, with what is ours added to it.
-
-    Args:
-        exchange: Of the request.
-        send: Of the client.
-        engine: That serves.
-    """
+    """Sends what vLLM's app answers, with what is ours added to it."""
 
     def __init__(self, exchange: _Exchange, send: Send, *, engine: VllmEngine) -> None:
         self._exchange, self._send, self._engine = exchange, send, engine
@@ -441,20 +409,20 @@ class _Answer:
     def _add(self, said: dict[str, Any]) -> None:
         """Add what is ours to a response, or to a chunk, of whose choices those that have ended get it."""
         exchange = self._exchange
-        spans = {index: choice.spans for index, choice in exchange.said.items() if choice.spans}
+        ended = {index: sample for index, sample in exchange.samples.items() if sample.versions}
         if exchange.path == "/v1/responses":
-            last = max(spans)
-            said["weight_versions"] = spans_as_json(spans[last])
+            last = max(ended)
+            said["weight_versions"] = [asdict(span) for span in ended[last].versions]
             if exchange.token_ids:
-                said |= {"prompt_token_ids": exchange.prompts[last], "token_ids": exchange.said[last].tokens}
+                said |= {"prompt_token_ids": exchange.prompts[last], "token_ids": ended[last].tokens}
         else:
             for choice in said["choices"]:
                 if choice.get("finish_reason"):
-                    choice["weight_versions"] = spans_as_json(spans[choice["index"]])
+                    choice["weight_versions"] = [asdict(span) for span in ended[choice["index"]].versions]
             if chosen := [choice["index"] for choice in said["choices"]]:
-                spans = {index: spans[index] for index in chosen}
-        if spans:
-            said["weight_version"] = min(span.version for each in spans.values() for span in each)
+                ended = {index: ended[index] for index in chosen}
+        if ended:
+            said["weight_version"] = min(span.version for sample in ended.values() for span in sample.versions)
         said["logp_of"] = self._engine.logp_of
 
 

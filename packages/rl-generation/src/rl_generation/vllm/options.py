@@ -13,16 +13,6 @@ from typing import Any, ClassVar, final
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
 
-__all__ = [
-    "DUMMY",
-    "BasicVllmOptions",
-    "LoraAdapter",
-    "VllmOptions",
-    "check_lora",
-    "engine_arguments",
-    "nearest",
-]
-
 DUMMY = "dummy"
 """vLLM's load format that draws random weights and reads none."""
 
@@ -195,12 +185,6 @@ def engine_arguments(
     options: VllmOptions, *, logp_of: LogpOf, load_format: str, skip_tokenizer_init: bool
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs; what is None is left to vLLM.
-
-    Args:
-        options: The caller's.
-        logp_of: Becomes `logprobs_mode`.
-        load_format: What `options.load_format` comes to.
-        skip_tokenizer_init: Whether there is no tokenizer.
 
     Raises:
         EngineOptionError: `logp_of` is unknown.

@@ -14,16 +14,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
-from rl_generation.checkpoints import TOKENIZER_FILES, generation_config_of, load_from, place_of
+from rl_generation.checkpoints import TOKENIZER_FILES, load_from, place_of, said, stop_token_ids_of
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.model_flags import ModelFlag, ModelQuirk, flags_for, installed_version
 from rl_generation.requests import Limits, check_token_ids
 from rl_generation.rollout import LogpOf
 from rl_generation.vllm.options import DUMMY, VllmOptions, engine_arguments, nearest
-
-__all__ = ["NO_WEIGHTS", "TESTED", "Prepared", "check_interface", "check_runtime", "environment", "prepare"]
 
 TESTED = ("0.30", "0.31", "0.32")
 """The minor releases of vLLM that this package was tested with, oldest first."""
@@ -56,7 +54,6 @@ _CALLED = (
 _changing = threading.RLock()
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """An engine that may be started."""
@@ -66,8 +63,6 @@ class Prepared:
 
     arguments: Mapping[str, Any]
     """Of `vllm.EngineArgs`, which has accepted them."""
-
-    vllm_version: str
 
     load_format: str
     """What `options.load_format` came to."""
@@ -85,37 +80,6 @@ class Prepared:
     def unfed(self) -> bool:
         """Whether the engine starts with weights that nobody shall sample from."""
         return self.load_format == DUMMY
-
-    def explain(
-        self,
-        *,
-        limits: Limits,
-        dtype: object,
-        logp_of: LogpOf,
-        stop_token_ids: Sequence[int],
-        version: int | None,
-    ) -> str:
-        """Return one line for each thing that an engine was made with; `version` is None while no weights have come."""
-        options = self.options
-        expert = ", experts whole on their ranks" if options.enable_expert_parallel else ""
-        rows = {
-            "engine": f"vLLM {self.vllm_version}, in its own processes",
-            "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
-            "load_format": self.load_format + (" (the first refit feeds it)" if self.unfed else ""),
-            "dtype": str(dtype).removeprefix("torch."),
-            "version": "none: no refit has been committed" if version is None else str(version),
-            "parallel": f"tensor {options.tensor_parallel_size}, pipeline {options.pipeline_parallel_size}, "
-            f"data {options.data_parallel_size}{expert}",
-            "vocabulary": f"{limits.vocab_size} tokens",
-            limits.max_length_name: f"{limits.max_length} tokens of prompt and answer",
-            "stop_token_ids": ", ".join(map(str, stop_token_ids)) or "none: answers end at max_new_tokens only",
-            "tokenizer": "none: no stop strings, no bad words" if limits.tokenizer is None else "loaded",
-            "logp_of": logp_of,
-            **{f"quirk {quirk.name}": quirk.explain() for quirk in self.quirks},
-            **{f"vllm_kwargs.{key}": repr(value) for key, value in options.vllm_kwargs.items()},
-        }
-        width = max(map(len, rows))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
@@ -174,27 +138,14 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
             getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise EngineOptionError(f"worker_extension_cls={name!r} cannot be imported: {error}") from error
-    dtypes = [str(found).removeprefix("torch.") for found in _said(config, "dtype", "torch_dtype")]
+    dtypes = [str(found).removeprefix("torch.") for found in said(config, "dtype", "torch_dtype")]
     return Prepared(
         options=options,
         arguments=arguments,
-        vllm_version=version,
         load_format=load_format,
         quirks=quirks,
-        stop_token_ids=stop_token_ids_of(options, config),
+        stop_token_ids=stop_token_ids_of(options.model, config, revision=options.revision),
         checkpoint_dtype=dtypes[0] if dtypes else None,
-    )
-
-
-def limits_of(vllm_config: Any, tokenizer: Any) -> Limits:
-    """Return what an engine with this `VllmConfig` can be asked for."""
-    model = vllm_config.model_config
-    return Limits(
-        vocab_size=model.get_vocab_size(),
-        max_length=model.max_model_len,
-        max_length_name="max_model_len",
-        tokenizer=tokenizer,
-        prefill_chunk=vllm_config.scheduler_config.max_num_batched_tokens,
     )
 
 
@@ -221,18 +172,6 @@ def refusal(error: ValueError) -> EngineOptionError:
         f"max_model_len={asked} is more than the model was made for ({name}={float(most):.0f}); give at most that, or "
         f"set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 where you know that its positions go further"
     )
-
-
-def warn_of_dtype(prepared: Prepared, vllm_config: Any) -> None:
-    """Warn where "auto" came to another dtype than the checkpoint's: vLLM only logs that."""
-    given, served = prepared.checkpoint_dtype, str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if prepared.options.dtype == "auto" and given not in (None, served):
-        warnings.warn(
-            f"dtype='auto' serves in {served} a checkpoint whose weights are {given}, so its log-probabilities are "
-            f"not those of a trainer in {given}; give dtype={given!r}, or dtype={served!r} where that is meant",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 # -- The vLLM that is installed ---------------------------------------------------------------------------------------
@@ -333,13 +272,6 @@ def read_config(options: VllmOptions) -> Mapping[str, Any]:
     return found
 
 
-def stop_token_ids_of(options: VllmOptions, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the eos tokens of the generation config, or where that has none, of the config."""
-    generation = getattr(generation_config_of(options.model, options.revision), "eos_token_id", None)
-    eos = generation if generation is not None else next(iter(_said(config, "eos_token_id")), ())
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-
-
 def has_tokenizer(options: VllmOptions) -> bool:
     """Whether there is a tokenizer beside the model, or the given one; ModelError where the given one is not there."""
     if options.vllm_kwargs.get("skip_tokenizer_init"):
@@ -358,9 +290,3 @@ def load_format_of(options: VllmOptions, config: Mapping[str, Any], *, version: 
     flags = {quirk.flag for quirk in flags_for(str(config.get("model_type", "")), version=version)}
     dummy = options.for_training and ModelFlag.VLLM_LOAD_FORMAT_AUTO not in flags
     return DUMMY if dummy else "auto"
-
-
-def _said(config: Mapping[str, Any], *names: str) -> list[Any]:
-    """What a config says under one of these names, itself or of its text model."""
-    both = (config, config.get("text_config") or {})
-    return [source[name] for source in both for name in names if source.get(name) is not None]

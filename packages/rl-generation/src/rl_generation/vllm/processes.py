@@ -22,19 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NamedTuple, final
-
-__all__ = [
-    "SHARED_MEMORY",
-    "ChildProcess",
-    "EngineFolder",
-    "EngineProcesses",
-    "abandoned",
-    "mapped_shared_memory",
-    "process_stat",
-    "remove_abandoned",
-    "unmapped",
-]
+from typing import Any, NamedTuple
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where the system has them)
 KINDS = {"psm_": "shared_memory", "sem.mp-": "semaphore"}
@@ -100,7 +88,6 @@ class ChildProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-@final
 class EngineProcesses:
     """All processes under `roots`, and the shared memory that is theirs alone.
 
@@ -191,7 +178,6 @@ def _title(process_id: int) -> str:
 # -- Where this program is killed -------------------------------------------------------------------------------------
 
 
-@final
 class EngineFolder:
     """The folder of an engine's sockets, and of what its processes leave in a folder for temporary files.
 

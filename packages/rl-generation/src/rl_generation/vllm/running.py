@@ -1,7 +1,6 @@
 """An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
-import functools
 import getpass
 import os
 import tempfile
@@ -11,23 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from multiprocessing import process
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 from rl_generation.engine import EngineMetrics
 from rl_generation.errors import EngineDeadError, EngineOptionError, ModelError
 from rl_generation.event_loop import EventLoop
 from rl_generation.vllm.preparing import Prepared, check_interface, environment, main_guard_hint, refusal
 from rl_generation.vllm.processes import EngineFolder, EngineProcesses
-
-__all__ = [
-    "Health",
-    "RunningLLM",
-    "Statistics",
-    "ask_replicas",
-    "check_not_importing_main",
-    "start",
-    "version_of",
-]
 
 T = TypeVar("T")
 PERIOD_S = 0.25
@@ -43,12 +32,12 @@ SHUTDOWN_TIMEOUT_S = 20.0
 """Of processes that are asked to end, before they are killed; Python takes seconds to end one that has run torch."""
 
 
-@final
 class RunningLLM:
     """vLLM's asynchronous engine on an event loop, made by `start`.
 
     Attributes:
         llm: The `AsyncLLM`.
+        processes: Those of the engine.
         health: Runs what waits for it.
         version: Of the weights, as last committed by anybody who tells the `AsyncLLM`.
         seams: By request, the versions of the weights that made its tokens before the present ones, each with how many
@@ -63,16 +52,14 @@ class RunningLLM:
         self.version, self.fed, self.asleep = 0, False, False
         self.seams: dict[str, list[tuple[int, int]]] = {}
         self._events, self._folder = events, folder
-        self._processes = EngineProcesses(_roots(llm.engine_core))
-        folder.watch(self._processes.started)
-        self.health = Health(llm, self._processes)
+        # Its engines, and what coordinates them.
+        resources = llm.engine_core.resources
+        coordinators = () if resources.coordinator is None else (resources.coordinator.proc,)
+        self.processes = EngineProcesses((*getattr(resources.engine_manager, "processes", ()), *coordinators))
+        folder.watch(self.processes.started)
+        self.health = Health(llm, self.processes)
         self._tell_vllm = llm.update_weight_version
         llm.update_weight_version = self._commit
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Of the engine's processes."""
-        return tuple(self._processes.started)
 
     async def call(self, what: Callable[[], Coroutine[Any, Any, T]], *, timeout_s: float, name: str) -> T:
         """Await the answer that `what` asks for, on the engine's loop; EngineDeadError where it died or is late."""
@@ -91,7 +78,7 @@ class RunningLLM:
         timeout_s = SHUTDOWN_TIMEOUT_S if self.health.death is None else 1.0
 
         async def end() -> None:
-            self._processes.survey()
+            self.processes.survey()
             self.health.end("the engine was closed or restarted; restart() makes a new one")
             if handler is not None:
                 handler.cancel()  # else it logs the end of the engine as a failure
@@ -106,7 +93,7 @@ class RunningLLM:
 
         self._events.run(end())
         self.llm.shutdown(timeout=timeout_s)
-        self._processes.end(timeout_s=timeout_s)
+        self.processes.end(timeout_s=timeout_s)
         self._events.run(settle())
         # vLLM leaves the threads of its ZeroMQ context running. Their end waits for sockets, so not for ever.
         ending = threading.Thread(target=resources.ctx.term, daemon=True, name="rl-generation-zmq")
@@ -116,8 +103,10 @@ class RunningLLM:
 
     async def _commit(self, new_version: str) -> None:
         """What `AsyncLLM.update_weight_version` does here: a refit calls that, and knows nothing of this engine."""
+        from vllm.outputs import CompletionOutput
+
         version = version_of(new_version)
-        if not _says_versions():
+        if "weight_versions" not in CompletionOutput.__dataclass_fields__:  # as before 0.32
             await self._note_seams()
         await self._tell_vllm(new_version)
         self.version, self.fed = version, True
@@ -142,17 +131,12 @@ class RunningLLM:
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
 
-@final
 class Health:
     """Runs what waits for the engine, and ends all of it with EngineDeadError when a process of the engine dies.
 
     vLLM notices the death of its engine process within a second and ends the requests that wait for tokens; whoever
     waits for the answer of another call waits for ever, and nobody learns which process died of what. Lives on the
     event loop of the engine.
-
-    Args:
-        llm: The `AsyncLLM`.
-        processes: Its processes.
     """
 
     def __init__(self, llm: Any, processes: EngineProcesses) -> None:
@@ -160,13 +144,6 @@ class Health:
         self._llm, self._processes = llm, processes
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watch = asyncio.create_task(self._look_now_and_then())
-
-    def check(self) -> None:
-        """Raise EngineDeadError where a process is known to be dead, or found to be."""
-        if self.death is None:
-            self._look()
-        if self.death is not None:
-            raise EngineDeadError(self.death)
 
     def start(self, what: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Begin `what`, which is cancelled when the engine dies."""
@@ -229,14 +206,13 @@ class Health:
             self._look()
 
 
-@final
 class Statistics:
     """What all replicas tell of their work, in the place of vLLM's loggers; prints nothing."""
 
     def __init__(self) -> None:
         self._now: dict[int, tuple[int, int, float]] = {}
         """By replica: requests that run and that wait, and the share of the cache in use."""
-        self._done: Counter[str] = Counter()
+        self._done = Counter(prompt_tokens=0, cached_prompt_tokens=0, generated_tokens=0, preemptions=0)
         self._finished: Counter[str] = Counter()
 
     def record(
@@ -264,10 +240,7 @@ class Statistics:
             time_s=time.monotonic(),
             running=sum(running for running, _, _ in now),
             waiting=sum(waiting for _, waiting, _ in now),
-            prompt_tokens=self._done["prompt_tokens"],
-            cached_prompt_tokens=self._done["cached_prompt_tokens"],
-            generated_tokens=self._done["generated_tokens"],
-            preemptions=self._done["preemptions"],
+            **self._done,
             cache_usage=sum(usage for _, _, usage in now) / max(len(now), 1),
             finished=dict(self._finished),
             version=version,
@@ -277,14 +250,6 @@ class Statistics:
         """What else vLLM tells its loggers."""
 
     log = log_engine_initialized = record_sleep_state = record_admission_rejection = _nothing
-
-
-@functools.cache
-def _says_versions() -> bool:
-    """Whether vLLM says which weights made which tokens, as it does since 0.32."""
-    from vllm.outputs import CompletionOutput
-
-    return "weight_versions" in CompletionOutput.__dataclass_fields__
 
 
 def version_of(label: str) -> int:
@@ -365,11 +330,3 @@ async def start(events: EventLoop, prepared: Prepared, *, version: int) -> Runni
         raise
     running.fed = not prepared.unfed
     return running
-
-
-def _roots(core: Any) -> list[Any]:
-    """The `multiprocessing.Process` objects that vLLM started: its engines, and what coordinates them."""
-    roots = list(getattr(core.resources.engine_manager, "processes", ()))
-    if core.resources.coordinator is not None:
-        roots.append(core.resources.coordinator.proc)
-    return roots

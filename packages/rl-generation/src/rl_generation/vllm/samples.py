@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast, final
+from typing import Any, cast
 
 from rl_generation.constraints import encode_bad_words
 from rl_generation.detokenizer import INCOMPLETE, decode
@@ -27,16 +27,8 @@ from rl_generation.errors import (
 )
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan, in_order
-from rl_generation.vllm.options import LoraAdapter, VllmOptions
+from rl_generation.vllm.options import VllmOptions
 from rl_generation.vllm.running import RunningLLM, version_of
-
-__all__ = ["CallOptions", "Prompts", "Sample", "Samples", "Samplings", "check_for_vllm", "to_sampling_params"]
-
-Prompts = Sequence[Sequence[int]]
-"""Token ids."""
-
-Samplings = Sampling | Sequence[Sampling]
-"""One for all prompts, which is spread over them, or one for each."""
 
 TIMEOUT_VARIABLE = "NRL_VLLM_ASYNC_TIMEOUT_SECONDS"
 """The environment variable that bounds each sample of a `VllmEngine`, in seconds."""
@@ -69,20 +61,9 @@ MAX_BAD_WORDS = ("VLLM_MAX_NUM_BAD_WORDS", 128)
 """Sequences of tokens; vLLM refuses more than this variable says, or else this number."""
 
 
-class CallOptions(TypedDict, total=False):
-    """What any call that generates takes besides."""
-
-    lora: LoraAdapter | None
-    """The adapter to answer with; None is the model as it is."""
-
-    timeout_s: float | None
-    """Of each sample; None is the engine's."""
-
-
 _numbers: Iterator[int] = itertools.count()
 
 
-@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sample:
     """One answer, and what there is of it."""
@@ -104,113 +85,92 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     expired: bool = False
-    """Whether it was aborted because its time was over."""
+    """Whether its time was over before it had ended."""
+    late: bool = False
+    """Whether it was aborted for that, and not for another reason in the same moment."""
+    versions: tuple[VersionSpan, ...] = ()
+    """Which weights made which of its tokens, once it has ended."""
+    rollout: Rollout | None = None
 
 
-@final
 class Samples:
-    """Runs samples on one engine, on its event loop.
-
-    Args:
-        running: The engine.
-        logp_of: Which distribution its logp refer to.
-        hint: What to add to a LogpError.
-    """
+    """Runs samples on one engine, on its event loop; `hint` is added to a LogpError."""
 
     def __init__(self, running: RunningLLM, *, logp_of: LogpOf, hint: str) -> None:
         self._running, self._logp_of, self._hint = running, logp_of, hint
-        self._under_way: dict[str, Sample] = {}
+        self.under_way: dict[str, Sample] = {}
+        """Those that vLLM has, and that nobody has got to the end of."""
         self._aborting: set[asyncio.Task[None]] = set()
-
-    @property
-    def under_way(self) -> int:
-        """How many vLLM has that nobody has got to the end of."""
-        return len(self._under_way)
 
     async def generate(self, samples: Sequence[Sample]) -> list[Rollout]:
         """Answer all of them, in order; raise what `VllmEngine.generate` says."""
+        async with contextlib.aclosing(self.outputs(samples)) as outputs:
+            async for sample, output, _ in outputs:
+                if output.finished:
+                    sample.rollout = rollout_of(sample, output, logp_of=self._logp_of)
+        return _rollouts(samples)
 
-        def whole(sample: Sample, output: Any, _: tuple[float, ...]) -> Rollout | None:
-            return self._rollout(sample, output) if output.finished else None
-
-        return in_order([rollout async for rollout in self._run_all(samples, whole)])
-
-    def stream(self, samples: Sequence[Sample]) -> AsyncGenerator[RolloutDelta, None]:
+    async def stream(self, samples: Sequence[Sample]) -> AsyncGenerator[RolloutDelta, None]:
         """Yield new tokens as they come; raise as `generate` does, a timeout after the end of the other samples."""
-
-        def delta(sample: Sample, output: Any, logp: tuple[float, ...]) -> RolloutDelta | None:
-            new, rollout = tuple(output.outputs[0].token_ids), None
-            if output.finished:
-                rollout = self._rollout(sample, output)
-            elif not new:
-                return None
-            return RolloutDelta(sample_index=sample.index, tokens=new, logp=logp, rollout=rollout)
-
-        return self._run_all(samples, delta)
-
-    def outputs(self, samples: Sequence[Sample]) -> AsyncGenerator[tuple[int, Any, tuple[VersionSpan, ...]], None]:
-        """Yield what vLLM itself puts out; see `VllmEngine.outputs`."""
-
-        def hand_on(sample: Sample, output: Any, _: tuple[float, ...]) -> tuple[int, Any, tuple[VersionSpan, ...]]:
-            return sample.index, output, self._spans(sample, output) if output.finished else ()
-
-        return self._run_all(samples, hand_on)
+        async with contextlib.aclosing(self.outputs(samples)) as outputs:
+            async for sample, output, logp in outputs:
+                tokens = tuple(output.outputs[0].token_ids)
+                if output.finished:
+                    sample.rollout = rollout_of(sample, output, logp_of=self._logp_of)
+                if tokens or output.finished:
+                    yield RolloutDelta(sample_index=sample.index, tokens=tokens, logp=logp, rollout=sample.rollout)
 
     async def abort(self) -> int:
         """Abort all samples under way; return how many. Whoever waits gets them as they are."""
-        chosen = [*self._under_way]
+        chosen = [*self.under_way]
         self._running.statistics.count_aborted(len(chosen))
         await self._running.llm.abort(chosen)
         return len(chosen)
 
-    async def _run_all(
-        self, samples: Sequence[Sample], hand_on: Callable[[Sample, Any, tuple[float, ...]], Any]
-    ) -> AsyncGenerator[Any, None]:
-        """Run samples beside one another, and yield what `hand_on` makes of their outputs, unless it is None."""
+    async def outputs(self, samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Any, tuple[float, ...]], None]:
+        """Run samples beside one another; yield each `vllm.RequestOutput`, whose it is, and the logp of its tokens."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        tasks = [self._running.health.start(self._run(sample, hand_on, queue.put_nowait)) for sample in samples]
+        tasks = [self._running.health.start(self._run(sample, queue.put_nowait)) for sample in samples]
         for task in tasks:
             task.add_done_callback(queue.put_nowait)
-        rollouts: list[Rollout] = []
-        late: list[TimedOutSample] = []
         ended = 0
         try:
             while ended < len(tasks):
                 item = await queue.get()
-                if isinstance(item, asyncio.Task):
-                    ended += 1
-                    if item.cancelled() or item.exception() is not None:
-                        await self._raise(item, rollouts)
-                    if (lost := item.result()) is not None:
-                        late.append(lost)
+                if not isinstance(item, asyncio.Task):
+                    yield item
                     continue
-                whole = item.rollout if isinstance(item, RolloutDelta) else item
-                if isinstance(whole, Rollout):
-                    rollouts.append(whole)
-                yield item
+                ended += 1
+                if item.cancelled() or item.exception() is not None:
+                    await self._running.health.result(item)
+        except EngineDeadError as error:
+            raise EngineDeadError(str(error), rollouts=_rollouts(samples)) from error.__cause__
+        except LogpError as error:
+            raise LogpError(f"{error}{self._hint}") from error
         finally:
             pending = [task for task in tasks if not task.done()]
             for task in pending:
                 task.cancel()
             if pending:
                 await asyncio.wait(pending, timeout=PATIENCE_S)
-        if late:
-            raise timeout_error(late, in_order(rollouts), timeout_s=samples[0].timeout_s)
+            for task in tasks:  # where several have failed, one was raised, and asyncio would log the others
+                if task.done() and not task.cancelled():
+                    task.exception()
+        if late := [sample for sample in samples if sample.late]:
+            raise timeout_error(late, _rollouts(samples))
 
-    async def _run(
-        self, sample: Sample, hand_on: Callable[..., Any], put: Callable[[Any], None]
-    ) -> TimedOutSample | None:
+    async def _run(self, sample: Sample, put: Callable[[tuple[Sample, Any, tuple[float, ...]]], None]) -> None:
         """Submit a sample, and put what comes of it, until it is finished, aborted or expired."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        llm, late = self._running.llm, None
+        running = self._running
         prompt = sample.prompt if isinstance(sample.prompt, dict) else tokens_input(list(sample.prompt))
         in_pieces = sample.params.output_kind is RequestOutputKind.DELTA
         timer = asyncio.get_running_loop().call_later(sample.timeout_s, self._expire, sample)
-        self._under_way[sample.id] = sample
+        self.under_way[sample.id] = sample
         try:
-            answering = llm.generate(prompt, sample.params, sample.id, lora_request=sample.lora, **sample.how)
+            answering = running.llm.generate(prompt, sample.params, sample.id, lora_request=sample.lora, **sample.how)
             async with contextlib.aclosing(answering) as outputs:  # which aborts it where a logp is broken
                 async for output in outputs:
                     completion = output.outputs[0]
@@ -219,20 +179,19 @@ class Samples:
                     logp = logp_of_tokens(sample, completion)
                     sample.tokens.extend(completion.token_ids)
                     sample.logp.extend(logp)
-                    if sample.expired and completion.finish_reason == "abort":
-                        late = TimedOutSample(
-                            prompt_index=sample.prompt_index, sample_index=sample.index, tokens=tuple(sample.tokens)
-                        )
-                    elif (item := hand_on(sample, output, logp)) is not None:
-                        put(item)
+                    if output.finished:
+                        seams = running.seams.get(sample.id, ())
+                        sample.versions = spans_of(completion, len(sample.tokens), running.version, seams=seams)
+                        sample.late = sample.expired and completion.finish_reason == "abort"
+                    if not sample.late:
+                        put((sample, output, logp))
         except asyncio.CancelledError:
-            self._running.statistics.count_aborted(1)
+            running.statistics.count_aborted(1)
             raise
         finally:
             timer.cancel()
-            del self._under_way[sample.id]
-            self._running.seams.pop(sample.id, None)
-        return late
+            del self.under_way[sample.id]
+            running.seams.pop(sample.id, None)
 
     def _expire(self, sample: Sample) -> None:
         sample.expired = True
@@ -241,21 +200,10 @@ class Samples:
         self._aborting.add(aborting)
         aborting.add_done_callback(self._aborting.discard)
 
-    def _spans(self, sample: Sample, output: Any) -> tuple[VersionSpan, ...]:
-        seams = self._running.seams.get(sample.id, ())
-        return spans_of(output.outputs[0], len(sample.tokens), self._running.version, seams=seams)
 
-    def _rollout(self, sample: Sample, output: Any) -> Rollout:
-        return rollout_of(sample, output, logp_of=self._logp_of, versions=self._spans(sample, output))
-
-    async def _raise(self, task: "asyncio.Task[Any]", rollouts: Sequence[Rollout]) -> None:
-        """Raise why `task` did not come to its end."""
-        try:
-            await self._running.health.result(task)
-        except EngineDeadError as error:
-            raise EngineDeadError(str(error), rollouts=in_order(rollouts)) from error.__cause__
-        except LogpError as error:
-            raise LogpError(f"{error}{self._hint}") from error
+def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
+    """Those of the samples that have ended, in order."""
+    return in_order([sample.rollout for sample in samples if sample.rollout is not None])
 
 
 # -- What is asked of vLLM --------------------------------------------------------------------------------------------
@@ -305,8 +253,8 @@ def to_sampling_params(
     Args:
         sampling: What the caller asked for.
         stop_token_ids: The engine's own, which `ignore_eos` switches off.
-        sample_index: Which of the `n` answers, which draws with `seed + sample_index`.
-        streaming: Whether the engine hands out new tokens as they come, or an answer when it is whole.
+        sample_index: Which of the `n` answers.
+        streaming: Whether new tokens are handed out as they come, or an answer when it is whole.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # `from vllm import` looks it up each time
 
@@ -334,7 +282,7 @@ def to_sampling_params(
 # -- What vLLM generated ----------------------------------------------------------------------------------------------
 
 
-def rollout_of(sample: Sample, output: Any, *, logp_of: LogpOf, versions: tuple[VersionSpan, ...]) -> Rollout:
+def rollout_of(sample: Sample, output: Any, *, logp_of: LogpOf) -> Rollout:
     """Return the answer whose last, or only, `vllm.RequestOutput` is `output`.
 
     Raises:
@@ -355,7 +303,7 @@ def rollout_of(sample: Sample, output: Any, *, logp_of: LogpOf, versions: tuple[
         logp_of=logp_of,
         finish_reason=cast("FinishReason", completion.finish_reason),
         stop_reason=stop_reason,
-        versions=versions,
+        versions=sample.versions,
         prompt_index=sample.prompt_index,
         sample_index=sample.index,
     )
@@ -443,18 +391,19 @@ def check_timeout(timeout_s: float, *, name: str = "timeout_s") -> float:
     return timeout_s
 
 
-def timeout_error(
-    timed_out: Sequence[TimedOutSample], rollouts: Sequence[Rollout], *, timeout_s: float
-) -> SampleTimeoutError:
+def timeout_error(late: Sequence[Sample], rollouts: Sequence[Rollout]) -> SampleTimeoutError:
     """What to raise once every other sample has ended."""
-    first, others = timed_out[0], len(timed_out) - 1
+    first, others, timeout_s = late[0], len(late) - 1, late[0].timeout_s
     more = f", and so did {others} other{'s' if others > 1 else ''}" if others else ""
     finished = "1 that finished is" if len(rollouts) == 1 else f"{len(rollouts)} that finished are"
     return SampleTimeoutError(
-        f"sample {first.sample_index} of prompt {first.prompt_index} was aborted after {timeout_s:g} seconds, having "
+        f"sample {first.index} of prompt {first.prompt_index} was aborted after {timeout_s:g} seconds, having "
         f"reached {len(first.tokens)} tokens{more}; the {finished} in this error's `rollouts`. The time counts from "
         f"the submission of a sample and includes its wait for a place in the batch: lower max_new_tokens or the "
         f"number of prompts in a call, or double it, {TIMEOUT_VARIABLE}={2 * timeout_s:g}",
-        timed_out=timed_out,
+        timed_out=[
+            TimedOutSample(prompt_index=each.prompt_index, sample_index=each.index, tokens=tuple(each.tokens))
+            for each in late
+        ],
         rollouts=rollouts,
     )

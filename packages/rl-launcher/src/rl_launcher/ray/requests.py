@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rl_generation import Rollout, Sampling
+from rl_generation.engine import check_single, failed_request
 from rl_generation.requests import make_requests
-from rl_generation.submitting import check_single, failed_request
 from rl_launcher.ray.engine_pool import EngineDiedError, EnginePool, RunningEngine
 from rl_launcher.ray.engine_worker import Begun, Collected
 from rl_launcher.ray.remote_calls import Pending
