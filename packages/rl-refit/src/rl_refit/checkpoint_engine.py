@@ -29,7 +29,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from rl_refit.contracts import Coverage
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.manifest import Manifest
 from rl_refit.staged import StagedSink, empty_like
@@ -104,20 +103,14 @@ class CheckpointEngineSink(StagedSink):
 
         server._bind_zmq_socket = bind_and_listen  # noqa: SLF001
 
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction.
-
-        Raises:
-            RefitError: One is open already.
-            PoisonedError: The server hangs in an update that failed.
-        """
+    def _begin(self, manifest: Manifest) -> dict[str, int]:
         if self._stuck:
             raise PoisonedError(
                 f"{self._poison}; it waits for ranks or engines that do not come, and nobody can end that: start a new "
                 f"ParameterServer in a new process, and make a new CheckpointEngineSink",
                 phase="prepare",
             )
-        return super().prepare(manifest)
+        return super()._begin(manifest)
 
     def abort(self) -> None:
         """Forget what was staged and registered. The engines go on with what they have."""

@@ -44,7 +44,7 @@ from rl_refit.errors import (
 )
 from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous, host_store
-from rl_refit.sink import VersionedSink
+from rl_refit.staged import VersionedSink
 from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, in_thread
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.stream import SlotStream

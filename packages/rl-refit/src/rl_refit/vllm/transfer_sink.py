@@ -14,14 +14,13 @@ trainer engine given them. What it does then is vLLM's: it writes into the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
@@ -73,28 +72,21 @@ class TransferSink(StagedSink):
         self._trainer: Any = None
         self._torn = False
 
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction.
-
-        Raises:
-            RefitError: One is open already.
-            PoisonedError: An update broke off in the engine. vLLM 0.32 cannot give one up: layers keep what they had
-                received of it, and fill up with the next update's.
-        """
-        if self._torn:
+    def _begin(self, manifest: Manifest) -> dict[str, int]:
+        if self._torn:  # vLLM 0.32 cannot give an update up: layers fill what they have of it up with the next one's
             raise PoisonedError(
                 f"{self._poison}; vLLM would bring what it had received of that into the next update: start the engine "
                 f"anew, and make a new TransferSink",
                 phase="prepare",
             )
-        return super().prepare(manifest)
+        return super()._begin(manifest)
 
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+    def _digest_engine(self, regions: Sequence[Region]) -> Digest:
         """Of what was handed over and all workers were just found to hold; raises where they hold something else."""
         if self._check is None:
             return super()._digest_engine(regions)
         self._check()
-        return self._digest_staged(region for region in regions if region.name not in self._check.unreadable)
+        return self._digest_staged([region for region in regions if region.name not in self._check.unreadable])
 
     def _prepare_to_hand_over(self, version: int) -> None:
         if self._trainer is None:  # vLLM's two sides meet

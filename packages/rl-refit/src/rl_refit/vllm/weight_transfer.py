@@ -38,7 +38,7 @@ from rl_refit.engine import raise_errors
 from rl_refit.errors import DigestError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.sink import assemble
+from rl_refit.staged import assemble
 from rl_refit.vllm.sink import VllmEngine
 from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs, offered
 

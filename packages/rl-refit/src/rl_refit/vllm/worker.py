@@ -8,7 +8,7 @@ model's `load_weights` in vLLM's layerwise reload. Arguments and answers are pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from rl_refit import gpu
-from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_regions
+from rl_refit.digest import Digest
 from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
-from rl_refit.sink import places_of, read_box
-from rl_refit.staged import StagedSink
+from rl_refit.staged import StagedSink, digest_held, places_of
 from rl_refit.tracing.layouts import Landing, Landings
 from rl_refit.tracing.memory import read_memory
 from rl_refit.vllm import reload
@@ -68,18 +66,13 @@ class WorkerSink(StagedSink):
         """The worker's."""
         return torch.device(self._worker.device)
 
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction; the first time for a source, have the driver survey the engine.
-
-        Raises:
-            RefitError: A transaction is open already, or a worker failed.
-            CoverageError: The engine needs what the source does not have, or has no place for what it has.
-        """
-        if self._missing is None and self._known != manifest.hash():
+    def _begin(self, manifest: Manifest) -> dict[str, int]:
+        """The first time for a source, have the driver survey the engine, which may raise a `CoverageError`."""
+        if self._known != manifest.hash():
             self.source = manifest
             self._ask("survey")
             self._known = manifest.hash()
-        return super().prepare(manifest)
+        return super()._begin(manifest)
 
     @torch.no_grad()
     def _hand_over(self, version: int) -> None:
@@ -89,15 +82,21 @@ class WorkerSink(StagedSink):
             reload.reload_from(self._offer(), model, self._worker.reload_weights)
         for name, landings in self._direct.items():
             for landing in landings:
-                self._live(model, landing).copy_(read_box(self._bank[name], landing.box))
+                self._live(model, landing).copy_(places_of(self._bank[name], landing.box)[0])
         if self.device.type == "cpu" and reload.must_repair():
             reload.repack_vocabulary(model)
         gpu.synchronize(self.device, COPIES_S)
         self.received = sum(tensor.nbytes for held in self._bank.values() for _, tensor in held)
 
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+    def _digest_engine(self, regions: Sequence[Region]) -> Digest:
         """Of what the parameters hold. What the engine has packed, cast or rearranged is left out."""
-        return digest_regions(regions, self._resident)
+        model = self._worker.model_runner.get_model()
+        held = {
+            name: [(landing.box, self._live(model, landing)) for landing in landings]
+            for name, landings in self._direct.items()
+            if landings and all(landing.same_dtype for landing in landings)
+        }
+        return digest_held([region for region in regions if region.name in held], held)
 
     # -- The survey, in the main thread -------------------------------------------------------------------------
 
@@ -204,18 +203,6 @@ class WorkerSink(StagedSink):
         owner, _, name = landing.name.rpartition(".")
         tensor: Tensor = getattr(model.get_submodule(owner), name).detach()
         return landing.view_in(tensor)
-
-    def _resident(self, region: Region) -> Tensor | None:
-        """What the engine's own memory holds of a box; None where that cannot be read."""
-        landings = self._direct.get(region.name, ())
-        if not landings or not all(landing.same_dtype for landing in landings):
-            return None
-        model = self._worker.model_runner.get_model()
-        held = [(landing.box, self._live(model, landing)) for landing in landings]
-        places = places_of(held, region)
-        if any(not torch.equal(place, places[0]) for place in places[1:]):
-            raise RefitError(f"{region} lies in several places of the engine, which differ", tensor=region.name)
-        return read_box(held, region)
 
 
 def _reloaded(found: Landings, model: nn.Module) -> tuple[dict[str, str], set[str]]:
