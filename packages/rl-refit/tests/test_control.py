@@ -242,7 +242,7 @@ def test_a_store_that_is_gone_is_named_with_its_host():
     )
     all_well(together(*(lambda control=control: control.meet(watch(control)) for control in (leader, sink))))
     leader.close()
-    leader.store._store = leader.store = leader.rendezvous._store = None
+    leader.store._store = leader._store = leader.rendezvous._store = None
     del host, leader
     with pytest.raises(PeerError, match="which source 0 hosts, is out of reach") as caught:
         sink.read("what it never says", watch(sink), peer="source 0")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import secrets
 import socket
@@ -43,9 +42,9 @@ from rl_refit.errors import (
     error_to_message,
 )
 from rl_refit.plan import RefitPlan
-from rl_refit.rendezvous import Rendezvous, host_store
+from rl_refit.rendezvous import Rendezvous
 from rl_refit.staged import VersionedSink
-from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, in_thread
+from rl_refit.stores import BoundedStore, FileStore, in_thread
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.stream import SlotStream
 
@@ -372,7 +371,8 @@ class Driver:
             return
         sink, given = self._sink, self._given
         if given is None:
-            self._meeting = Rendezvous(host_store(), num_sources=1, num_sinks=sink.num_ranks, source_rank=0)
+            ranks = sink.num_ranks
+            self._meeting = Rendezvous("tcp://127.0.0.1:0", num_sources=1, num_sinks=ranks, source_rank=0, hosts=True)
         else:
             self._meeting, self._first_rank = given, given.sink_rank or 0
             if self._first_rank + sink.num_ranks > given.num_sinks:
@@ -383,11 +383,17 @@ class Driver:
                 )
         meeting = self._meeting
         store = meeting.connect()
+        if "://" not in meeting.address:
+            raise RefitError(
+                f"workers of an engine cannot join through a {meeting.address} of this process; give the rendezvous an "
+                f"address, such as tcp://host:port",
+                phase="prepare",
+            )
         if meeting.address.startswith("file:"):  # one that does not count among those after whom the file is deleted
             store = FileStore(urlsplit(meeting.address).path, -1)
         message = {
             "driver": self.name,
-            "address": _address(meeting, store),
+            "address": meeting.address,
             "numbers": {"num_sources": meeting.num_sources, "num_sinks": meeting.num_sinks},
             "first_rank": self._first_rank,
             "name": meeting.name,
@@ -399,7 +405,7 @@ class Driver:
         }
         living = [each.name for each in sink._drivers]  # noqa: SLF001
         sink.call("rl_refit", "join", message, living)
-        self._store = BoundedStore(PrefixStore(meeting.name, store), Line(meeting.liveness_s, meeting.lost))
+        self._store = meeting.bounded(meeting.name, store=store)
 
     def _begin_receiving(self, timeout_s: float) -> None:
         if not self._receiving:
@@ -428,12 +434,9 @@ class Driver:
         self._look_after(store, ranks)
         said: dict[int, tuple[int, str, Any]] = {}
         for rank in ranks:
-            if not store.check([f"worker {rank}"]):
-                return None, False
-            number, what, payload = json.loads(store.get(f"worker {rank}"))
+            said[rank] = number, what, _ = store.read(f"worker {rank}") or (0, "", None)
             if number <= self._handled.get(rank, 0):
                 return None, False
-            said[rank] = number, what, payload
         wanted = {what for _, what, _ in said.values()}
         if wanted == {"ended"}:
             self._handled |= {rank: number for rank, (number, _, _) in said.items()}
@@ -448,7 +451,7 @@ class Driver:
         for rank, (number, what, _) in said.items():
             if what != "ended":
                 self._handled[rank] = number
-                store.set(f"answer {rank}", json.dumps([number, error]))
+                store.write(f"answer {rank}", [number, error])
         return None, True
 
     def _do(self, wanted: set[str]) -> None:
@@ -467,11 +470,9 @@ class Driver:
         """See that the workers live, as soon as they have said who they are."""
         if self._peers is None:
             parties = [f"sink {rank}" for rank in ranks]
-            if not all(store.check([f"party/{party}"]) for party in parties):
+            processes = {party: store.read(f"party/{party}") for party in parties}
+            if None in processes.values():
                 return
-            processes = {
-                party: json.loads(store.get(f"party/{party}").decode().removeprefix("="))[0] for party in parties
-            }
             assert self._meeting is not None
             self._peers = Peers(store, processes, listen_to=(), liveness_s=self._meeting.liveness_s)
         self._peers.check()
@@ -481,25 +482,6 @@ def _add_unreadable(report: RefitReport, said: Sequence[Mapping[str, Any]]) -> R
     """What no worker can read back from its engine belongs into the driver's report."""
     names = (name for each in said for name in each["report"]["unreadable"])
     return replace(report, unreadable=tuple(dict.fromkeys(names)))
-
-
-def _address(meeting: Rendezvous, store: Any) -> str:
-    """How a worker reaches the store."""
-    if "://" in meeting.address:
-        return meeting.address
-    while hasattr(store, "underlying_store"):
-        if hasattr(store, "prefix"):
-            raise RefitError("workers of an engine cannot join through a PrefixStore; give the rendezvous an address")
-        store = store.underlying_store
-    if hasattr(store, "host") and hasattr(store, "port"):
-        return f"tcp://{store.host}:{store.port}"
-    if hasattr(store, "path"):
-        return f"file://{store.path}"
-    raise RefitError(
-        f"workers of an engine cannot join through a {type(store).__name__} of this process; give the rendezvous an "
-        f"address, such as tcp://host:port",
-        phase="prepare",
-    )
 
 
 # -- A worker --------------------------------------------------------------------------------------------------------
@@ -528,7 +510,7 @@ class _Seat:
         self.refit = Refit(
             sink=end.sink, transport=SlotStream(**transport), rendezvous=self._meeting, **message["config"]
         )
-        self._store: Store | None = None
+        self._store: BoundedStore | None = None
         self._numbers = itertools.count(1)
         self.asked: tuple[Callable[[], object], Future[object]] | None = None
         """What this thread wants the main thread to do, and what came of it."""
@@ -550,7 +532,7 @@ class _Seat:
                 end["error"] = message
             sink = self._end.sink
             end |= {"version": sink.version, "poison": sink.poison_reason}
-        with contextlib.suppress(RuntimeError):  # the store is gone, and the driver with it, or it sees for itself
+        with contextlib.suppress(RefitError):  # the store is gone, and the driver with it, or it sees for itself
             self._say("ended", end)
 
     def ask(self, what: str, job: Callable[[], object]) -> object:
@@ -563,10 +545,9 @@ class _Seat:
             key, looked = f"answer {self._sink_rank}", time.monotonic()
             assert self._store is not None
             while True:
-                if self._store.check([key]):
-                    answered, error = json.loads(self._store.get(key))
-                    if answered == number:
-                        break
+                answered, error = self._store.read(key) or (0, None)
+                if answered == number:
+                    break
                 if not done.done() and time.monotonic() > until:
                     raise DeadlineError(
                         f"the engine's driver did not answer within timeout_s={self._message['timeout_s']:g}: is it in "
@@ -586,11 +567,17 @@ class _Seat:
             raise error_from_message(error)
         return done.result() if done.done() else None
 
+    def close(self) -> None:
+        with contextlib.suppress(RefitError, RuntimeError):
+            self.refit.close()
+        if self._store is not None:
+            self._store.close()
+
     def _say(self, what: str, payload: object) -> int:
         if self._store is None:  # a connection of its own: the others are their threads'
-            self._store = PrefixStore(self._meeting.name, self._meeting.clone())
+            self._store = self._meeting.bounded(self._meeting.name, store=self._meeting.clone())
         number = next(self._numbers)
-        self._store.set(f"worker {self._sink_rank}", json.dumps([number, what, payload]))
+        self._store.write(f"worker {self._sink_rank}", [number, what, payload])
         return number
 
 
@@ -682,9 +669,7 @@ class WorkerEnd:
     def _leave(self, living: Sequence[str]) -> None:
         """Leave all `Refit`s of the driver's but `living`."""
         for name in [name for name in self._seats if name not in living]:
-            seat = self._seats.pop(name)
-            with contextlib.suppress(RefitError, RuntimeError):
-                seat.refit.close()
+            self._seats.pop(name).close()
 
 
 @final

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import random
 import threading
 import time
@@ -37,7 +35,7 @@ TRAINER_NAME = "rl-refit replicas"
 _DEFAULTS = RefitConfig()
 _OPEN, _GIVEN, _WITHDRAWN_REQUEST = "open", "given", "withdrawn"
 """What became of a newcomer's request to a peer: one of the two decides, by compare-and-set in the newcomer's store."""
-_WITHDRAWN = "{}"
+_WITHDRAWN: dict[str, Any] = {}
 """Instead of an invitation that rank 0 has given up."""
 
 
@@ -59,7 +57,7 @@ class _Request:
 
     key: str
     """Of the answer, in the store of the replica that asks."""
-    invitation: str
+    invitation: dict[str, Any]
     """How this replica takes part, when the peer gives."""
     until: float
     """Of the monotonic clock: then another is asked."""
@@ -129,7 +127,7 @@ class Replica:
         self._meeting: Rendezvous | None = None
         self._store: BoundedStore | None = None
         """Of this replica, hosted by its rank 0."""
-        self._taken = ""
+        self._taken = _WITHDRAWN
         """The last invitation that this rank has taken."""
         self._refit: Refit | None = None
         self._session = ""
@@ -142,7 +140,7 @@ class Replica:
         self._requested: set[tuple[int, str]] = set()
         """Versions and peers that were asked before."""
         self._requests_read = 0
-        self._pending: str | None = None
+        self._pending: dict[str, Any] | None = None
         """An invitation of the trainer that came while a peer gave."""
         self._trainer = _Trainer(trainer, trainer_name, liveness_s) if rank == 0 else None
 
@@ -200,7 +198,7 @@ class Replica:
         self._require_open()
         self._connect()
         began, nap_s = time.monotonic(), 2e-4
-        while (text := self._look()) is None:
+        while (invitation := self._look()) is None:
             self._require_open()
             waited = time.monotonic() - began
             if timeout_s is None and self._absence and waited >= self._liveness_s:
@@ -209,7 +207,6 @@ class Replica:
                 return None
             time.sleep(nap_s)
             nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
-        invitation: dict[str, Any] = json.loads(text)
         return invitation
 
     def _require_open(self) -> None:
@@ -228,25 +225,22 @@ class Replica:
             liveness_s=self._liveness_s,
         )
         meeting.host = f"rank 0 of replica {self.name}"
-        host, port = host_and_port(self._address)
-        if port == 0:
-            store: Any = meeting.connect()
-            self._address = meeting.address = f"tcp://{host}:{store.port}"
         self._meeting, self._store = meeting, meeting.bounded("replica")
+        self._address = meeting.address
 
-    def _look(self) -> str | None:
-        """What this rank is to take part in and has not yet, as JSON; rank 0 finds it, and hands it to the others."""
+    def _look(self) -> dict[str, Any] | None:
+        """What this rank is to take part in and has not yet; rank 0 finds it, and hands it to the others."""
         assert self._store is not None
         if self._trainer is None:
-            said = self._store.get("invitation").decode() if self._store.check(["invitation"]) else _WITHDRAWN
-            invitation = None if said in (_WITHDRAWN, self._taken) else said
+            said = self._store.read("invitation")
+            invitation = None if said in (None, _WITHDRAWN, self._taken) else said
         else:
             invitation = self._pending or self._trainer.look(self._entry)
             given = self._answer_of_peer(withdraw=invitation is not None)
             self._pending = invitation if given is not None else None
             invitation = given or invitation or self._request_to_give()
             if invitation is not None:
-                self._store.set("invitation", invitation)
+                self._store.write("invitation", invitation)
         if invitation is not None:
             self._taken = invitation
         return invitation
@@ -301,12 +295,12 @@ class Replica:
         if self._trainer is not None:
             if peer is None:
                 self._trainer.check(in_refit=True)
-        elif self._store is not None and self._store.get("invitation").decode() != self._taken:
+        elif self._store is not None and self._store.read("invitation") != self._taken:
             raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
 
     # -- From a living peer -------------------------------------------------------------------------------------------
 
-    def _answer_of_peer(self, *, withdraw: bool) -> str | None:
+    def _answer_of_peer(self, *, withdraw: bool) -> dict[str, Any] | None:
         """At rank 0 of a newcomer: how to take part in what a peer gives, once it does; asks one, unless that is done.
 
         Args:
@@ -346,22 +340,21 @@ class Replica:
         self._requested.add((holders["version"], place["address"]))
         session = f"peer {uuid.uuid4().hex}"
         invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
-        request = _Request(f"answer/{session}", json.dumps(invitation), time.monotonic() + self._liveness_s)
+        request = _Request(f"answer/{session}", invitation, time.monotonic() + self._liveness_s)
         self._store.set(request.key, _OPEN)
-        asked = {"gives": holders["version"], "address": self._address, "num_sinks": self._num_ranks}
-        text = json.dumps({"session": session, **asked})
+        asked = {"session": session, "gives": holders["version"]}
+        asked |= {"address": self._address, "num_sinks": self._num_ranks}
         with contextlib.suppress(RefitError):  # it is gone: the next look asks another
             peer = _reach(place["address"], "replica", liveness_s=self._liveness_s, who=f"replica {place['name']}")
             if peer is not None:
-                _append(peer, "requests", text)
+                peer.write_next("requests", asked)
                 peer.close()
                 self._request = request
 
-    def _request_to_give(self) -> str | None:
+    def _request_to_give(self) -> dict[str, Any] | None:
         """At rank 0 of a replica that has the weights: a newcomer's request, if it still stands."""
         assert self._store is not None
-        while self._store.check([f"requests/{self._requests_read}"]):
-            request = json.loads(self._store.get(f"requests/{self._requests_read}"))
+        while (request := self._store.read(f"requests/{self._requests_read}")) is not None:
             self._requests_read += 1
             entry = self._entry()
             if entry["version"] != request["gives"] or not entry["gives"]:  # others have it still
@@ -373,7 +366,7 @@ class Replica:
                     answer = newcomer.compare_set(key, _OPEN, _GIVEN).decode()
                     newcomer.close()
                     if answer == _GIVEN:
-                        return json.dumps(request)
+                        return dict(request)
         return None
 
     def _give(self, request: Mapping[str, Any]) -> None:
@@ -403,7 +396,7 @@ class Replica:
         with contextlib.suppress(RefitError):
             if self._trainer is not None:
                 if store is not None:
-                    store.set("invitation", _WITHDRAWN)
+                    store.write("invitation", _WITHDRAWN)
                 if self._closed:
                     self._trainer.leave()
                 else:
@@ -442,7 +435,7 @@ class _Trainer:
         """Whether one is there."""
         return self._peers is not None
 
-    def look(self, entry: Callable[[], dict[str, Any]]) -> str | None:
+    def look(self, entry: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """The trainer's latest invitation, if it is new. Joins, where there is a trainer and that is not done.
 
         Args:
@@ -460,8 +453,7 @@ class _Trainer:
         self.check()
         if self._number is None:
             self._join(self._store, entry())
-        if self._store.check([f"dropped/{self._number}"]):
-            dropped = json.loads(self._store.get(f"dropped/{self._number}"))
+        if (dropped := self._store.read(f"dropped/{self._number}")) is not None:
             if dropped["taken"]:
                 self._usurped = (
                     f"the trainer at {self._address} has dropped this replica: {dropped['why']}; give every replica a "
@@ -469,14 +461,11 @@ class _Trainer:
                 )
                 raise RefitError(self._usurped)
             self.join_again(entry())
-        if not self._store.check([f"invited/{self._number}"]):
+        invitation: dict[str, Any] | None = self._store.read(f"invited/{self._number}")
+        if invitation is None or invitation["call"] <= self._call:
             return None
-        text = self._store.get(f"invited/{self._number}").decode()
-        call = json.loads(text)["call"]
-        if call <= self._call:
-            return None
-        self._call = call
-        return text
+        self._call = invitation["call"]
+        return invitation
 
     def check(self, *, in_refit: bool = False) -> None:
         """Pass while the trainer lives and, `in_refit`, goes on with it.
@@ -488,21 +477,18 @@ class _Trainer:
             return
         self._looked = time.monotonic()
         self._peers.check()
-        if in_refit and self._store is not None and self._store.check([f"dropped/{self._number}"]):
-            why = json.loads(self._store.get(f"dropped/{self._number}"))["why"]
-            raise PeerError(f"the trainer has gone on without this replica: {why}", peer="source 0")
+        dropped = self._store.read(f"dropped/{self._number}") if in_refit and self._store is not None else None
+        if dropped is not None:
+            raise PeerError(f"the trainer has gone on without this replica: {dropped['why']}", peer="source 0")
 
     def holders(self) -> dict[str, Any]:
         """The version last committed, and which replicas can give it: those that the trainer names."""
-        if self._store is None or not self._store.check(["holders"]):
-            return {"version": -1, "replicas": []}
-        holders: dict[str, Any] = json.loads(self._store.get("holders"))
-        return holders
+        return (self._store and self._store.read("holders")) or {"version": -1, "replicas": []}
 
     def tell(self, version: int) -> None:
         """Say which version a peer has given."""
         if self._store is not None:
-            self._store.set(f"version/{self._number}", json.dumps(version))
+            self._store.write(f"version/{self._number}", version)
 
     def join_again(self, entry: Mapping[str, Any]) -> None:
         """Under a new number, with a new session; or leave, if the trainer is gone, or has dropped this replica."""
@@ -538,9 +524,8 @@ class _Trainer:
             self._store = _reach(self._address, self._name, liveness_s=self._liveness_s, who="source 0")
             if self._store is None:
                 return False
-        if not self._store.check(["party/source 0"]):  # another program's store, or another name
+        if (process := self._store.read("party/source 0")) is None:  # another program's store, or another name
             return False
-        (process,) = json.loads(self._store.get("party/source 0").decode().removeprefix("="))
         self._call = 0
         self._peers = Peers(self._store, {"source 0": process}, listen_to=["source 0"], liveness_s=self._liveness_s)
         return True
@@ -550,12 +535,7 @@ class _Trainer:
         party = f"replica {uuid.uuid4().hex}"
         self._heartbeat = Heartbeat(store.clone(), (party,), liveness_s=self._liveness_s)
         entry = {**entry, "party": party, "identity": self._identity, "process": this_process()}
-        self._number = _append(store, "log", json.dumps(entry))
-
-
-def _append(store: BoundedStore, log: str, text: str) -> int:
-    """Write `text`, unlike all others, at the end of a log that many write; its number."""
-    return next(n for n in itertools.count() if store.compare_set(f"{log}/{n}", "", text).decode() == text)
+        self._number = store.write_next("log", entry)
 
 
 def _reach(address: str, name: str, *, liveness_s: float, who: str) -> BoundedStore | None:

@@ -21,7 +21,6 @@ dropped and lives, or was started anew, joins again, and so there is one way int
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 import uuid
@@ -474,7 +473,7 @@ class Replicas:
                 self.version = version
                 if name in self._members:
                     self._members[name].version = version
-                    self._store().delete_key(f"version/{number}")  # older, if there is one
+                    self._control.store.delete_key(f"version/{number}")  # older, if there is one
                 continue
             failures[name] = f"{message['kind']}: {message['text']}"
             own = results.get(number)
@@ -523,16 +522,15 @@ class Replicas:
 
     def _look_for_members(self) -> dict[str, str]:
         """At source 0: read who has joined, and see who left or died; why, for those that died."""
-        store = self._store()
-        while store.check([f"log/{self._log_read}"]):
-            entry = json.loads(store.get(f"log/{self._log_read}"))
+        store = self._control.store
+        while (entry := store.read(f"log/{self._log_read}")) is not None:
             self._add_member(store, self._log_read, entry)
             self._log_read += 1
         died: dict[str, str] = {}
         for name, member in tuple(self._members.items()):
-            if store.check([given := f"version/{member.number}"]):
-                member.version = json.loads(store.get(given))
-                store.delete_key(given)
+            if (given := store.read(f"version/{member.number}")) is not None:
+                member.version = given
+                store.delete_key(f"version/{member.number}")
             if (gone := self._gone(member)) is not None:
                 self._drop(name, member.number, gone)
                 if gone != LEFT:
@@ -546,7 +544,7 @@ class Replicas:
 
     def _gone(self, member: _Member) -> str | None:
         """Why a replica is not there any more; None if it is."""
-        if self._store().get(f"alive/{member.party}").decode() == LEFT:
+        if self._control.store.get(f"alive/{member.party}").decode() == LEFT:
             return LEFT
         try:
             member.peers.check()
@@ -576,24 +574,20 @@ class Replicas:
             del self._members[name]
             if failed:
                 self._failed[name] = member, why
-        self._store().set(f"dropped/{number}", json.dumps({"why": why, "taken": taken}))
+        self._control.store.write(f"dropped/{number}", {"why": why, "taken": taken})
 
     def _call_out(self, said: dict[str, Any]) -> None:
         """Tell each invited replica, where it looks."""
         common = {"call": self._control.refit, "num_sources": self._meeting.num_sources}
         common |= {"version": said["version"], "rewind": said["rewind"]}
         for each in said["invited"]:
-            self._store().set(f"invited/{each['number']}", json.dumps({**common, "session": each["session"]}))
+            self._control.store.write(f"invited/{each['number']}", {**common, "session": each["session"]})
 
     def _name_holders(self, version: int, holders: Sequence[_Member]) -> None:
         """Tell newcomers who can give them which version."""
         wanted = ("name", "address", "num_ranks", "process")
         places = [{key: getattr(each, key) for key in wanted} for each in holders]
-        self._store().set("holders", json.dumps({"version": version, "replicas": places}))
-
-    def _store(self) -> BoundedStore:
-        assert self._control.store is not None
-        return self._control.store
+        self._control.store.write("holders", {"version": version, "replicas": places})
 
     # -- The refits ---------------------------------------------------------------------------------------------------
 

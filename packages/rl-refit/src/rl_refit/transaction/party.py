@@ -111,7 +111,7 @@ class Party:
             sink_rank=self.sink_rank,
             slots=config.buckets,
             device=self.device,
-            store=None if self.control is None else self.control.namespace(f"transport/{self.control.refit}"),
+            store=None if self.control is None else self.control.store.namespace(f"transport/{self.control.refit}"),
         )
         self.transport.open(channel, watch)
         if self.control is not None:
