@@ -11,6 +11,8 @@ address at which they are refitted, and the version that they have; and there th
     dropped/3              why number 3 takes part in no more refits; it may join again, under its name
     holders                the version last committed, and which replicas can give it to newcomers
     version/3              what number 3 has been given by another replica since it joined
+    requests/<id>/0, …     newcomers that ask that replica for its weights, at addresses of theirs
+    answer/<session>       whether it gives them, or the newcomer has changed its mind
 
 Each refit of a replica is a `Refit` between the ranks of the trainer and those of the replica alone, in the store that
 the replica hosts, so that a replica that loses its trainer still learns what was decided. All replicas are refitted at
@@ -585,7 +587,7 @@ class Replicas:
 
     def _name_holders(self, version: int, holders: Sequence[_Member]) -> None:
         """Tell newcomers who can give them which version."""
-        wanted = ("name", "address", "num_ranks", "process")
+        wanted = ("name", "identity", "num_ranks", "process")
         places = [{key: getattr(each, key) for key in wanted} for each in holders]
         self._control.store.write("holders", {"version": version, "replicas": places})
 
