@@ -5,7 +5,7 @@ one that generates. What must happen in a worker's main thread, or while the eng
 posts what it wants, and waits; when all workers want the same, the driver makes one call of the engine. Weights and
 their digests never pass the driver.
 
-    survey     what a worker needs of this source, once for each                            (vLLM traces its loader)
+    survey     looks at the engine in its main thread, once for each source                 (vLLM traces its loader)
     ready      whether a commit can begin, before the parties decide
     commit     the driver pauses the engine, has all workers commit, drops caches, resumes
     ended      what became of the refit at this worker
@@ -25,7 +25,6 @@ import threading
 import time
 import traceback
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
@@ -89,7 +88,7 @@ class Engine(Protocol):
         """Generate again."""
 
 
-class EngineSink(VersionedSink, ABC):
+class EngineSink(VersionedSink):
     """An engine of one or many workers as the sink of a `Refit`; each worker is a rank of the sink.
 
     The process that made the engine gives it to its `Refit`, which carries no weights here. With a `Rendezvous`, its
@@ -99,11 +98,12 @@ class EngineSink(VersionedSink, ABC):
     Args:
         engine: What the driver asks of it.
         timeout_s: Seconds that one call of the engine may take, and that a worker waits for the driver.
+        options: What each worker's sink is made with, as plain data.
     """
 
-    def __init__(self, engine: Engine, *, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, *, timeout_s: float, options: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self._engine, self._timeout_s = engine, timeout_s
+        self._engine, self._timeout_s, self._options = engine, timeout_s, dict(options or {})
         self._token = secrets.token_hex(8)
         self._drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
         self._failure: str | None = None
@@ -112,13 +112,8 @@ class EngineSink(VersionedSink, ABC):
         self.pause_s = 0.0
         """Seconds for which the last commit paused the engine, without the wait for unfinished requests."""
 
-    @abstractmethod
-    def survey(self) -> None:
-        """All workers have a source that they do not know: find out what they need of it, and tell them.
-
-        Raises:
-            CoverageError: The engine needs what the source does not have, or has no place for what it has.
-        """
+    def surveyed(self, found: Sequence[Any]) -> None:
+        """What the workers have found out of a source that they did not know, as their sinks say."""
 
     @property
     def num_ranks(self) -> int:
@@ -183,7 +178,7 @@ class EngineSink(VersionedSink, ABC):
         try:
             answers = self._engine.call("rl_refit", self._token, "run", driver.name)
             raise_errors(answers, phase="commit")
-            self._engine.renew(str(answers[0]["version"]))
+            self._engine.renew(str(answers[0]["done"]))
         except BaseException as error:
             self._poison = self._failure = f"the commit failed with {type(error).__name__}: {error}"
             try:
@@ -210,6 +205,8 @@ def raise_errors(answers: Sequence[Answer], *, phase: str = "prepare") -> None:
     """Raise what workers answered that went wrong."""
     failed = [answer for answer in answers if "error" in answer]
     if failed:
+        if failed[0]["message"]["kind"] == "CoverageError":
+            raise error_from_message(failed[0]["message"])
         error = RefitError("; ".join(f"worker {each['rank']}: {each['error']}" for each in failed), phase=phase)
         error.add_note(failed[0].get("traceback", ""))
         raise error
@@ -228,7 +225,9 @@ def answering(method: Method) -> Method:
         try:
             return {"rank": rank, **method(self, *args)}
         except Exception as error:  # noqa: BLE001  (the driver raises it)
-            return {"rank": rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            message = error_to_message(error, party=f"worker {rank}")
+            text = f"{type(error).__name__}: {error}"
+            return {"rank": rank, "error": text, "message": message, "traceback": traceback.format_exc()}
 
     return cast("Method", answer)
 
@@ -401,6 +400,7 @@ class Driver:
             "config": asdict(self._config),
             "transport": self._transport.options,
             "timeout_s": sink._timeout_s,  # noqa: SLF001
+            "options": sink._options,  # noqa: SLF001
             "host": socket.gethostname(),
         }
         living = [each.name for each in sink._drivers]  # noqa: SLF001
@@ -458,8 +458,9 @@ class Driver:
         if len(wanted) > 1:
             raise AbortedError(f"the workers of the engine are not at one: {sorted(wanted)}")
         (what,) = wanted
-        if what == "survey":
-            self._sink.survey()
+        if what == "survey":  # whoever finds the source wanting raises it itself, and tells everybody
+            answers = self._sink._engine.call("rl_refit", self._sink._token, "run", self.name)  # noqa: SLF001
+            self._sink.surveyed([answer["done"] for answer in answers if "done" in answer])
         elif what == "ready":
             self._sink._engine.ready()  # noqa: SLF001
         else:
@@ -593,6 +594,8 @@ class WorkerEnd:
     def __init__(self, rank: int, make_sink: Callable[[WorkerEnd], Any]) -> None:
         self.rank, self._make_sink = rank, make_sink
         self._token = ""
+        self.options: dict[str, Any] = {}
+        """Of the driver's sink."""
         self._seats: dict[str, _Seat] = {}
         self.busy = threading.Lock()
         self.seat: _Seat | None = None
@@ -615,14 +618,15 @@ class WorkerEnd:
             self._receive(*args)
         else:
             assert what == "run"
-            return {"version": self._run(*args)}
+            return {"done": self._run(*args)}
         return {}
 
     def _join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> None:
         """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left."""
         self._leave(living if token == self._token else ())
         if token != self._token or self.sink is None:
-            self._token, self.sink = token, self._make_sink(self)
+            self._token, self.options = token, message["options"]
+            self.sink = self._make_sink(self)
         self._seats[message["driver"]] = _Seat(self, message, rank=self.rank)
 
     def _receive(self, driver: str, timeout_s: float | None, notes: Mapping[str, Any]) -> None:
@@ -654,7 +658,7 @@ class WorkerEnd:
 
         Args:
             what: "survey", "ready" or "commit".
-            job: What the main thread is to do when the driver says "run".
+            job: What the main thread is to do when the driver says "run", of a survey or a commit.
 
         Raises:
             RefitError: What the driver answers, or it did not within its `timeout_s`.

@@ -62,7 +62,7 @@ def test_an_update_by_vllms_own_way_is_compared_with_what_the_engine_holds(llm, 
     assert check() == source.digest()
     assert tiny.same(tiny.generate(llm), served("qwen3", NEW))
     UpdateCheck(llm, our_source(NEW))
-    with pytest.raises(RefitError, match="another sink or UpdateCheck was made of this engine"):
+    with pytest.raises(RefitError, match="another UpdateCheck was made of this engine"):
         check()
 
 

@@ -22,7 +22,6 @@ import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -35,12 +34,12 @@ from vllm.distributed.weight_transfer.base import WeightSource as TransferSource
 from rl_refit.contracts import WeightSource
 from rl_refit.digest import Digest, combine_digests, digest_tensor
 from rl_refit.engine import raise_errors
-from rl_refit.errors import DigestError, RefitError
+from rl_refit.errors import CoverageError, DigestError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.staged import assemble
 from rl_refit.vllm.sink import VllmEngine
-from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs, offered
+from rl_refit.vllm.survey import DERIVED, NeedsConfig, offered
 
 __all__ = ["SourceForVllm", "SourceFromVllm", "UpdateCheck"]
 
@@ -146,10 +145,13 @@ class UpdateCheck:
         self._engine, self._source = VllmEngine(engine, loop=loop, pause=None, timeout_s=timeout_s), source
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
-        self._call("rl_refit_inspect", manifest.to_json())
-        ask = partial(self._call, "rl_refit_ask")
-        fed = find_needs(ask, manifest, config, ties=[source.ties])
-        settled = ask("settle", asdict(config), fed, False)
+        settled = self._call("rl_refit_inspect", manifest.to_json(), asdict(config), source.ties)
+        used = {name for each in settled for name, *_ in each["boxes"]}
+        if unmapped := tuple(meta.name for meta in source.metadata() if meta.name not in used):
+            raise CoverageError(
+                f"{len(unmapped)} tensors of the source have no place in the engine: {', '.join(unmapped)}",
+                unmapped=unmapped,
+            )
         self._boxes = [
             tuple(Region(name, tuple(offsets), tuple(shape)) for name, offsets, shape in each["boxes"])
             for each in settled
@@ -167,7 +169,7 @@ class UpdateCheck:
         """
         sent = [self._source.digest(boxes) for boxes in self._boxes]
         differing: dict[str, None] = {}
-        for ours, answer in zip(sent, self._call("rl_refit_ask", "digests"), strict=True):
+        for ours, answer in zip(sent, self._call("rl_refit_read"), strict=True):
             held = answer["digests"]
             differing |= {
                 name: None
