@@ -26,7 +26,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -316,14 +316,30 @@ class Replicas:
             called: What all ranks must be called with.
         """
         with self._turn():
+            control, mine, began = self._control, self._meeting.mine[0], time.monotonic()
             # Whoever waits for source 0 has more patience than source 0 has for replicas that are to join.
             watch = self._watch((1 if self._meeting.leads else 2) * self._config.deadline_s)
             try:
-                report, failed = self._run_together(prepare, called, watch)
+                control.meet(watch)
+                message, refusal = None, None
+                if self._meeting.leads:
+                    try:
+                        message = prepare(watch)
+                    except RefitError as error:
+                        refusal = error
+                        message = {"refused": error_to_message(error, party="source 0", where="phase prepare")}
+                said = control.begin(message, watch)
+                if "refused" in said:
+                    self._end(COMMIT)
+                    raise refusal or error_from_message(said["refused"])  # noqa: TRY301
+                if any(said[key] != value for key, value in called.items()):
+                    theirs = {key: said[key] for key in called}
+                    raise RefitError(f"{mine} is called with {called}, and source 0 with {theirs}")  # noqa: TRY301
+                report, failed = self._refit(said, began)
             except BaseException as error:
                 with contextlib.suppress(RefitError):  # the trainer's own store is gone, or source 0
-                    if self._control.under_way:
-                        self._end(error_to_message(error, party=self._meeting.mine[0], where=watch.where()))
+                    if control.under_way:
+                        self._end(error_to_message(error, party=mine, where=watch.where()))
                     for each in self._invited:
                         self._close_session(each["number"])
                         if self._meeting.leads:
@@ -336,27 +352,6 @@ class Replicas:
                 why.add_note(f"{summary}; {report.explain()}")
                 raise why
             return report
-
-    def _run_together(
-        self, prepare: Callable[[Watch], dict[str, Any]], called: dict[str, Any], watch: Watch
-    ) -> tuple[ReplicasReport, dict[str, BaseException]]:
-        control, began = self._control, time.monotonic()
-        control.meet(watch)
-        message, refusal = None, None
-        if self._meeting.leads:
-            try:
-                message = prepare(watch)
-            except RefitError as error:
-                refusal = error
-                message = {"refused": error_to_message(error, party="source 0", where="phase prepare")}
-        said = control.begin(message, watch)
-        if "refused" in said:
-            self._end(COMMIT)
-            raise refusal or error_from_message(said["refused"])
-        if any(said[key] != value for key, value in called.items()):
-            theirs = {key: said[key] for key in called}
-            raise RefitError(f"{self._meeting.mine[0]} is called with {called}, and source 0 with {theirs}")
-        return self._refit(said, began)
 
     def _end(self, decision: object) -> None:
         """Let the other ranks of the trainer go, or have them give up too."""
@@ -385,7 +380,7 @@ class Replicas:
                 f"version {version} is not newer than what replicas have: {have}; nothing was touched; a version is "
                 f"the number of optimizer steps that the weights have seen, never a count of calls; {what}"
             )
-        return self._invite(self._members.values(), version, died, rewind=rollback, ahead=ahead)
+        return self._invite(self._members.values(), version, died, rewind=rollback)
 
     def _catch_up(self, watch: Watch) -> dict[str, Any]:
         if self.version is None:
@@ -400,29 +395,21 @@ class Replicas:
         return self._invite(lacking, self.version, died, rewind=self._went_back, unchanged=True)
 
     def _invite(
-        self,
-        members: Any,
-        version: int,
-        died: Mapping[str, str],
-        *,
-        rewind: bool = False,
-        unchanged: bool = False,
-        ahead: Mapping[str, int | None] | None = None,
+        self, members: Collection[_Member], version: int, died: dict[str, str], *, rewind: bool, unchanged: bool = False
     ) -> dict[str, Any]:
-        invited = [
-            {"number": each.number, "name": each.name, "address": each.address, "num_ranks": each.num_ranks}
-            | {"session": f"{self._run_id} {each.session}"}
-            for each in members
-        ]
+        """What source 0 says: `members` are to have `version`."""
+        told = ("number", "name", "address", "num_ranks", "version")
         return {
             "version": version,
             "rewind": rewind,
             "unchanged": unchanged,
-            "ahead": dict(ahead or {}),
-            "invited": invited,
-            "died": dict(died),
+            "invited": [
+                {key: getattr(each, key) for key in told} | {"session": f"{self._run_id} {each.session}"}
+                for each in members
+            ],
+            "died": died,
             "others": {
-                name: [each.number, each.version] for name, each in self._members.items() if each not in [*members]
+                name: [each.number, each.version] for name, each in self._members.items() if each not in members
             },
         }
 
@@ -448,7 +435,10 @@ class Replicas:
         if self._meeting.leads:
             if said["rewind"]:  # or one that has gone back would take the newer version from one that has not yet
                 self._name_holders(version, [])
-            self._call_out(said)
+            common = {"call": control.refit, "num_sources": self._meeting.num_sources}
+            common |= {"version": version, "rewind": said["rewind"]}
+            for each in invited:
+                control.store.write(f"invited/{each['number']}", {**common, "session": each["session"]})
         self._calls += 1
         results = self._refit_at_once(invited, version)
 
@@ -493,7 +483,11 @@ class Replicas:
                 version=version,
                 versions=dict(sorted(versions.items())),
                 failures=failures,
-                rewound={name: its for name, its in said["ahead"].items() if name not in failures},
+                rewound={
+                    each["name"]: each["version"]
+                    for each in committed
+                    if each["version"] is not None and each["version"] >= version
+                },
                 refits={each["name"]: cast("RefitReport", results[each["number"]]) for each in committed},
                 total_seconds=time.monotonic() - began,
             ),
@@ -577,13 +571,6 @@ class Replicas:
             if failed:
                 self._failed[name] = member, why
         self._control.store.write(f"dropped/{number}", {"why": why, "taken": taken})
-
-    def _call_out(self, said: dict[str, Any]) -> None:
-        """Tell each invited replica, where it looks."""
-        common = {"call": self._control.refit, "num_sources": self._meeting.num_sources}
-        common |= {"version": said["version"], "rewind": said["rewind"]}
-        for each in said["invited"]:
-            self._control.store.write(f"invited/{each['number']}", {**common, "session": each["session"]})
 
     def _name_holders(self, version: int, holders: Sequence[_Member]) -> None:
         """Tell newcomers who can give them which version."""
