@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -233,12 +232,7 @@ class Refit:
     def _await_begin(self, control: Control, watch: Watch) -> None:
         try:
             control.meet(watch)
-            watch.at(peer=control.rendezvous.leader)
-            nap_s = 2e-4
-            while not control.next_has_begun():
-                watch.check()
-                time.sleep(nap_s)
-                nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+            control.await_next(watch, longest_nap_s=LONGEST_NAP_S)
         except DeadlineError as late:
             raise DeadlineError(
                 f"no refit began within timeout_s={watch.deadline_s:g}; the sink is as it was, without {late.peer}",

@@ -137,7 +137,7 @@ class Control:
         """Open the next refit: the leader says what it is about, the others hear it."""
         self.under_way = self._undecided = False
         if message is None:
-            self._await_next(watch)
+            self.refit = self.await_next(watch)
             message = self._wait(self._key("begin"), watch, peer=self.rendezvous.leader)
         else:
             self.refit += 1
@@ -147,16 +147,12 @@ class Control:
         self._forget(self.refit - _KEPT_REFITS)
         return message
 
-    def next_has_begun(self) -> bool:
-        """Whether the leader has begun a refit after the last one that this party knows."""
-        return self._latest() > self.refit
-
-    def _await_next(self, watch: Watch) -> None:
+    def await_next(self, watch: Watch, *, longest_nap_s: float = _LONGEST_NAP_S) -> int:
+        """Wait until the leader has begun a refit after the last one that this party knows; its number."""
         watch.at(peer=self.rendezvous.leader)
-        while not self.next_has_begun():
-            watch.check()
-            time.sleep(_LONGEST_NAP_S)
-        self.refit = self._latest()
+        return watch.until(
+            lambda: latest if (latest := self._latest()) > self.refit else None, longest_nap_s=longest_nap_s
+        )
 
     def _latest(self) -> int:
         return int(self.store.read("begun") or 0)
@@ -263,16 +259,17 @@ class Control:
 
     def _wait(self, key: str, watch: Watch, *, peer: str) -> Any:
         watch.at(bucket=watch.bucket, tensor=watch.tensor, peer=peer)
-        nap_s = 5e-5
-        while True:
+        try:
+            value = watch.until(lambda: self.store.read(key))
+        except DeadlineError as late:
+            late.add_note(self._whereabouts(late.peer))
+            raise
+        except PeerError:  # a peer that spoke before it left or died has spoken
             value = self.store.read(key)
             if value is None:
-                value = self._unless_said(key, watch)
-            if value is not None:
-                watch.at(bucket=watch.bucket, tensor=watch.tensor)
-                return value
-            time.sleep(nap_s)
-            nap_s = min(1.2 * nap_s, _LONGEST_NAP_S)
+                raise
+        watch.at(bucket=watch.bucket, tensor=watch.tensor)
+        return value
 
     def _whereabouts(self, party: str | None) -> str:
         """What is known of a party that was waited for in vain."""
@@ -283,20 +280,6 @@ class Control:
         where = f"process {process['pid']} on {process['host'].split()[0]}"
         call = "receive()" if party is not None and party.startswith("sink") else "its call of the refit"
         return f"{party} is {where}, and was alive a moment ago: is it in {call}?"
-
-    def _unless_said(self, key: str, watch: Watch) -> Any:
-        """Look at the watch; a peer that spoke before it left or died has spoken."""
-        try:
-            watch.check()
-        except DeadlineError as late:
-            late.add_note(self._whereabouts(late.peer))
-            raise
-        except PeerError:
-            value = self.store.read(key)
-            if value is None:
-                raise
-            return value
-        return None
 
     def _forget(self, refit: int) -> None:
         """Delete what this process posted for an old refit, so that the store does not grow."""

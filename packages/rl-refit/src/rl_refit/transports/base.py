@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, sleep
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from rl_refit.schedule import Schedule, Stream
 from rl_refit.stores import Store
 
 __all__ = ["PATIENCE_S", "Channel", "InProcess", "Inbox", "Numbers", "Outbox", "Transport", "Watch", "slot_view"]
+
+_T = TypeVar("_T")
 
 PATIENCE_S = 0.05
 """Longest wait, in seconds, between two looks at the watch."""
@@ -103,6 +105,19 @@ class Watch:
                 peer=self.peer,
                 seconds=now - self._began,
             )
+
+    def until(self, look: Callable[[], _T | None], *, longest_nap_s: float = 2e-3) -> _T:
+        """What `look` finds, as soon as that is something.
+
+        Raises:
+            RefitError: As `check`, before each pause.
+        """
+        nap_s = 5e-5
+        while (found := look()) is None:
+            self.check()
+            sleep(nap_s)
+            nap_s = min(1.2 * nap_s, longest_nap_s)
+        return found
 
     def await_reason(self, peer: str) -> None:
         """The connection to `peer` is broken: for a moment, look whether somebody says why, and raise that."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ Peer = tuple[int, str]
 """The number of a process, and the party there that is meant, such as "sink 1"."""
 
 DEVICES = ("cpu", "cuda")
-_MAX_POLL_INTERVAL_S = 2e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +214,6 @@ def _this_process(parties: tuple[str, ...], device: torch.device) -> Process:
 def read_key(store: Store, key: str, *, peer: str, watch: Watch) -> Any:
     """The JSON under `key`, which `peer` sets, once it is there."""
     watch.at(peer=peer)
-    pause_s = 1e-4
-    while not store.check([key]):
-        watch.check()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MAX_POLL_INTERVAL_S)
+    text = watch.until(lambda: store.get(key) if store.check([key]) else None)
     watch.at()
-    return json.loads(store.get(key))
+    return json.loads(text)
