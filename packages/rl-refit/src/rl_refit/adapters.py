@@ -98,8 +98,6 @@ class AdapterSink(StagedSink):
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Put the new adapter into a slot of its own: if the engine does not take it, nobody commits."""
-        if self._waiting is not None:
-            return
         try:
             self._free()
         except Exception as error:

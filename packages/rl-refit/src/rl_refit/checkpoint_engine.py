@@ -29,8 +29,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from rl_refit.errors import PoisonedError, RefitError
-from rl_refit.manifest import Manifest
+from rl_refit.errors import RefitError
 from rl_refit.staged import StagedSink, empty_like
 from rl_refit.stores import in_thread
 from rl_refit.transports.base import PATIENCE_S
@@ -87,7 +86,6 @@ class CheckpointEngineSink(StagedSink):
         super().__init__(share, engine="the engines")
         self._server, self._request, self._paused, self._timeout_s = server, request, paused, timeout_s
         self._is_registered = False
-        self._stuck = False
         self._refusals: list[str] = []
         """What this rank's engine has answered to a bucket that it did not load."""
         if not hasattr(server, "_bind_zmq_socket"):
@@ -103,15 +101,6 @@ class CheckpointEngineSink(StagedSink):
 
         server._bind_zmq_socket = bind_and_listen  # noqa: SLF001
 
-    def _begin(self, manifest: Manifest) -> dict[str, int]:
-        if self._stuck:
-            raise PoisonedError(
-                f"{self._poison}; it waits for ranks or engines that do not come, and nobody can end that: start a new "
-                f"ParameterServer in a new process, and make a new CheckpointEngineSink",
-                phase="prepare",
-            )
-        return super()._begin(manifest)
-
     def abort(self) -> None:
         """Forget what was staged and registered. The engines go on with what they have."""
         super().abort()
@@ -119,8 +108,6 @@ class CheckpointEngineSink(StagedSink):
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Copy the share into the server's pinned pool, which has room or not; of no concern to other ranks."""
-        if self._is_registered:
-            return
         try:
             self._server.register_checkpoint(_NAME, named_tensors=self._fresh, use_shared_memory_pool=True)
         except Exception as error:
@@ -161,7 +148,10 @@ class CheckpointEngineSink(StagedSink):
             now = time.monotonic()
             failed_at = min(failed_at, now) if failures else failed_at
             if now > min(until, failed_at + _GRACE_S):
-                self._stuck = True
+                self._lost = (
+                    "it waits for ranks or engines that do not come, and nobody can end that: start a new "
+                    "ParameterServer in a new process, and make a new CheckpointEngineSink"
+                )
                 why = f"the request failed with {failures[0]!r}" if failures else f"{self._timeout_s:g} s have passed"
                 raise RefitError(f"checkpoint-engine has not ended its update: {why}", phase="commit")
         if self._refusals:
@@ -172,7 +162,7 @@ class CheckpointEngineSink(StagedSink):
             raise RefitError(f"checkpoint-engine gave its update up: {error!r}", phase="commit") from error
 
     def _unregister(self) -> None:
-        if self._is_registered and not self._stuck:
+        if self._is_registered and self._lost is None:
             self._server.unregister_checkpoint(_NAME)  # the pool stays, for the next version
             self._is_registered = False
 

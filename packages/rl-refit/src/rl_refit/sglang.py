@@ -106,8 +106,6 @@ class SglangSink(StagedSink):
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Write the staged weights as a checkpoint folder, and read it back, if the server answers."""
-        if self._written is not None:
-            return
         self._label()
         target = self._folder / f"version-{version}"
         while target in self._told:  # a version that is repeated

@@ -81,6 +81,10 @@ class StagedSink(VersionedSink, ABC):
         """Elements still to be staged in the open transaction."""
         self._seen: set[Region] = set()
         """What was staged in it."""
+        self._is_prepared = False
+        """Whether the engine is prepared for it."""
+        self._lost: str | None = None
+        """What a failed commit has left that no other can repair; None where it can."""
         self._floor: int | None = None
         """What the next version must be newer than; None before the first."""
         self._floor_before: int | None = None
@@ -105,7 +109,7 @@ class StagedSink(VersionedSink, ABC):
         return self._bank[name]
 
     def _prepare_to_hand_over(self, version: int) -> None:
-        """All is staged and verified, and nothing decided yet: what may fail here fails nobody's weights."""
+        """Once, when all is staged and verified and nothing is decided: what fails here fails nobody's weights."""
 
     @abstractmethod
     def _hand_over(self, version: int) -> None:
@@ -121,8 +125,7 @@ class StagedSink(VersionedSink, ABC):
 
     def _end(self) -> None:
         """The transaction is over."""
-        self._missing = None
-        self._seen = set()
+        self._missing, self._seen, self._is_prepared = None, set(), False
 
     # -- What all do alike --------------------------------------------------------------------------------------------
 
@@ -152,8 +155,12 @@ class StagedSink(VersionedSink, ABC):
         """Open a transaction. Allowed, and needed, when the sink is poisoned.
 
         Raises:
-            RefitError: One is open already, or the engine cannot take part, as the class says.
+            RefitError: One is open already.
+            PoisonedError: A commit has failed in a way that no other can repair.
+            CoverageError: The engine needs what the source does not have, or has no place for what it has.
         """
+        if self._lost is not None:
+            raise PoisonedError(f"{self._poison}; {self._lost}", phase="prepare")
         if self._missing is not None:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
         self._missing = self._begin(manifest)
@@ -215,7 +222,9 @@ class StagedSink(VersionedSink, ABC):
                 f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
                 phase="commit",
             )
-        self._prepare_to_hand_over(version)
+        if not self._is_prepared:
+            self._prepare_to_hand_over(version)
+            self._is_prepared = True
 
     def commit(self, version: int) -> None:
         """Give the engine what is staged.

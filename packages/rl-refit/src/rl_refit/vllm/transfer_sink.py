@@ -22,9 +22,8 @@ from typing import Any, final
 import torch
 
 from rl_refit.digest import Digest
-from rl_refit.errors import PoisonedError, RefitError
+from rl_refit.errors import RefitError
 from rl_refit.layout import Region
-from rl_refit.manifest import Manifest
 from rl_refit.source import StateDictSource
 from rl_refit.staged import StagedSink, empty_like
 from rl_refit.vllm.weight_transfer import SourceForVllm, UpdateCheck
@@ -70,16 +69,6 @@ class TransferSink(StagedSink):
         self._check = None if engine is None else UpdateCheck(engine, self._source)
         self._client, self._make, self._paused = _Client(client), trainer, paused
         self._trainer: Any = None
-        self._torn = False
-
-    def _begin(self, manifest: Manifest) -> dict[str, int]:
-        if self._torn:  # vLLM 0.32 cannot give an update up: layers fill what they have of it up with the next one's
-            raise PoisonedError(
-                f"{self._poison}; vLLM would bring what it had received of that into the next update: start the engine "
-                f"anew, and make a new TransferSink",
-                phase="prepare",
-            )
-        return super()._begin(manifest)
 
     def _digest_engine(self, regions: Sequence[Region]) -> Digest:
         """Of what was handed over and all workers were just found to hold; raises where they hold something else."""
@@ -102,7 +91,12 @@ class TransferSink(StagedSink):
                     raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")  # noqa: TRY301
                 self._source.digest()  # raises where it has not taken all
         except BaseException:
-            self._trainer, self._torn = None, self._client.under_way  # where it has not ended, it is torn for good
+            self._trainer = None
+            if self._client.under_way:  # vLLM 0.32 cannot give an update up: layers fill up with the next one's
+                self._lost = (
+                    "vLLM would bring what it had received of that into the next update: start the engine anew, and "
+                    "make a new TransferSink"
+                )
             raise
 
 
