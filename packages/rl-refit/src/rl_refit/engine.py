@@ -121,18 +121,15 @@ class EngineSink(VersionedSink):
         return self._engine.num_ranks
 
     def poison(self, reason: str) -> None:
-        """Refuse to be used until a refit succeeds: for whoever knows that this engine is not what its peers are.
-
-        A version that was committed just before does not count any more, so that the same can be refitted again.
-        """
+        """Refuse to be used until a refit succeeds; see `WeightSink`, as for the next two."""
         self._poison = self._notes["poison"] = reason
 
     def repeat(self) -> None:
-        """Take the version that was just committed once more: others did not come through with it."""
+        """Take the version that was just committed once more."""
         self._notes["repeat"] = True
 
     def rewind(self, version: int) -> None:
-        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        """Take `version` next, or a later one."""
         self._notes["rewind"] = version
 
     def close(self) -> None:
@@ -142,15 +139,9 @@ class EngineSink(VersionedSink):
         self._drivers.clear()
         self._leave()
 
-    def call(self, method: str, *args: object) -> list[Answer]:
-        """Have every worker run `method` for this sink.
-
-        Raises:
-            RefitError: A worker failed; says which, and why.
-        """
-        answers = self._engine.call(method, self._token, *args)
-        raise_errors(answers)
-        return answers
+    def ask_workers(self, what: str, *args: object) -> list[Answer]:
+        """Have the main thread of every worker do `what`; see `WorkerEnd.do`."""
+        return self._engine.call("rl_refit", self._token, what, *args)
 
     def drive(
         self, source: WeightSource | None, *, transport: Any, rendezvous: Rendezvous | None, config: RefitConfig
@@ -165,7 +156,7 @@ class EngineSink(VersionedSink):
     def _leave(self) -> None:
         """Have the workers leave the refits of all but the drivers that are left."""
         with contextlib.suppress(Exception):  # the engine may have ended before
-            self._engine.call("rl_refit", self._token, "leave", [each.name for each in self._drivers])
+            self.ask_workers("leave", [each.name for each in self._drivers])
 
     def _commit(self, driver: Driver) -> None:
         """Pause, have every worker commit, forget what was cached, resume.
@@ -176,7 +167,7 @@ class EngineSink(VersionedSink):
         self._engine.pause()
         paused_at, self._failure = time.monotonic(), None
         try:
-            answers = self._engine.call("rl_refit", self._token, "run", driver.name)
+            answers = self.ask_workers("run", driver.name)
             raise_errors(answers, phase="commit")
             self._engine.renew(str(answers[0]["done"]))
         except BaseException as error:
@@ -404,7 +395,7 @@ class Driver:
             "host": socket.gethostname(),
         }
         living = [each.name for each in sink._drivers]  # noqa: SLF001
-        sink.call("rl_refit", "join", message, living)
+        raise_errors(sink.ask_workers("join", message, living))
         self._store = meeting.bounded(meeting.name, store=store)
 
     def _begin_receiving(self, timeout_s: float) -> None:
@@ -412,7 +403,7 @@ class Driver:
             sink = self._sink
             notes, sink._notes = sink._notes, {}  # noqa: SLF001
             timeout = None if math.isinf(timeout_s) else timeout_s
-            sink.call("rl_refit", "receive", self.name, timeout, notes)
+            raise_errors(sink.ask_workers("receive", self.name, timeout, notes))
             self._receiving = True
 
     def _attend_until(self, is_over: Callable[[], bool]) -> list[dict[str, Any]] | None:
@@ -459,7 +450,7 @@ class Driver:
             raise AbortedError(f"the workers of the engine are not at one: {sorted(wanted)}")
         (what,) = wanted
         if what == "survey":  # whoever finds the source wanting raises it itself, and tells everybody
-            answers = self._sink._engine.call("rl_refit", self._sink._token, "run", self.name)  # noqa: SLF001
+            answers = self._sink.ask_workers("run", self.name)
             self._sink.surveyed([answer["done"] for answer in answers if "done" in answer])
         elif what == "ready":
             self._sink._engine.ready()  # noqa: SLF001

@@ -388,9 +388,11 @@ def _check_sides(
             raise TypeError(f"{name} is the class {given.__name__}; write {given.__name__}(…)")
         if given is None or isinstance(given, EngineSink):
             continue
-        if missing := _missing(given, kind):
+        # Not `isinstance`: from Python 3.12 on it does not see what a wrapper hands on by `__getattr__`.
+        wanted = [each for each in (*kind.__annotations__, *vars(kind)) if not each.startswith("_")]
+        if missing := [each for each in wanted if not hasattr(given, each)]:
             # Of what has none of them, such as a module, the list would say less than its class.
-            named = f" ({', '.join(missing)})" if len(missing) < len(_wanted(kind)) else ""
+            named = f" ({', '.join(missing)})" if len(missing) < len(wanted) else ""
             raise TypeError(
                 f"{name} is a {type(given).__name__}, which has not the methods of {kind.__name__}{named}; a module "
                 f"goes into ModuleSource or ModuleSink, a mapping of tensors into StateDictSource"
@@ -414,17 +416,3 @@ def _check_sides(
     for side, given, rank in (("source", source, rendezvous.source_rank), ("sink", sink, rendezvous.sink_rank)):
         if (given is None) != (rank is None):
             raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
-
-
-def _missing(given: object, kind: type) -> list[str]:
-    """Return the names that a side lacks.
-
-    `isinstance` would not do: from Python 3.12 on it does not see what an object hands on by `__getattr__`, as one
-    wrapped around a source or sink does.
-    """
-    return [name for name in _wanted(kind) if not hasattr(given, name)]
-
-
-def _wanted(kind: type) -> list[str]:
-    """Return the methods and attributes that a protocol declares."""
-    return [name for name in (*kind.__annotations__, *vars(kind)) if not name.startswith("_")]

@@ -135,10 +135,7 @@ class StagedSink(VersionedSink, ABC):
         return next((tensor.device for held in self._bank.values() for _, tensor in held), torch.device("cpu"))
 
     def poison(self, reason: str) -> None:
-        """Refuse to be used until a refit succeeds: for whoever knows that the weights are not what they should be.
-
-        A version that was committed just before does not count any more, so that the same can be refitted again.
-        """
+        """Refuse to be used until a refit succeeds; see `WeightSink`, as for all below."""
         self._poison = reason
         self.version = self._floor = self._floor_before
 
