@@ -1,16 +1,5 @@
 """Engines that checkpoint-engine's `ParameterServer` updates, as the sink of weights: `pip install rl-refit[files]`.
 
-    from checkpoint_engine import ParameterServer, request_inference_to_update
-
-    def request(sockets):  # checkpoint-engine's `req_func`: each engine is asked by the first of its ranks
-        if rank % 8 == 0:
-            request_inference_to_update("http://127.0.0.1:8000/collective_rpc", dict(sockets[rank : rank + 8]))
-
-    sink = CheckpointEngineSink(
-        ParameterServer(), request, like="Qwen3-8B", rank=rank, num_ranks=num_ranks, paused=paused
-    )
-    Refit(sink=sink, rendezvous=Rendezvous(address, sink_rank=rank, …)).receive()
-
 Each rank of the server is a rank of the sink, and stages its share of the tensors; all are verified there. Only when
 all parties have decided to commit does the server gather, broadcast and hand over, as it does without us: into the
 weights that serve, and with pickled handles over sockets that every program of the host reaches. It makes and destroys

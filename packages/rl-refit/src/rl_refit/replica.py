@@ -172,8 +172,7 @@ class Replica:
 
     @property
     def _absence(self) -> str:
-        """Why there is no trainer; empty where there is one."""
-        return "" if self._trainer is None or self._trainer.is_known else self._trainer.absence
+        return "" if self._trainer is None else self._trainer.absence
 
     def _await_invitation(self, timeout_s: float | None) -> dict[str, Any] | None:
         """What this rank is to take part in; None where nobody has said so within `timeout_s`."""
@@ -349,13 +348,12 @@ class _Trainer:
         self._requests_read = 0
         self._pending: dict[str, Any] | None = None
         """An invitation of the trainer that came while a peer gave."""
-        self.absence = f"no trainer is at {address}: it makes Replicas(…, address={address!r})"
-        """Why there is none."""
 
     @property
-    def is_known(self) -> bool:
-        """Whether one is there."""
-        return self._peers is not None
+    def absence(self) -> str:
+        """Why there is no trainer; empty where there is one."""
+        address = self._address
+        return "" if self._peers else f"no trainer is at {address}: it makes Replicas(…, address={address!r})"
 
     def look(self) -> dict[str, Any] | None:
         """What this replica is to do next: take part in a refit of the trainer, or of a peer that gives, or give.

@@ -26,7 +26,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -145,11 +145,6 @@ class _Member:
     """Under which it shows signs of life."""
     peers: Peers
     """Looks after its rank 0."""
-
-    @property
-    def session(self) -> str:
-        """Name of the rendezvous of its refits, until it joins again."""
-        return f"{self.name} #{self.number}"
 
 
 @final
@@ -282,7 +277,7 @@ class Replicas:
         if self._closed:
             return
         self._closed = True
-        self._close_sessions(set())
+        self._close_sessions(self._sessions)
         self._control.close()
         # The store ends with the last that refers to it, and the next trainer of this process may take its address.
         self._members, self._failed = {}, {}
@@ -341,7 +336,7 @@ class Replicas:
                     if control.under_way:
                         self._end(error_to_message(error, party=mine, where=watch.where()))
                     for each in self._invited:
-                        self._close_session(each["number"])
+                        self._close_sessions([each["number"]])
                         if self._meeting.leads:
                             self._drop(each["name"], each["number"], f"{type(error).__name__}: {error}", failed=True)
                 raise
@@ -404,7 +399,7 @@ class Replicas:
             "rewind": rewind,
             "unchanged": unchanged,
             "invited": [
-                {key: getattr(each, key) for key in told} | {"session": f"{self._run_id} {each.session}"}
+                {key: getattr(each, key) for key in told} | {"session": f"{self._run_id} {each.name} #{each.number}"}
                 for each in members
             ],
             "died": died,
@@ -416,7 +411,8 @@ class Replicas:
     def _refit(self, said: dict[str, Any], began: float) -> tuple[ReplicasReport, dict[str, BaseException]]:
         """This rank's part of a call, and what all ranks together say of it; and the errors, by name."""
         control, version, invited = self._control, said["version"], said["invited"]
-        self._close_sessions({each["number"] for each in invited} | {number for number, _ in said["others"].values()})
+        living = {each["number"] for each in invited} | {number for number, _ in said["others"].values()}
+        self._close_sessions(self._sessions.keys() - living)
         watch = self._watch()
         if not said["unchanged"]:
             self._source.digests.clear()
@@ -470,7 +466,7 @@ class Replicas:
             failures[name] = f"{message['kind']}: {message['text']}"
             own = results.get(number)
             failed[name] = own if isinstance(own, BaseException) else error_from_message(message)
-            self._close_session(number)
+            self._close_sessions([number])
             if self._meeting.leads:
                 self._drop(name, number, failures[name], failed=True)
         if self._meeting.leads and committed:
@@ -625,7 +621,7 @@ class Replicas:
                 each.result() if failure is None else dead.get(number) or _death_of(members.get(number)) or failure
             )
         if interruption is not None:
-            self._close_sessions(set())
+            self._close_sessions(self._sessions)
             if any(isinstance(result, RefitReport) for result in results.values()):
                 self.version = version
             raise interruption
@@ -651,14 +647,10 @@ class Replicas:
             )
         return self._sessions[number]
 
-    def _close_session(self, number: int) -> None:
-        if (refit := self._sessions.pop(number, None)) is not None:
+    def _close_sessions(self, numbers: Iterable[int]) -> None:
+        for refit in [self._sessions.pop(number) for number in [*numbers] if number in self._sessions]:
             with contextlib.suppress(RefitError):  # its store is gone with it
                 refit.close()
-
-    def _close_sessions(self, living: set[int]) -> None:
-        for number in self._sessions.keys() - living:
-            self._close_session(number)
 
 
 def _death_of(member: _Member | None) -> PeerError | None:

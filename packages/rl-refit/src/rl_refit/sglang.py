@@ -1,9 +1,5 @@
 """A server of SGLang as the sink of weights: `pip install rl-refit[files]`.
 
-    sink = SglangSink("http://127.0.0.1:30000", like="Qwen3-8B", folder="/shared/weights")
-    refit = Refit(ModuleSource(policy, rename=..., exclude=...), sink)
-    refit(version=step)
-
 The new weights are staged in this process's memory and verified; before the parties decide, they are written as a
 checkpoint folder that this process and the server both see, and read back. The commit pauses the server, has it load
 that folder (`POST /update_weights_from_disk`, with the version as its `weight_version`), asks it which version it has,

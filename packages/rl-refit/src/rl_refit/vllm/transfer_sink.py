@@ -1,13 +1,5 @@
 """A vLLM engine that is reached by vLLM's own weight transfer, such as a server on other machines, as a sink.
 
-    info = NCCLTrainerInitInfo(rank=0, …)
-    sink = TransferSink(
-        HTTPVLLMWeightSyncClient("http://engine:8000"),
-        lambda client, source: WeightTransferTrainerFactory.trainer_init(info, client=client, source=source),
-        like="Qwen3-8B", paused=paused, device="cuda",
-    )
-    Refit(ModuleSource(policy), sink)(version=step)
-
 The new weights are staged in this process and verified there; only when all parties have decided to commit is vLLM's
 trainer engine given them. What it does then is vLLM's: it writes into the engine's weights, and cannot go back.
 """

@@ -1,14 +1,7 @@
 """vLLM's own weight transfer with rl-refit's checks: its trainer engines (NCCL, IPC …), its client, its `WeightSource`.
 
 Send our weights over vLLM's transport, from a trainer's process that has vLLM installed, and check that they arrived:
-
-    source = SourceForVllm(ModuleSource(policy))
-    check = UpdateCheck(llm, source)  # made with worker_extension_cls=WORKER_EXTENSION; proves coverage
-    trainer = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(…), client=client, source=source)
-    trainer.send_weights()
-    check()
-
-Refit from an existing vLLM `WeightSource`: `Refit(SourceFromVllm(theirs), sink)`.
+`SourceForVllm` and `UpdateCheck`. Refit from an existing vLLM `WeightSource`: `Refit(SourceFromVllm(theirs), sink)`.
 
 vLLM's update writes into the weights that serve, so `UpdateCheck` finds wrong weights, and does not keep the old ones:
 that takes a `VllmSink`.
