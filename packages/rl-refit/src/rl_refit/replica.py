@@ -51,6 +51,10 @@ def host_and_port(address: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
+def _patient(liveness_s: float) -> Callable[..., Rendezvous]:
+    return functools.partial(Rendezvous, timeout_s=liveness_s, liveness_s=liveness_s)
+
+
 @final
 class Replica:
     """One replica of an engine, for as long as it lives: it joins whichever trainer is at an address.
@@ -109,7 +113,7 @@ class Replica:
             raise ValueError(f"address={address!r}: all ranks of a replica give the same port, and not 0")
         self.name = name
         self._sink, self._transport, self._liveness_s = sink, transport, liveness_s
-        self._in_turn = in_turn
+        self._in_turn, self._rendezvous = in_turn, _patient(liveness_s)
         self._rank, self._address = rank, address
         self._num_ranks = sink.num_ranks if isinstance(sink, EngineSink) else num_ranks
         self._meeting: Rendezvous | None = None
@@ -196,13 +200,8 @@ class Replica:
 
     def _connect(self) -> BoundedStore:
         if self._store is None:
-            self._meeting = Rendezvous(
-                self._address,
-                num_sources=1,
-                num_sinks=self._num_ranks,
-                sink_rank=self._rank,
-                timeout_s=self._liveness_s,
-                liveness_s=self._liveness_s,
+            self._meeting = self._rendezvous(
+                self._address, num_sources=1, num_sinks=self._num_ranks, sink_rank=self._rank
             )
             self._meeting.host = f"rank 0 of replica {self.name}"
             self._store = self._meeting.bounded("replica")
@@ -228,13 +227,12 @@ class Replica:
         if self._refit is None or self._session != invitation["session"]:
             self._close_refit()
             assert self._meeting is not None
-            rendezvous = Rendezvous(
+            rendezvous = self._rendezvous(
                 self._meeting.clone(),
                 num_sources=invitation["num_sources"],
                 num_sinks=self._num_ranks,
                 sink_rank=self._rank,
                 hosts=self._rank == 0,
-                liveness_s=self._liveness_s,
                 name=invitation["session"],
             )
             self._session = invitation["session"]
@@ -265,14 +263,12 @@ class Replica:
     def _give(self, request: Mapping[str, Any]) -> None:
         """Be the source of a newcomer's refit; what goes wrong is raised there."""
         sink: Any = self._sink
-        rendezvous = Rendezvous(
+        rendezvous = self._rendezvous(
             request["address"],
             num_sources=self._num_ranks,
             num_sinks=request["num_ranks"],
             source_rank=self._rank,
             hosts=False,
-            timeout_s=self._liveness_s,
-            liveness_s=self._liveness_s,
             name=request["session"],
         )
         refit = Refit(sink.weights(), transport=self._transport(), rendezvous=rendezvous, **asdict(self._config))
@@ -444,15 +440,7 @@ class _Trainer:
         if self._store is None:
             if not listens(*host_and_port(self._address)):
                 return False
-            meeting = Rendezvous(
-                self._address,
-                num_sources=1,
-                num_sinks=1,
-                sink_rank=0,
-                hosts=False,
-                timeout_s=self._liveness_s,
-                liveness_s=self._liveness_s,
-            )
+            meeting = _patient(self._liveness_s)(self._address, num_sources=1, num_sinks=1, sink_rank=0, hosts=False)
             meeting.host = "source 0"
             self._store = meeting.bounded(self._name)
         if (process := self._store.read("party/source 0")) is None:  # another program's store, or another name
