@@ -23,7 +23,7 @@ from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.transaction.control import Control
 from rl_refit.transaction.party import Party, annotate
-from rl_refit.transports.base import InProcess, Transport, Watch
+from rl_refit.transports.base import Transport, Watch
 from rl_refit.transports.stream import SlotStream
 
 if TYPE_CHECKING:
@@ -73,12 +73,15 @@ class Refit:
         verify: Verify = _DEFAULTS.verify,
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
-        if transport is None and (rendezvous is not None or isinstance(sink, EngineSink)):
-            transport = SlotStream()
         self.interruption: BaseException | None = None
         """Why whoever made this Refit, such as an engine's driver, ends what it does, wherever it waits."""
         self.look_also: Callable[[], None] = lambda: None
         """Raises what whoever made this Refit has found out, such as a death; called wherever this one waits."""
+        _check_sides(source, sink, transport=transport, rendezvous=rendezvous)
+        if transport is None:
+            transport = SlotStream()
+            if rendezvous is None:  # who closes a Refit of one process?
+                weakref.finalize(self, transport.close)
         self._source, self._transport = source, transport
         self._engine: Driver | None = None
         """Of an engine whose workers are sinks of their own; this process's source then is a party by itself."""
@@ -86,13 +89,12 @@ class Refit:
         """Refits that have begun here: where this is the leader, it chooses what of the next one is sampled."""
         self._closed, self._busy = False, threading.Lock()
         self._digests: dict[tuple[int, int], tuple[int, str | None]] = {}
-        _check_sides(source, sink, transport=transport, rendezvous=rendezvous)
         if isinstance(sink, EngineSink):
             self._engine = sink.drive(source, transport=transport, rendezvous=rendezvous, config=self._config)
             weakref.finalize(self, self._engine.let_go).atexit = False
             return
         self._control = None if rendezvous is None else Control(rendezvous)
-        self._party = Party(source, sink, transport=transport or InProcess(), control=self._control)
+        self._party = Party(source, sink, transport=transport, control=self._control)
 
     @property
     def plan(self) -> RefitPlan:
@@ -115,8 +117,7 @@ class Refit:
 
     def explain(self) -> str:
         """The plan as text, with the buckets of this refit."""
-        bounded = getattr(self._transport, "bounded", False)
-        return self.plan.explain(bucket_bytes=self._config.bucket_bytes if bounded else None)
+        return self.plan.explain(bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None)
 
     def __call__(self, version: int) -> RefitReport:
         """Bring the source's present weights into the sink as `version`, the number of optimizer steps they have seen.
@@ -463,7 +464,7 @@ def _check_sides(
     if rendezvous is not None and not isinstance(rendezvous, Rendezvous):
         raise TypeError(f"rendezvous is a {type(rendezvous).__name__}; write Rendezvous(address, num_sources=…, …)")
     if isinstance(sink, EngineSink):
-        if not isinstance(transport, SlotStream):
+        if transport is not None and not isinstance(transport, SlotStream):
             raise TypeError(f"the workers of an engine take a SlotStream; got {type(transport).__name__}")
         if rendezvous is None and source is None:
             raise ValueError("an engine needs a source of this process, or a rendezvous with one of another")

@@ -92,14 +92,21 @@ class Party:
             CoverageError: Source and sink do not hold the same tensors.
             RefitError: Parties differ in their settings, or ranks of one side contradict one another.
         """
-        bucket_bytes = config.bucket_bytes if self.transport.bounded else None
+        # In one process nothing is cut: the sink takes the source's own tensors.
+        bucket_bytes = config.bucket_bytes if self.transport.bounded and self.control is not None else None
         if self.control is None:
             assert self.source is not None
             self._held["source"] = self.source.manifest()
             self._held["sink"] = self._ask_sink(self._held["source"])
             self.plan = plan_refit(self._held["source"], self._held["sink"])
-            # Whatever ranks they call themselves.
-            self.source_rank, self.sink_rank = (*self.plan.source.ranks, 0)[0], (*self.plan.sink.ranks, 0)[0]
+            sources, sinks = self.plan.source.ranks, self.plan.sink.ranks
+            if len(sources) > 1 or len(sinks) > 1:
+                raise RefitError(
+                    f"a Refit of one process moves weights between one rank and one engine; the source spans ranks "
+                    f"{list(sources)} and the sink ranks {list(sinks)}; give all parties a rendezvous",
+                    phase="prepare",
+                )
+            self.source_rank, self.sink_rank = (*sources, 0)[0], (*sinks, 0)[0]  # whatever they call themselves
         else:
             settings: dict[str, Any] = {"transport": self.transport.name}
             settings |= {"bucket_bytes": bucket_bytes, "buckets": config.buckets} if bucket_bytes else {}

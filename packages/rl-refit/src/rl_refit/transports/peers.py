@@ -148,8 +148,6 @@ def join(channel: Channel, watch: Watch, *, maps: bool) -> Peers | None:
     Raises:
         RefitError: There are other processes and no store; a device has no medium; or `watch.check` raises.
     """
-    if channel.device.type not in DEVICES:
-        raise RefitError(f"weights travel between {' and '.join(DEVICES)}; got device={str(channel.device)!r}")
     streams = channel.schedule.streams
     sources = sorted({stream.source_rank for stream in streams})
     sinks = sorted({rank for stream in streams for rank in stream.sink_ranks})
@@ -158,9 +156,12 @@ def join(channel: Channel, watch: Watch, *, maps: bool) -> Peers | None:
     mine = tuple(party for party in me if party in parties)
     if not mine:
         return None
-    own = _this_process(mine, channel.device)
     if mine == parties:
+        own = Process(parties=mine, host="", device=channel.device.type, gpu=None, visible=())
         return Peers(processes=(own,), own=0, maps=maps, on_gpus=channel.device.type == "cuda")
+    if channel.device.type not in DEVICES:
+        raise RefitError(f"weights travel between {' and '.join(DEVICES)}; got device={str(channel.device)!r}")
+    own = _this_process(mine, channel.device)
     if channel.store is None:
         raise RefitError(
             f"the streams join {', '.join(parties)}, and this process is {' and '.join(mine)} alone: "
