@@ -143,14 +143,6 @@ class EngineSink(VersionedSink):
         """Have the main thread of every worker do `what`; see `WorkerEnd.do`."""
         return self._engine.call("rl_refit", self._token, what, *args)
 
-    def drive(
-        self, source: WeightSource | None, *, transport: Any, rendezvous: Rendezvous | None, config: RefitConfig
-    ) -> Driver:
-        """The driver's end of the refits of one `Refit`; `transport` is a `SlotStream`."""
-        driver = Driver(self, source, transport=transport, rendezvous=rendezvous, config=config)
-        self._drivers.add(driver)
-        return driver
-
     # -- What a driver does for the workers -------------------------------------------------------------------------
 
     def _leave(self) -> None:
@@ -250,6 +242,7 @@ class Driver:
         self._first_rank = 0
         self._peers: Peers | None = None
         self.name = f"{'rl-refit' if rendezvous is None else rendezvous.name} {secrets.token_hex(4)}"
+        sink._drivers.add(self)  # noqa: SLF001  (two halves of one class, as below)
 
     def plan(self) -> RefitPlan:
         """See `Refit.plan`; the workers plan too, and wait for the first refit then."""
@@ -275,7 +268,7 @@ class Driver:
         self._begin_receiving(timeout_s)
         said = self._attend_until(lambda: False)
         assert said is not None
-        self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
+        self._sink._note_end(said)  # noqa: SLF001
         failed = [each["error"] for each in said if "error" in each]
         if failed:
             own = [each for each in failed if not each["heard"]]
@@ -335,7 +328,7 @@ class Driver:
                 said = said or self._attend_until(lambda: time.monotonic() > gone)
             raise
         if said is not None:
-            self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
+            self._sink._note_end(said)  # noqa: SLF001
         return working.result(), said
 
     def close(self) -> None:
@@ -508,9 +501,7 @@ class _Seat:
         """What this thread wants the main thread to do, and what came of it."""
 
     def receive(self, timeout_s: float | None) -> None:
-        threading.Thread(target=self._take_part, args=(timeout_s,), daemon=True, name="rl-refit worker").start()
-
-    def _take_part(self, timeout_s: float | None) -> None:
+        """In a thread of its own: take part in the next refit, and say what became of it."""
         end: dict[str, Any] = {}
         with self._end.busy:
             self._end.seat = self
@@ -600,11 +591,11 @@ class WorkerEnd:
         """
         if what == "join":
             self._join(token, *args)
+        elif token != self._token:
+            if what != "leave":
+                raise RefitError("another sink has taken this engine since this one did; make a new sink")
         elif what == "leave":
-            if self.belongs(token):
-                self._leave(*args)
-        elif not self.belongs(token):
-            raise RefitError("another sink has taken this engine since this one did; make a new sink")
+            self._leave(*args)
         elif what == "receive":
             self._receive(*args)
         else:
@@ -615,9 +606,9 @@ class WorkerEnd:
     def _join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> None:
         """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left."""
         self._leave(living if token == self._token else ())
-        if token != self._token or self.sink is None:
-            self._token, self.options = token, message["options"]
-            self.sink = self._make_sink(self)
+        if token != self._token:
+            self.options = message["options"]
+            self.sink, self._token = self._make_sink(self), token
         self._seats[message["driver"]] = _Seat(self, message, rank=self.rank)
 
     def _receive(self, driver: str, timeout_s: float | None, notes: Mapping[str, Any]) -> None:
@@ -629,7 +620,8 @@ class WorkerEnd:
             sink.repeat()
         if "rewind" in notes:
             sink.rewind(notes["rewind"])
-        self._seats[driver].receive(timeout_s)
+        receive = self._seats[driver].receive
+        threading.Thread(target=receive, args=(timeout_s,), daemon=True, name="rl-refit worker").start()
 
     def _run(self, driver: str) -> object:
         """Do what the worker's own thread asked for; what that raises, the thread raises too."""
@@ -656,10 +648,6 @@ class WorkerEnd:
         """
         assert self.seat is not None
         return self.seat.ask(what, job)
-
-    def belongs(self, token: str) -> bool:
-        """Whether the driver's sink `token` has the engine."""
-        return token == self._token and self.sink is not None
 
     def _leave(self, living: Sequence[str]) -> None:
         """Leave all `Refit`s of the driver's but `living`."""

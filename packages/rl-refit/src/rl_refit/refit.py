@@ -90,7 +90,7 @@ class Refit:
         self._closed, self._busy = False, threading.Lock()
         self._digests: dict[tuple[int, int], tuple[int, str | None]] = {}
         if isinstance(sink, EngineSink):
-            self._engine = sink.drive(source, transport=transport, rendezvous=rendezvous, config=self._config)
+            self._engine = Driver(sink, source, transport=transport, rendezvous=rendezvous, config=self._config)
             weakref.finalize(self, self._engine.let_go).atexit = False
             return
         self._control = None if rendezvous is None else Control(rendezvous)
