@@ -118,12 +118,6 @@ class SglangSink(StagedSink):
         written = self._written
         assert written is not None
         self._told.append(written)
-        self._load(written, version)
-        for folder in self._told[:-1]:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._told, self._written = [written], None
-
-    def _load(self, written: Path, version: int) -> None:
         load = {"model_path": str(written), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         self._server.ask("POST", "/pause_generation", {"mode": self._requests}, timeout_s=self._timeout_s)
         try:
@@ -138,6 +132,9 @@ class SglangSink(StagedSink):
                 f"updates it too, or it is older than SGLang's `weight_version`",
                 phase="commit",
             )
+        for folder in self._told[:-1]:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._told, self._written = [written], None
 
     def _label(self) -> str:
         label: str = str(self._server.ask("GET", "/model_info", None, timeout_s=ASK_S).get("weight_version"))
