@@ -91,14 +91,7 @@ def find_needs(
 ) -> Survey:
     """What an engine does with the tensors of `source` that it needs.
 
-    First without tied tensors; with them where that leaves something of the engine unwritten.
-
-    Args:
-        engine: Its configuration.
-        source: What the trainer has.
-        config: What the user declares.
-        live_ties: As `Survey.ties`, of the engine that runs.
-        ties: Whether tied tensors are given, at the first and at the second try.
+    First without tied tensors; with them, as `ties` says, where that leaves something of the engine unwritten.
 
     Raises:
         CoverageError: As for `prove_needs`; or the loader refuses a tensor.
@@ -119,12 +112,7 @@ def prove_needs(
 ) -> None:
     """Pass if a worker's engine can be fed from `source`.
 
-    Args:
-        source: What the trainer has.
-        found: What the engine does with it.
-        config: What the user declares.
-        live_ties: As `Survey.ties`, of the engine that runs.
-        has_all: Whether each tensor has a place at every worker, in part or whole.
+    `live_ties` are those of the engine that runs; with `has_all` each tensor has a place at every worker.
 
     Raises:
         CoverageError: An engine tensor is not wholly written, the engine has no place for a source tensor, two are
