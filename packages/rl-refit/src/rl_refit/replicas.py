@@ -418,7 +418,7 @@ class Replicas:
             self._source.digests.clear()
             self._sent, self._went_back = version, self._went_back or said["rewind"]
         elif invited:
-            changed = control.gather("changed", {self._meeting.mine[0]: self._source.changed(watch)}, watch)
+            changed = control.gather("changed", self._source.changed(watch), watch)
             names = sorted({name for each in (changed or {}).values() for name in each})
             if names := control.announce("changed", names, watch):
                 self._end(COMMIT)
@@ -445,7 +445,7 @@ class Replicas:
             if isinstance(error, BaseException)
         }
         watch = self._watch(4 * self._config.deadline_s)  # other ranks may be in other phases
-        reported = control.gather("ended", {self._meeting.mine[0]: errors}, watch)
+        reported = control.gather("ended", errors, watch)
         merged: dict[str, Any] = {}
         for each in (reported or {}).values():
             merged = {**each, **merged}  # what source 0 says comes first

@@ -169,10 +169,10 @@ class Control:
         """Wait for a key of this refit that `peer` posts."""
         return self._wait(self._key(key), watch, peer=peer)
 
-    def gather(self, step: str, values: dict[str, Any], watch: Watch) -> dict[str, Any] | None:
-        """Report `values`, one for each party of this process, to the leader; the leader gets those of all parties."""
+    def gather(self, step: str, value: object, watch: Watch) -> dict[str, Any] | None:
+        """Report `value` to the leader, for each party of this process; the leader gets those of all parties."""
         for party in self.rendezvous.mine:
-            self.post(f"{step}/{party}", values[party])
+            self.post(f"{step}/{party}", value)
         if not self.rendezvous.leads:
             return None
         return {party: self.read(f"{step}/{party}", watch, peer=party) for party in self.rendezvous.parties}
@@ -204,7 +204,7 @@ class Control:
         Raises:
             RefitError: It cannot be learnt.
         """
-        self.gather(step, dict.fromkeys(self.rendezvous.mine, True), watch)
+        self.gather(step, True, watch)
         if self.rendezvous.leads:
             return self.decide(COMMIT)
         try:

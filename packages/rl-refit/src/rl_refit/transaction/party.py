@@ -243,7 +243,7 @@ class Party:
                 )
         watch.check()
         if self.control is not None:
-            self.control.gather("prepared", dict.fromkeys(self.control.rendezvous.mine, version), watch)
+            self.control.gather("prepared", version, watch)
             self.control.announce("prepared", version, watch)
 
     def _require_unchanged(self, side: str, now: Manifest, *, rank: int | None) -> None:
@@ -332,7 +332,7 @@ class Party:
 
     def _say_committed(self, control: Control, digest: str | None, watch: Watch) -> str | None:
         """Say that this party has committed, and hear that all have, and one digest of what all have verified."""
-        said = control.gather("committed", {party: {"digest": digest} for party in control.rendezvous.mine}, watch)
+        said = control.gather("committed", {"digest": digest}, watch)
         answer: dict[str, Any] | None = None
         if said is not None:
             failed = {party: other["failed"] for party, other in said.items() if "failed" in other}
