@@ -550,14 +550,8 @@ class Replicas:
             taken = before.identity != entry["identity"]
             why = f"process {entry['process']['pid']} on {entry['process']['host'].split()[0]} has taken its name"
             self._drop(entry["name"], before.number, why if taken else "it joined again", taken=taken)
-        party = entry["party"]
-        peers = Peers(
-            store,
-            {party: entry["process"]},
-            listen_to=[party],
-            liveness_s=self._meeting.liveness_s,
-            names={party: f"replica {entry['name']}"},
-        )
+        party, process = entry["party"], {**entry["process"], "name": f"replica {entry['name']}"}
+        peers = Peers(store, {party: process}, listen_to=[party], liveness_s=self._meeting.liveness_s)
         self._members[entry["name"]] = _Member(number=number, peers=peers, **entry)
 
     def _drop(self, name: str, number: int, why: str, *, taken: bool = False, failed: bool = False) -> None:

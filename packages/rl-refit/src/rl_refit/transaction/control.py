@@ -265,7 +265,9 @@ class Control:
             late.add_note(self._whereabouts(late.peer))
             raise
         except PeerError:  # a peer that spoke before it left or died has spoken
-            value = self.store.read(key)
+            value = None
+            with contextlib.suppress(PeerError):  # of a store that is lost
+                value = self.store.read(key)
             if value is None:
                 raise
         watch.at(bucket=watch.bucket, tensor=watch.tensor)
