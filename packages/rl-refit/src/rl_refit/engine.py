@@ -271,9 +271,9 @@ class Driver:
         self._sink._note_end(said)  # noqa: SLF001
         failed = [each["error"] for each in said if "error" in each]
         if failed:
-            own = [each for each in failed if not each["heard"]]
-            message = (own or failed)[0]
-            if message["kind"] == "DeadlineError" and message["late"]:
+            own = [each for each in failed if " gave up in " not in each["text"] and each["kind"] != "AbortedError"]
+            message = (own or failed)[0]  # before what workers have heard of others
+            if message["kind"] == "DeadlineError" and "no refit began within" in message["text"]:
                 raise DeadlineError(message["text"], phase="prepare", peer=message["peer"], seconds=message["seconds"])
             raise error_from_message(message)
         report = said[0]["report"]
@@ -509,10 +509,7 @@ class _Seat:
                 report = self.refit.receive(timeout_s=timeout_s)
                 end["report"] = {**asdict(report), "seconds": dict(report.seconds)}
             except BaseException as error:  # noqa: BLE001  (the driver raises it)
-                message = error_to_message(error, party=f"sink {self._sink_rank}")
-                message["heard"] = " gave up in " in str(error) or isinstance(error, AbortedError)
-                message["late"] = "no refit began within" in str(error)
-                end["error"] = message
+                end["error"] = error_to_message(error, party=f"sink {self._sink_rank}")
             sink = self._end.sink
             end |= {"version": sink.version, "poison": sink.poison_reason}
         with contextlib.suppress(RefitError):  # the store is gone, and the driver with it, or it sees for itself
