@@ -304,16 +304,7 @@ class Replica:
 class _Trainer:
     """The store at the trainer's address, as rank 0 of a replica uses it: to join, to be invited, and to find peers.
 
-    Args:
-        address: Of the store.
-        name: Of the trainer's replicas.
-        sink: This replica's.
-        place: Says what others are told of this replica, beside the version that it has.
-        liveness_s: Seconds of silence that the trainer may keep, and a peer that is asked for its weights.
-        from_peers: Whether peers are asked.
-
-    Raises:
-        ValueError: The address is of another kind.
+    `place` says what others are told of this replica, beside the version that its `sink` has.
     """
 
     def __init__(
@@ -473,9 +464,7 @@ class _Trainer:
     def _answer_of_peer(self, store: BoundedStore, *, withdraw: bool) -> dict[str, Any] | None:
         """For a newcomer: how to take part in what a peer gives, once it does; asks one, unless that is done.
 
-        Args:
-            store: The trainer's.
-            withdraw: Whether the trainer has called, so that a peer that has not answered yet is not needed any more.
+        With `withdraw` the trainer has called, so that a peer that has not answered yet is not needed any more.
         """
         if self._asked is None:
             if not withdraw and self._from_peers:
