@@ -507,6 +507,8 @@ class _Trainer:
             self._requests_read += 1
             if self._version() != request["gives"] or not self._gives:  # others have it still
                 continue
+            if not listens(*host_and_port(request["address"])):  # the newcomer is gone
+                continue
             if store.compare_set(f"answer/{request['session']}", _OPEN, _GIVEN).decode() == _GIVEN:
                 return dict(request)
         return None
