@@ -400,9 +400,11 @@ class _Trainer:
     def join_again(self) -> None:
         """Under a new number, with a new session; or leave, if the trainer is gone, or has dropped this replica."""
         before, self._looked = self._heartbeat, 0.0
-        self._asked = self._pending = None
+        asked, self._asked, self._pending = self._asked, None, None
         try:
             self.check()
+            if asked is not None and self._store is not None:
+                self._store.compare_set(asked[0], _OPEN, _WITHDRAWN)
             if self._store is None or self._usurped is not None:
                 self.leave()
             elif self._number is not None:
