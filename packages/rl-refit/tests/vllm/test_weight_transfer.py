@@ -81,7 +81,7 @@ def test_a_wrong_weight_and_a_lost_one_are_found_in_the_engine_and_named(llm, tm
     # vLLM takes an update that lacks a tensor without a word, and serves the old one.
     stale = "model.layers.0.input_layernorm.weight"
     with torch.no_grad():
-        dict(source.source._reader._module.named_parameters())[stale].add_(1)
+        dict(source.source._module.named_parameters())[stale].add_(1)
     trainer.wire = lambda tensors: tensors.pop(stale)
     trainer.send_weights()
     with pytest.raises(DigestError) as caught:
