@@ -203,7 +203,8 @@ class ModuleSink(StagedSink):
         if stays and self._mode != "swap":
             self._kept.setdefault(region.name, []).append((region, tensor))
         else:
-            overwrite(self._banked(region.name), region, tensor)
+            with torch.no_grad():
+                overwrite(self._banked(region.name), region, tensor)
 
     def _staged(self, name: str) -> Sequence[Holding]:
         kept = self._kept.get(name)
@@ -236,16 +237,16 @@ class ModuleSink(StagedSink):
         finally:
             self._end_writing()
 
-    @torch.no_grad()
     def _hand_over(self, version: int) -> None:
-        for name, live in self._live.items():
-            if self._mode == "swap":
-                for (region, old), (_, fresh) in zip(live, self._banked(name), strict=True):
-                    self._objects[name].data = fresh
-                    self._bank[name] = [(region, old)]
-            else:
-                for region, piece in self._staged(name):
-                    overwrite(live, region, piece)
+        with torch.no_grad():
+            for name, live in self._live.items():
+                if self._mode == "swap":
+                    for (region, old), (_, fresh) in zip(live, self._banked(name), strict=True):
+                        self._objects[name].data = fresh
+                        self._bank[name] = [(region, old)]
+                else:
+                    for region, piece in self._staged(name):
+                        overwrite(live, region, piece)
         if self._on_commit is not None:
             self._on_commit(version)
         # From now on others may read what was written, and write what was read.

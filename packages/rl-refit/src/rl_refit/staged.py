@@ -102,7 +102,8 @@ class StagedSink(VersionedSink, ABC):
 
     def _take(self, region: Region, tensor: Tensor, *, stays: bool) -> None:
         """Keep the new values of `region`, until the transaction ends."""
-        overwrite(self._bank[region.name], region, tensor)
+        with torch.no_grad():
+            overwrite(self._bank[region.name], region, tensor)
 
     def _staged(self, name: str) -> Sequence[Holding]:
         """Where the new values of a tensor are."""
@@ -184,8 +185,7 @@ class StagedSink(VersionedSink, ABC):
             )
         if region in self._seen:
             raise RefitError(f"{region} is staged a second time", phase="transfer", tensor=region.name)
-        with torch.no_grad():
-            self._take(region, tensor, stays=stays)
+        self._take(region, tensor, stays=stays)
         self._seen.add(region)
         self._missing[region.name] -= region.numel
 
