@@ -35,7 +35,7 @@ from rl_launcher.schema import PolicyConfig
 from rl_observe.log_files import RefitFigures
 from rl_observe.samples import text_pieces
 from rl_refit import CountedRefit, ModuleSink, ModuleSource, RefitReport, ReplicasReport, WeightSink, WeightSource
-from rl_refit.counted import CountedWeightSync
+from rl_refit.refit import CountedWeightSync
 
 if TYPE_CHECKING:
     from rl_backends import MegatronBackend

@@ -124,7 +124,7 @@ def test_sixty_four_parties_agree():
         def take_part(control):
             mine = watch(control)
             control.begin({"version": 7} if control.rendezvous.leads else None, mine)
-            said = control.gather("here", dict.fromkeys(control.rendezvous.mine, 7), mine)
+            said = control.gather("here", 7, mine)
             answer = control.announce("here", None if said is None else len(said), mine)
             control.agree("done", mine)
             return answer
@@ -204,9 +204,9 @@ def test_a_party_that_missed_refits_goes_on_with_the_latest():
             leader.begin({"version": version}, watch(leader))
             assert sink.begin(None, watch(sink)) == {"version": version}
             leader.decide(aborted("source 1"))
-        assert sleeper.next_has_begun()
+        assert sleeper.await_next(watch(sleeper)) == leader.refit
         assert sleeper.begin(None, watch(sleeper)) == {"version": 5}
-        assert (sleeper.refit, sleeper.next_has_begun()) == (leader.refit, False)
+        assert sleeper.refit == leader.refit
         with pytest.raises(RefitError, match="source 1 gave up"):
             sleeper.look_around()
 
@@ -242,7 +242,7 @@ def test_a_store_that_is_gone_is_named_with_its_host():
     )
     all_well(together(*(lambda control=control: control.meet(watch(control)) for control in (leader, sink))))
     leader.close()
-    leader.store._store = leader.store = leader.rendezvous._store = None
+    leader.store._store = leader._store = leader.rendezvous._store = None
     del host, leader
     with pytest.raises(PeerError, match="which source 0 hosts, is out of reach") as caught:
         sink.read("what it never says", watch(sink), peer="source 0")

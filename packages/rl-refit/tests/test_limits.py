@@ -43,7 +43,7 @@ def test_a_deadline_is_per_phase_and_names_phase_bucket_and_seconds(monkeypatch)
         Refit(ModuleSource(policy), sink, deadline_s=10.0)(version=1)
     assert (caught.value.phase, caught.value.seconds) == ("transfer", 12.0)
     assert str(caught.value) == (
-        "phase transfer, tensor '2.weight': 12.000 s so far, and a phase may take deadline_s=10.0"
+        "phase transfer, bucket 0, tensor '2.weight': 12.000 s so far, and a phase may take deadline_s=10.0"
     )
     assert torch.equal(engine[0].weight, before)
 

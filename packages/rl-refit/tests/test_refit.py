@@ -333,7 +333,7 @@ def test_an_error_says_phase_and_tensor():
         Refit(ModuleSource(Model(0)), Refusing(Model(1)))(version=1)
     assert (caught.value.phase, caught.value.tensor) == ("transfer", "turned")
     (note,) = caught.value.__notes__
-    assert note.startswith("refit to version 1 aborted in phase transfer, tensor 'turned': the old weights")
+    assert note.startswith("refit to version 1 aborted in phase transfer, bucket 0, tensor 'turned': the old weights")
 
 
 class Shards:

@@ -108,8 +108,8 @@ def test_a_party_that_never_comes_is_named():
 def test_a_name_that_a_dead_process_had_is_not_taken_over(tmp_path):
     path = tmp_path / "store"
     with controls([FileStore(str(path), 4) for _ in range(2)], sources=1, sinks=1) as made:
-        party = made[0]._get("party/source 0")[0]
-        made[0]._set("party/source 0", {**party, "pid": 2**22 + 1})
+        party = made[0].store.read("party/source 0")
+        made[0].store.write("party/source 0", {**party, "pid": 2**22 + 1})
         after_a_restart = Control(rendezvous(FileStore(str(path), 4), source_rank=0))
         with pytest.raises(PeerError, match="before; give every party its own rank"):
             after_a_restart.meet(watch())
@@ -132,7 +132,7 @@ def test_meeting_again_after_a_wait_in_vain_works():
 def test_a_party_that_dies_before_all_have_met_is_seen():
     store = HashStore()
     dead = {**this_process(), "pid": 2**22 + 1, "numbers": "2 sources and 1 sinks", "hosts": False, "refit": "another"}
-    for key, value in {"alive/source 0": "0", "party/source 0": f"={json.dumps([dead])}"}.items():
+    for key, value in {"alive/source 0": "0", "party/source 0": json.dumps(dead)}.items():
         PrefixStore("test", store).set(key, value)
     waiting = Control(rendezvous(store, sources=2, sink_rank=0))
     with pytest.raises(PeerError, match="source 0 is dead: its process 4194305 on this host is gone"):

@@ -169,7 +169,11 @@ def test_what_was_not_staged_exactly_once_is_not_committed():
     ("region", "tensor", "complaint"),
     [
         (Region("norm", (0,), (2,)), torch.zeros(2), "the sink has no such tensor"),
-        (Region("bias", (0,), (2,)), torch.zeros(2).half(), r"\[2\] in torch.float16 .* \[\[2\]\] in torch.float32"),
+        (
+            Region("bias", (0,), (2,)),
+            torch.zeros(2).half(),
+            r"\[2\] in torch.float16 .* \[2\] at \[0\] in torch.float32",
+        ),
         (Region("bias", (0,), (2,)), torch.zeros(1), r"cannot stage \[1\]"),
         (Region("bias", (2,), (1,)), torch.zeros(1), r"offsets=\(2,\)"),
         (Region("bias", (1,), (2,)), torch.zeros(2), r"offsets=\(1,\)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,11 @@ from rl_refit.errors import CoverageError, RefitError
 from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
 from rl_refit.plan import plan_refit
-from rl_refit.tracing.layouts import find_landings
+from rl_refit.tracing.layouts import Landings, find_landings
 from rl_refit.tracing.memory import Place
 from rl_refit.tracing.writes import record_writes
 from rl_refit.vllm import WORKER_EXTENSION, VllmSink
-from rl_refit.vllm.survey import NeedsConfig, offered, prove_needs, sink_meta
+from rl_refit.vllm.survey import NeedsConfig, Survey, offered, prove_needs, sink_manifest
 
 
 def meta(name, shape=(4, 3), dtype="float32", tied_to=None):
@@ -122,40 +123,24 @@ SHAPES = {"fused": (3, 3), "bias": (2,), "scale": (2,), "late": (2,)}
 SOURCE = Manifest(
     (meta("embed.weight"), meta("up.weight"), meta("rotary.inv_freq"), meta("head.weight", tied_to="embed.weight"))
 )
-WHOLE = {
-    "architecture": "Toy",
-    "refused": None,
-    "unused": [],
-    "clashes": [],
-    "casts": {},
-    "ties": {},
-    "live_ties": {},
-    "never": [],
-    "partial": {},
-}
+NOTHING = Landings(by_source={}, users={}, changed=frozenset(), clashes=[], casts={})
 
 
-def needs(*answers, ties=False, **options):
-    """The tensors that are fed."""
-    config = NeedsConfig(**options)
-    given = offered(SOURCE, config, ties=ties)
-    answers = [{**WHOLE, **answer} for answer in answers]
-    return prove_needs(SOURCE, given, answers=answers, config=config)
+def prove(landings=NOTHING, *, live_ties=(), has_all=True, options=(), **found):
+    """Whether an engine that does this with `SOURCE` can be fed."""
+    survey = Survey(architecture="Toy", landings=landings, **found)
+    prove_needs(SOURCE, survey, NeedsConfig(**dict(options)), live_ties=dict(live_ties), has_all=has_all)
 
 
-def manifest_of(fed, *, boxes=None, rank=0):
-    """As a worker makes it that holds `boxes` of what is fed, or all."""
-    whole = {m.name: [Region(m.name, (0,) * len(m.shape), m.shape)] for m in SOURCE.tensors}
-    boxes = {name: (boxes or whole)[name] for name in fed if name in (boxes or whole)}
-    metas = (
-        sink_meta(m, NeedsConfig(), boxes=boxes.get(m.name), fed=m.name in boxes, rank=rank) for m in SOURCE.tensors
-    )
-    return Manifest(tuple(m for m in metas if m is not None))
+def manifest_of(*, ties=False, boxes=None, rank=0):
+    """As a worker makes it that holds `boxes` of what its loader is offered, or all."""
+    given = offered(SOURCE, NeedsConfig(), ties=ties).by_name
+    boxes = boxes or {m.name: [Region(m.name, (0,) * len(m.shape), m.shape)] for m in SOURCE.tensors if m.name in given}
+    return sink_manifest(SOURCE, NeedsConfig(), boxes, ties=() if ties else ("head.weight",), rank=rank)
 
 
 def test_what_is_fed_tied_and_derived_is_in_the_manifest():
-    manifest = manifest_of(needs({}))
-    assert [(each.name, each.travels, each.tied_to, each.feeding) for each in manifest.tensors] == [
+    assert [(each.name, each.travels, each.tied_to, each.feeding) for each in manifest_of().tensors] == [
         ("embed.weight", True, None, "fed"),
         ("up.weight", True, None, "fed"),
         ("rotary.inv_freq", False, None, "derived"),
@@ -164,55 +149,52 @@ def test_what_is_fed_tied_and_derived_is_in_the_manifest():
 
 
 def test_a_tied_tensor_that_the_engine_has_apart_travels_on_its_own():
-    by_name = manifest_of(needs({}, ties=True)).by_name
+    by_name = manifest_of(ties=True).by_name
     assert (by_name["head.weight"].tied_to, by_name["head.weight"].travels) == (None, True)
 
 
 def test_workers_hold_the_boxes_of_their_own_shards_and_together_all():
-    fed = needs({})
     halves = [
         {name: [Region(name, (2 * rank, 0), (2, 3))] for name in ("embed.weight", "up.weight")} for rank in (0, 1)
     ]
-    merged = merge_manifests([manifest_of(fed, boxes=halves[rank], rank=rank) for rank in (0, 1)])
+    merged = merge_manifests([manifest_of(boxes=halves[rank], rank=rank) for rank in (0, 1)])
     plan = plan_refit(SOURCE, merged)
     assert [plan.bytes_received(rank) for rank in (0, 1)] == [48, 48]
     assert [plan.lower_bound(rank) for rank in (0, 1)] == [48, 48]
 
 
-def test_a_tensor_that_one_worker_of_two_uses_has_a_place():
-    assert "up.weight" in needs({"unused": ["up.weight"]}, {})
+def test_a_tensor_that_one_worker_of_two_uses_has_a_place_and_one_that_none_uses_is_named():
+    prove(unused=("up.weight",), has_all=False)  # a stage of a pipeline does not know of others
     with pytest.raises(CoverageError, match=r"1 have no place in the engine:\n  up\.weight"):
-        needs({"unused": ["up.weight"]}, {"unused": ["up.weight"]})
+        prove(unused=("up.weight",))
+    embed, up = ({name: [Region(name, (0, 0), (4, 3))]} for name in ("embed.weight", "up.weight"))
+    plan_refit(SOURCE, merge_manifests([manifest_of(boxes=embed), manifest_of(boxes=up, rank=1)]))
+    with pytest.raises(CoverageError, match=r"source tensors that have no place in the sink:\n  up\.weight"):
+        plan_refit(SOURCE, merge_manifests([manifest_of(boxes=embed, rank=rank) for rank in (0, 1)]))
 
 
-def test_a_tensor_that_any_worker_lacks_is_named_unless_it_is_constant():
-    lacks = {"never": ["scale"], "partial": {"fused.weight": [3, 9]}}
+def test_a_tensor_that_the_engine_lacks_is_named_unless_it_is_constant():
+    lacks = {"never": ("scale",), "partial": {"fused.weight": (3, 9)}}
     with pytest.raises(CoverageError) as caught:
-        needs({}, lacks)
+        prove(**lacks)
     assert caught.value.unfed == ("scale: never written", "fused.weight: 3 of 9 elements are never written")
-    assert "up.weight" in needs({}, lacks, constant=("scale", "fused.*"))
+    prove(**lacks, options={"constant": ("scale", "fused.*")})
 
 
 def test_two_sources_for_one_place_a_cast_and_a_tie_of_the_engines_own_are_refused():
+    clash = "a and b are both written to c"
     with pytest.raises(CoverageError) as caught:
-        needs({"clashes": ["a and b are both written to c"], "casts": {"up.weight": "bfloat16"}})
+        prove(replace(NOTHING, clashes=[clash], casts={"up.weight": "bfloat16"}))
     assert caught.value.mismatched == (
-        "a and b are both written to c",
+        clash,
         "up.weight: float32 in the source, bfloat16 in the engine; cast=True allows it",
     )
-    assert "up.weight" in needs({"casts": {"up.weight": "bfloat16"}}, cast=True)
+    prove(replace(NOTHING, casts={"up.weight": "bfloat16"}), options={"cast": True})
     with pytest.raises(
         CoverageError, match=r"the engine tied it to embed\.weight when it loaded equal values for both"
     ):
-        needs({"live_ties": {"up.weight": "embed.weight"}})
-    needs({"live_ties": {"head.weight": "embed.weight"}})  # as the source has it
-
-
-def test_what_a_loader_refuses_is_named():
-    with pytest.raises(
-        CoverageError, match=r"the load_weights of vLLM's Toy refuses 'value\.weight': KeyError: 'value'"
-    ):
-        needs({"refused": ["value.weight", "KeyError: 'value'"]})
+        prove(live_ties={"up.weight": "embed.weight"})
+    prove(live_ties={"head.weight": "embed.weight"})  # as the source has it
 
 
 def test_importing_the_sink_imports_no_vllm_and_the_worker_has_the_name_that_is_told():

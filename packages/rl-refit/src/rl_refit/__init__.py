@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rl_refit.adapters import AdapterSink
 from rl_refit.config import RefitConfig
 from rl_refit.contracts import Coverage, NamedShard, ShardBox, WeightSink, WeightSource
-from rl_refit.counted import CountedRefit
 from rl_refit.digest import Digest, digest_regions, digest_tensor
 from rl_refit.engine import EngineSink
 from rl_refit.errors import (
@@ -27,7 +26,7 @@ from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta, merge_manifests
 from rl_refit.module_tensors import Binding
 from rl_refit.plan import RefitPlan, Route, Topology, plan_refit
-from rl_refit.refit import Refit, RefitReport
+from rl_refit.refit import CountedRefit, Refit, RefitReport
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.replica import Replica
 from rl_refit.replicas import Replicas, ReplicasReport

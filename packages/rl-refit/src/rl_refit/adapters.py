@@ -13,16 +13,16 @@ it stays for requests that began with it, until the next commit. `rl_refit.vllm.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_refit.digest import Digest, digest_regions
+from rl_refit.digest import Digest
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
-from rl_refit.staged import StagedSink
+from rl_refit.staged import StagedSink, digest_held
 
 __all__ = ["AdapterSink"]
 
@@ -87,20 +87,17 @@ class AdapterSink(StagedSink):
         with contextlib.suppress(Exception):  # an abort never raises; the next refit tries again
             self._free()
 
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
-        held = {} if self._read is None or self._current is None else self._read(self._current[1])
-
-        def view(region: Region) -> Tensor | None:
-            tensor = held.get(region.name)
-            whole = Region.whole(region.name, self._fresh[region.name].shape)
-            return None if tensor is None else tensor[region.index_within(whole)]
-
-        return digest_regions(regions, view)
+    def _digest_engine(self, regions: Sequence[Region]) -> Digest:
+        read = {} if self._read is None or self._current is None else self._read(self._current[1])
+        held = {
+            name: [(Region.whole(name, self._fresh[name].shape), each)]
+            for name, each in read.items()
+            if each is not None
+        }
+        return digest_held([region for region in regions if region.name in held], held)
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Put the new adapter into a slot of its own: if the engine does not take it, nobody commits."""
-        if self._waiting is not None:
-            return
         try:
             self._free()
         except Exception as error:

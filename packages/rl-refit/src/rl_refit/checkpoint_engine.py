@@ -1,16 +1,5 @@
 """Engines that checkpoint-engine's `ParameterServer` updates, as the sink of weights: `pip install rl-refit[files]`.
 
-    from checkpoint_engine import ParameterServer, request_inference_to_update
-
-    def request(sockets):  # checkpoint-engine's `req_func`: each engine is asked by the first of its ranks
-        if rank % 8 == 0:
-            request_inference_to_update("http://127.0.0.1:8000/collective_rpc", dict(sockets[rank : rank + 8]))
-
-    sink = CheckpointEngineSink(
-        ParameterServer(), request, like="Qwen3-8B", rank=rank, num_ranks=num_ranks, paused=paused
-    )
-    Refit(sink=sink, rendezvous=Rendezvous(address, sink_rank=rank, …)).receive()
-
 Each rank of the server is a rank of the sink, and stages its share of the tensors; all are verified there. Only when
 all parties have decided to commit does the server gather, broadcast and hand over, as it does without us: into the
 weights that serve, and with pickled handles over sockets that every program of the host reaches. It makes and destroys
@@ -29,9 +18,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from rl_refit.contracts import Coverage
-from rl_refit.errors import PoisonedError, RefitError
-from rl_refit.manifest import Manifest
+from rl_refit.errors import RefitError
 from rl_refit.staged import StagedSink, empty_like
 from rl_refit.stores import in_thread
 from rl_refit.transports.base import PATIENCE_S
@@ -88,7 +75,6 @@ class CheckpointEngineSink(StagedSink):
         super().__init__(share, engine="the engines")
         self._server, self._request, self._paused, self._timeout_s = server, request, paused, timeout_s
         self._is_registered = False
-        self._stuck = False
         self._refusals: list[str] = []
         """What this rank's engine has answered to a bucket that it did not load."""
         if not hasattr(server, "_bind_zmq_socket"):
@@ -104,21 +90,6 @@ class CheckpointEngineSink(StagedSink):
 
         server._bind_zmq_socket = bind_and_listen  # noqa: SLF001
 
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction.
-
-        Raises:
-            RefitError: One is open already.
-            PoisonedError: The server hangs in an update that failed.
-        """
-        if self._stuck:
-            raise PoisonedError(
-                f"{self._poison}; it waits for ranks or engines that do not come, and nobody can end that: start a new "
-                f"ParameterServer in a new process, and make a new CheckpointEngineSink",
-                phase="prepare",
-            )
-        return super().prepare(manifest)
-
     def abort(self) -> None:
         """Forget what was staged and registered. The engines go on with what they have."""
         super().abort()
@@ -126,8 +97,6 @@ class CheckpointEngineSink(StagedSink):
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Copy the share into the server's pinned pool, which has room or not; of no concern to other ranks."""
-        if self._is_registered:
-            return
         try:
             self._server.register_checkpoint(_NAME, named_tensors=self._fresh, use_shared_memory_pool=True)
         except Exception as error:
@@ -168,7 +137,10 @@ class CheckpointEngineSink(StagedSink):
             now = time.monotonic()
             failed_at = min(failed_at, now) if failures else failed_at
             if now > min(until, failed_at + _GRACE_S):
-                self._stuck = True
+                self._lost = (
+                    "it waits for ranks or engines that do not come, and nobody can end that: start a new "
+                    "ParameterServer in a new process, and make a new CheckpointEngineSink"
+                )
                 why = f"the request failed with {failures[0]!r}" if failures else f"{self._timeout_s:g} s have passed"
                 raise RefitError(f"checkpoint-engine has not ended its update: {why}", phase="commit")
         if self._refusals:
@@ -179,7 +151,7 @@ class CheckpointEngineSink(StagedSink):
             raise RefitError(f"checkpoint-engine gave its update up: {error!r}", phase="commit") from error
 
     def _unregister(self) -> None:
-        if self._is_registered and not self._stuck:
+        if self._is_registered and self._lost is None:
             self._server.unregister_checkpoint(_NAME)  # the pool stays, for the next version
             self._is_registered = False
 

@@ -5,7 +5,7 @@ one that generates. What must happen in a worker's main thread, or while the eng
 posts what it wants, and waits; when all workers want the same, the driver makes one call of the engine. Weights and
 their digests never pass the driver.
 
-    survey     what a worker needs of this source, once for each                            (vLLM traces its loader)
+    survey     looks at the engine in its main thread, once for each source                 (vLLM traces its loader)
     ready      whether a commit can begin, before the parties decide
     commit     the driver pauses the engine, has all workers commit, drops caches, resumes
     ended      what became of the refit at this worker
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import secrets
 import socket
@@ -26,7 +25,6 @@ import threading
 import time
 import traceback
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
@@ -43,9 +41,9 @@ from rl_refit.errors import (
     error_to_message,
 )
 from rl_refit.plan import RefitPlan
-from rl_refit.rendezvous import Rendezvous, host_store
-from rl_refit.sink import VersionedSink
-from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, in_thread
+from rl_refit.rendezvous import Rendezvous
+from rl_refit.staged import VersionedSink
+from rl_refit.stores import BoundedStore, FileStore, in_thread
 from rl_refit.transaction.liveness import Peers
 from rl_refit.transports.stream import SlotStream
 
@@ -90,7 +88,7 @@ class Engine(Protocol):
         """Generate again."""
 
 
-class EngineSink(VersionedSink, ABC):
+class EngineSink(VersionedSink):
     """An engine of one or many workers as the sink of a `Refit`; each worker is a rank of the sink.
 
     The process that made the engine gives it to its `Refit`, which carries no weights here. With a `Rendezvous`, its
@@ -100,11 +98,12 @@ class EngineSink(VersionedSink, ABC):
     Args:
         engine: What the driver asks of it.
         timeout_s: Seconds that one call of the engine may take, and that a worker waits for the driver.
+        options: What each worker's sink is made with, as plain data.
     """
 
-    def __init__(self, engine: Engine, *, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, *, timeout_s: float, options: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self._engine, self._timeout_s = engine, timeout_s
+        self._engine, self._timeout_s, self._options = engine, timeout_s, dict(options or {})
         self._token = secrets.token_hex(8)
         self._drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
         self._failure: str | None = None
@@ -113,13 +112,8 @@ class EngineSink(VersionedSink, ABC):
         self.pause_s = 0.0
         """Seconds for which the last commit paused the engine, without the wait for unfinished requests."""
 
-    @abstractmethod
-    def survey(self) -> None:
-        """All workers have a source that they do not know: find out what they need of it, and tell them.
-
-        Raises:
-            CoverageError: The engine needs what the source does not have, or has no place for what it has.
-        """
+    def surveyed(self, found: Sequence[Any]) -> None:
+        """What the workers have found out of a source that they did not know, as their sinks say."""
 
     @property
     def num_ranks(self) -> int:
@@ -127,18 +121,15 @@ class EngineSink(VersionedSink, ABC):
         return self._engine.num_ranks
 
     def poison(self, reason: str) -> None:
-        """Refuse to be used until a refit succeeds: for whoever knows that this engine is not what its peers are.
-
-        A version that was committed just before does not count any more, so that the same can be refitted again.
-        """
+        """Refuse to be used until a refit succeeds; see `WeightSink`, as for the next two."""
         self._poison = self._notes["poison"] = reason
 
     def repeat(self) -> None:
-        """Take the version that was just committed once more: others did not come through with it."""
+        """Take the version that was just committed once more."""
         self._notes["repeat"] = True
 
     def rewind(self, version: int) -> None:
-        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        """Take `version` next, or a later one."""
         self._notes["rewind"] = version
 
     def close(self) -> None:
@@ -148,30 +139,16 @@ class EngineSink(VersionedSink, ABC):
         self._drivers.clear()
         self._leave()
 
-    def call(self, method: str, *args: object) -> list[Answer]:
-        """Have every worker run `method` for this sink.
-
-        Raises:
-            RefitError: A worker failed; says which, and why.
-        """
-        answers = self._engine.call(method, self._token, *args)
-        raise_errors(answers)
-        return answers
-
-    def drive(
-        self, source: WeightSource | None, *, transport: Any, rendezvous: Rendezvous | None, config: RefitConfig
-    ) -> Driver:
-        """The driver's end of the refits of one `Refit`; `transport` is a `SlotStream`."""
-        driver = Driver(self, source, transport=transport, rendezvous=rendezvous, config=config)
-        self._drivers.add(driver)
-        return driver
+    def ask_workers(self, what: str, *args: object) -> list[Answer]:
+        """Have the main thread of every worker do `what`; see `WorkerEnd.do`."""
+        return self._engine.call("rl_refit", self._token, what, *args)
 
     # -- What a driver does for the workers -------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Have the workers leave the refits of all but the drivers that are left."""
         with contextlib.suppress(Exception):  # the engine may have ended before
-            self._engine.call("rl_refit", self._token, "leave", [each.name for each in self._drivers])
+            self.ask_workers("leave", [each.name for each in self._drivers])
 
     def _commit(self, driver: Driver) -> None:
         """Pause, have every worker commit, forget what was cached, resume.
@@ -182,9 +159,9 @@ class EngineSink(VersionedSink, ABC):
         self._engine.pause()
         paused_at, self._failure = time.monotonic(), None
         try:
-            answers = self._engine.call("rl_refit", self._token, "run", driver.name)
+            answers = self.ask_workers("run", driver.name)
             raise_errors(answers, phase="commit")
-            self._engine.renew(str(answers[0]["version"]))
+            self._engine.renew(str(answers[0]["done"]))
         except BaseException as error:
             self._poison = self._failure = f"the commit failed with {type(error).__name__}: {error}"
             try:
@@ -211,6 +188,8 @@ def raise_errors(answers: Sequence[Answer], *, phase: str = "prepare") -> None:
     """Raise what workers answered that went wrong."""
     failed = [answer for answer in answers if "error" in answer]
     if failed:
+        if failed[0]["message"]["kind"] == "CoverageError":
+            raise error_from_message(failed[0]["message"])
         error = RefitError("; ".join(f"worker {each['rank']}: {each['error']}" for each in failed), phase=phase)
         error.add_note(failed[0].get("traceback", ""))
         raise error
@@ -229,7 +208,9 @@ def answering(method: Method) -> Method:
         try:
             return {"rank": rank, **method(self, *args)}
         except Exception as error:  # noqa: BLE001  (the driver raises it)
-            return {"rank": rank, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            message = error_to_message(error, party=f"worker {rank}")
+            text = f"{type(error).__name__}: {error}"
+            return {"rank": rank, "error": text, "message": message, "traceback": traceback.format_exc()}
 
     return cast("Method", answer)
 
@@ -261,6 +242,7 @@ class Driver:
         self._first_rank = 0
         self._peers: Peers | None = None
         self.name = f"{'rl-refit' if rendezvous is None else rendezvous.name} {secrets.token_hex(4)}"
+        sink._drivers.add(self)  # noqa: SLF001  (two halves of one class, as below)
 
     def plan(self) -> RefitPlan:
         """See `Refit.plan`; the workers plan too, and wait for the first refit then."""
@@ -286,12 +268,12 @@ class Driver:
         self._begin_receiving(timeout_s)
         said = self._attend_until(lambda: False)
         assert said is not None
-        self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
+        self._sink._note_end(said)  # noqa: SLF001
         failed = [each["error"] for each in said if "error" in each]
         if failed:
-            own = [each for each in failed if not each["heard"]]
-            message = (own or failed)[0]
-            if message["kind"] == "DeadlineError" and message["late"]:
+            own = [each for each in failed if " gave up in " not in each["text"] and each["kind"] != "AbortedError"]
+            message = (own or failed)[0]  # before what workers have heard of others
+            if message["kind"] == "DeadlineError" and "no refit began within" in message["text"]:
                 raise DeadlineError(message["text"], phase="prepare", peer=message["peer"], seconds=message["seconds"])
             raise error_from_message(message)
         report = said[0]["report"]
@@ -346,7 +328,7 @@ class Driver:
                 said = said or self._attend_until(lambda: time.monotonic() > gone)
             raise
         if said is not None:
-            self._sink._note_end(said)  # noqa: SLF001  (two halves of one class)
+            self._sink._note_end(said)  # noqa: SLF001
         return working.result(), said
 
     def close(self) -> None:
@@ -372,7 +354,8 @@ class Driver:
             return
         sink, given = self._sink, self._given
         if given is None:
-            self._meeting = Rendezvous(host_store(), num_sources=1, num_sinks=sink.num_ranks, source_rank=0)
+            ranks = sink.num_ranks
+            self._meeting = Rendezvous("tcp://127.0.0.1:0", num_sources=1, num_sinks=ranks, source_rank=0, hosts=True)
         else:
             self._meeting, self._first_rank = given, given.sink_rank or 0
             if self._first_rank + sink.num_ranks > given.num_sinks:
@@ -383,11 +366,17 @@ class Driver:
                 )
         meeting = self._meeting
         store = meeting.connect()
+        if "://" not in meeting.address:
+            raise RefitError(
+                f"workers of an engine cannot join through a {meeting.address} of this process; give the rendezvous an "
+                f"address, such as tcp://host:port",
+                phase="prepare",
+            )
         if meeting.address.startswith("file:"):  # one that does not count among those after whom the file is deleted
             store = FileStore(urlsplit(meeting.address).path, -1)
         message = {
             "driver": self.name,
-            "address": _address(meeting, store),
+            "address": meeting.address,
             "numbers": {"num_sources": meeting.num_sources, "num_sinks": meeting.num_sinks},
             "first_rank": self._first_rank,
             "name": meeting.name,
@@ -395,18 +384,19 @@ class Driver:
             "config": asdict(self._config),
             "transport": self._transport.options,
             "timeout_s": sink._timeout_s,  # noqa: SLF001
+            "options": sink._options,  # noqa: SLF001
             "host": socket.gethostname(),
         }
         living = [each.name for each in sink._drivers]  # noqa: SLF001
-        sink.call("rl_refit", "join", message, living)
-        self._store = BoundedStore(PrefixStore(meeting.name, store), Line(meeting.liveness_s, meeting.lost))
+        raise_errors(sink.ask_workers("join", message, living))
+        self._store = meeting.bounded(meeting.name, store=store)
 
     def _begin_receiving(self, timeout_s: float) -> None:
         if not self._receiving:
             sink = self._sink
             notes, sink._notes = sink._notes, {}  # noqa: SLF001
             timeout = None if math.isinf(timeout_s) else timeout_s
-            sink.call("rl_refit", "receive", self.name, timeout, notes)
+            raise_errors(sink.ask_workers("receive", self.name, timeout, notes))
             self._receiving = True
 
     def _attend_until(self, is_over: Callable[[], bool]) -> list[dict[str, Any]] | None:
@@ -428,12 +418,9 @@ class Driver:
         self._look_after(store, ranks)
         said: dict[int, tuple[int, str, Any]] = {}
         for rank in ranks:
-            if not store.check([f"worker {rank}"]):
-                return None, False
-            number, what, payload = json.loads(store.get(f"worker {rank}"))
+            said[rank] = number, what, _ = store.read(f"worker {rank}") or (0, "", None)
             if number <= self._handled.get(rank, 0):
                 return None, False
-            said[rank] = number, what, payload
         wanted = {what for _, what, _ in said.values()}
         if wanted == {"ended"}:
             self._handled |= {rank: number for rank, (number, _, _) in said.items()}
@@ -448,15 +435,16 @@ class Driver:
         for rank, (number, what, _) in said.items():
             if what != "ended":
                 self._handled[rank] = number
-                store.set(f"answer {rank}", json.dumps([number, error]))
+                store.write(f"answer {rank}", [number, error])
         return None, True
 
     def _do(self, wanted: set[str]) -> None:
         if len(wanted) > 1:
             raise AbortedError(f"the workers of the engine are not at one: {sorted(wanted)}")
         (what,) = wanted
-        if what == "survey":
-            self._sink.survey()
+        if what == "survey":  # whoever finds the source wanting raises it itself, and tells everybody
+            answers = self._sink.ask_workers("run", self.name)
+            self._sink.surveyed([answer["done"] for answer in answers if "done" in answer])
         elif what == "ready":
             self._sink._engine.ready()  # noqa: SLF001
         else:
@@ -467,11 +455,9 @@ class Driver:
         """See that the workers live, as soon as they have said who they are."""
         if self._peers is None:
             parties = [f"sink {rank}" for rank in ranks]
-            if not all(store.check([f"party/{party}"]) for party in parties):
+            processes = {party: store.read(f"party/{party}") for party in parties}
+            if None in processes.values():
                 return
-            processes = {
-                party: json.loads(store.get(f"party/{party}").decode().removeprefix("="))[0] for party in parties
-            }
             assert self._meeting is not None
             self._peers = Peers(store, processes, listen_to=(), liveness_s=self._meeting.liveness_s)
         self._peers.check()
@@ -481,25 +467,6 @@ def _add_unreadable(report: RefitReport, said: Sequence[Mapping[str, Any]]) -> R
     """What no worker can read back from its engine belongs into the driver's report."""
     names = (name for each in said for name in each["report"]["unreadable"])
     return replace(report, unreadable=tuple(dict.fromkeys(names)))
-
-
-def _address(meeting: Rendezvous, store: Any) -> str:
-    """How a worker reaches the store."""
-    if "://" in meeting.address:
-        return meeting.address
-    while hasattr(store, "underlying_store"):
-        if hasattr(store, "prefix"):
-            raise RefitError("workers of an engine cannot join through a PrefixStore; give the rendezvous an address")
-        store = store.underlying_store
-    if hasattr(store, "host") and hasattr(store, "port"):
-        return f"tcp://{store.host}:{store.port}"
-    if hasattr(store, "path"):
-        return f"file://{store.path}"
-    raise RefitError(
-        f"workers of an engine cannot join through a {type(store).__name__} of this process; give the rendezvous an "
-        f"address, such as tcp://host:port",
-        phase="prepare",
-    )
 
 
 # -- A worker --------------------------------------------------------------------------------------------------------
@@ -528,15 +495,13 @@ class _Seat:
         self.refit = Refit(
             sink=end.sink, transport=SlotStream(**transport), rendezvous=self._meeting, **message["config"]
         )
-        self._store: Store | None = None
+        self._store: BoundedStore | None = None
         self._numbers = itertools.count(1)
         self.asked: tuple[Callable[[], object], Future[object]] | None = None
         """What this thread wants the main thread to do, and what came of it."""
 
     def receive(self, timeout_s: float | None) -> None:
-        threading.Thread(target=self._take_part, args=(timeout_s,), daemon=True, name="rl-refit worker").start()
-
-    def _take_part(self, timeout_s: float | None) -> None:
+        """In a thread of its own: take part in the next refit, and say what became of it."""
         end: dict[str, Any] = {}
         with self._end.busy:
             self._end.seat = self
@@ -544,13 +509,10 @@ class _Seat:
                 report = self.refit.receive(timeout_s=timeout_s)
                 end["report"] = {**asdict(report), "seconds": dict(report.seconds)}
             except BaseException as error:  # noqa: BLE001  (the driver raises it)
-                message = error_to_message(error, party=f"sink {self._sink_rank}")
-                message["heard"] = " gave up in " in str(error) or isinstance(error, AbortedError)
-                message["late"] = "no refit began within" in str(error)
-                end["error"] = message
+                end["error"] = error_to_message(error, party=f"sink {self._sink_rank}")
             sink = self._end.sink
             end |= {"version": sink.version, "poison": sink.poison_reason}
-        with contextlib.suppress(RuntimeError):  # the store is gone, and the driver with it, or it sees for itself
+        with contextlib.suppress(RefitError):  # the store is gone, and the driver with it, or it sees for itself
             self._say("ended", end)
 
     def ask(self, what: str, job: Callable[[], object]) -> object:
@@ -563,10 +525,9 @@ class _Seat:
             key, looked = f"answer {self._sink_rank}", time.monotonic()
             assert self._store is not None
             while True:
-                if self._store.check([key]):
-                    answered, error = json.loads(self._store.get(key))
-                    if answered == number:
-                        break
+                answered, error = self._store.read(key) or (0, None)
+                if answered == number:
+                    break
                 if not done.done() and time.monotonic() > until:
                     raise DeadlineError(
                         f"the engine's driver did not answer within timeout_s={self._message['timeout_s']:g}: is it in "
@@ -586,11 +547,17 @@ class _Seat:
             raise error_from_message(error)
         return done.result() if done.done() else None
 
+    def close(self) -> None:
+        with contextlib.suppress(RefitError, RuntimeError):
+            self.refit.close()
+        if self._store is not None:
+            self._store.close()
+
     def _say(self, what: str, payload: object) -> int:
         if self._store is None:  # a connection of its own: the others are their threads'
-            self._store = PrefixStore(self._meeting.name, self._meeting.clone())
+            self._store = self._meeting.bounded(self._meeting.name, store=self._meeting.clone())
         number = next(self._numbers)
-        self._store.set(f"worker {self._sink_rank}", json.dumps([number, what, payload]))
+        self._store.write(f"worker {self._sink_rank}", [number, what, payload])
         return number
 
 
@@ -606,6 +573,8 @@ class WorkerEnd:
     def __init__(self, rank: int, make_sink: Callable[[WorkerEnd], Any]) -> None:
         self.rank, self._make_sink = rank, make_sink
         self._token = ""
+        self.options: dict[str, Any] = {}
+        """Of the driver's sink."""
         self._seats: dict[str, _Seat] = {}
         self.busy = threading.Lock()
         self.seat: _Seat | None = None
@@ -619,23 +588,24 @@ class WorkerEnd:
         """
         if what == "join":
             self._join(token, *args)
+        elif token != self._token:
+            if what != "leave":
+                raise RefitError("another sink has taken this engine since this one did; make a new sink")
         elif what == "leave":
-            if self.belongs(token):
-                self._leave(*args)
-        elif not self.belongs(token):
-            raise RefitError("another sink has taken this engine since this one did; make a new sink")
+            self._leave(*args)
         elif what == "receive":
             self._receive(*args)
         else:
             assert what == "run"
-            return {"version": self._run(*args)}
+            return {"done": self._run(*args)}
         return {}
 
     def _join(self, token: str, message: Mapping[str, Any], living: Sequence[str]) -> None:
         """Take part in the refits of a `Refit` of the driver's; those that are not among `living` are left."""
         self._leave(living if token == self._token else ())
-        if token != self._token or self.sink is None:
-            self._token, self.sink = token, self._make_sink(self)
+        if token != self._token:
+            self.options = message["options"]
+            self.sink, self._token = self._make_sink(self), token
         self._seats[message["driver"]] = _Seat(self, message, rank=self.rank)
 
     def _receive(self, driver: str, timeout_s: float | None, notes: Mapping[str, Any]) -> None:
@@ -647,7 +617,8 @@ class WorkerEnd:
             sink.repeat()
         if "rewind" in notes:
             sink.rewind(notes["rewind"])
-        self._seats[driver].receive(timeout_s)
+        receive = self._seats[driver].receive
+        threading.Thread(target=receive, args=(timeout_s,), daemon=True, name="rl-refit worker").start()
 
     def _run(self, driver: str) -> object:
         """Do what the worker's own thread asked for; what that raises, the thread raises too."""
@@ -667,7 +638,7 @@ class WorkerEnd:
 
         Args:
             what: "survey", "ready" or "commit".
-            job: What the main thread is to do when the driver says "run".
+            job: What the main thread is to do when the driver says "run", of a survey or a commit.
 
         Raises:
             RefitError: What the driver answers, or it did not within its `timeout_s`.
@@ -675,16 +646,10 @@ class WorkerEnd:
         assert self.seat is not None
         return self.seat.ask(what, job)
 
-    def belongs(self, token: str) -> bool:
-        """Whether the driver's sink `token` has the engine."""
-        return token == self._token and self.sink is not None
-
     def _leave(self, living: Sequence[str]) -> None:
         """Leave all `Refit`s of the driver's but `living`."""
         for name in [name for name in self._seats if name not in living]:
-            seat = self._seats.pop(name)
-            with contextlib.suppress(RefitError, RuntimeError):
-                seat.refit.close()
+            self._seats.pop(name).close()
 
 
 @final

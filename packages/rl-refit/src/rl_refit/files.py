@@ -92,12 +92,11 @@ def read_version(sink: WeightSink, directory: Path | str, version: int, *, rank:
         raise RefitError(f"{folder}: the file of rank {foreign[0]} is not of the format {_FORMAT!r}")
     manifests = [Manifest.from_json(headers[number]["manifest"]) for number in sorted(headers)]
     source = merge_manifests(manifests)
-    boxes: dict[tuple[int, str], list[tuple[str, Region, str]]] = {
-        (number, name): [] for number, header in headers.items() for name, *_ in json.loads(header["boxes"]).values()
-    }
+    boxes: dict[tuple[int, str], list[tuple[str, Region, str]]] = {}
     for number, header in headers.items():
         for key, (name, offsets, shape, digest) in json.loads(header["boxes"]).items():
-            boxes[number, name].append((key, Region(name, tuple(offsets), tuple(shape)), digest))
+            box = Region(name, tuple(offsets), tuple(shape))
+            boxes.setdefault((number, name), []).append((key, box, digest))
     try:
         needed = sink.prepare(source).sink
         for route in plan_refit(source, needed).routes:

@@ -13,7 +13,6 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +82,8 @@ class _Description:
     manifest: Manifest
 
 
-@final
 class ModuleReader:
-    """Describes a module, as often as it is asked to; what has not changed since is not described again.
+    """A `WeightSource` that describes a module, as often as it is asked to; what has not changed since, only once.
 
     Args:
         module: What to describe.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, Protocol, final
 
 from rl_refit.config import RefitConfig, Verify
 from rl_refit.contracts import WeightSink, WeightSource
@@ -24,10 +23,13 @@ from rl_refit.plan import RefitPlan
 from rl_refit.rendezvous import Rendezvous
 from rl_refit.transaction.control import Control
 from rl_refit.transaction.party import Party, annotate
-from rl_refit.transports.base import InProcess, Transport, Watch
+from rl_refit.transports.base import Transport, Watch
 from rl_refit.transports.stream import SlotStream
 
-__all__ = ["LONGEST_NAP_S", "Refit", "RefitReport", "require_version"]
+if TYPE_CHECKING:
+    from rl_refit.replicas import ReplicasReport
+
+__all__ = ["LONGEST_NAP_S", "CountedRefit", "CountedWeightSync", "Refit", "RefitReport", "require_version"]
 
 _DEFAULTS = RefitConfig()
 LONGEST_NAP_S = 5e-3
@@ -71,12 +73,15 @@ class Refit:
         verify: Verify = _DEFAULTS.verify,
     ) -> None:
         self._config = RefitConfig(bucket_bytes=bucket_bytes, buckets=buckets, deadline_s=deadline_s, verify=verify)
-        if transport is None and (rendezvous is not None or isinstance(sink, EngineSink)):
-            transport = SlotStream()
         self.interruption: BaseException | None = None
         """Why whoever made this Refit, such as an engine's driver, ends what it does, wherever it waits."""
         self.look_also: Callable[[], None] = lambda: None
         """Raises what whoever made this Refit has found out, such as a death; called wherever this one waits."""
+        _check_sides(source, sink, transport=transport, rendezvous=rendezvous)
+        if transport is None:
+            transport = SlotStream()
+            if rendezvous is None:  # who closes a Refit of one process?
+                weakref.finalize(self, transport.close)
         self._source, self._transport = source, transport
         self._engine: Driver | None = None
         """Of an engine whose workers are sinks of their own; this process's source then is a party by itself."""
@@ -84,13 +89,12 @@ class Refit:
         """Refits that have begun here: where this is the leader, it chooses what of the next one is sampled."""
         self._closed, self._busy = False, threading.Lock()
         self._digests: dict[tuple[int, int], tuple[int, str | None]] = {}
-        _check_sides(source, sink, transport=transport, rendezvous=rendezvous)
         if isinstance(sink, EngineSink):
-            self._engine = sink.drive(source, transport=transport, rendezvous=rendezvous, config=self._config)
+            self._engine = Driver(sink, source, transport=transport, rendezvous=rendezvous, config=self._config)
             weakref.finalize(self, self._engine.let_go).atexit = False
             return
         self._control = None if rendezvous is None else Control(rendezvous)
-        self._party = Party(source, sink, transport=transport or InProcess(), control=self._control)
+        self._party = Party(source, sink, transport=transport, control=self._control)
 
     @property
     def plan(self) -> RefitPlan:
@@ -113,8 +117,7 @@ class Refit:
 
     def explain(self) -> str:
         """The plan as text, with the buckets of this refit."""
-        bounded = getattr(self._transport, "bounded", False)
-        return self.plan.explain(bucket_bytes=self._config.bucket_bytes if bounded else None)
+        return self.plan.explain(bucket_bytes=self._config.bucket_bytes if self._transport.bounded else None)
 
     def __call__(self, version: int) -> RefitReport:
         """Bring the source's present weights into the sink as `version`, the number of optimizer steps they have seen.
@@ -233,12 +236,7 @@ class Refit:
     def _await_begin(self, control: Control, watch: Watch) -> None:
         try:
             control.meet(watch)
-            watch.at(peer=control.rendezvous.leader)
-            nap_s = 2e-4
-            while not control.next_has_begun():
-                watch.check()
-                time.sleep(nap_s)
-                nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
+            control.await_next(watch, longest_nap_s=LONGEST_NAP_S)
         except DeadlineError as late:
             raise DeadlineError(
                 f"no refit began within timeout_s={watch.deadline_s:g}; the sink is as it was, without {late.peer}",
@@ -366,6 +364,66 @@ class RefitReport:
         )
 
 
+# -- For a training loop, which gives the version alone ---------------------------------------------------------------
+
+
+class CountedWeightSync(Protocol):
+    """Transfers new weights into an engine and counts what it did: a `CountedRefit`, or one over several processes."""
+
+    count: int
+    """Verified and committed refits."""
+
+    @property
+    def last(self) -> RefitReport | ReplicasReport | None:
+        """The report of the latest one; of several replicas, what it did to all of them."""
+
+    def __call__(self, *, version: int) -> RefitReport | ReplicasReport:
+        """Transfer, verify and commit."""
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes and seconds of the latest refit, for the log."""
+
+    def explain(self) -> str:
+        """What each refit transfers."""
+
+
+class CountedRefit:
+    """A refit that a loop calls after its optimizer steps.
+
+    Args:
+        refit: What moves the weights.
+        refresh: Called before each refit; brings the source's memory up to date where it is not the trainer's own, such
+            as merged adapters.
+    """
+
+    def __init__(self, refit: Refit, *, refresh: Callable[[], object] | None = None) -> None:
+        self._refit, self._refresh = refit, refresh
+        self.count = 0
+        """Refits that were committed; a run that resumes sets it."""
+        self.last: RefitReport | None = None
+        """The report of the latest of them."""
+
+    def __call__(self, *, version: int) -> RefitReport:
+        """Transfer, verify and commit the weights as of `version` optimizer steps.
+
+        Raises:
+            RefitError: As of `Refit`; nothing is counted then.
+        """
+        if self._refresh is not None:
+            self._refresh()
+        self.last = self._refit(version)
+        self.count += 1
+        return self.last
+
+    def metrics(self) -> dict[str, float]:
+        """`RefitReport.metrics` of the latest refit; empty before the first."""
+        return {} if self.last is None else self.last.metrics()
+
+    def explain(self) -> str:
+        """What each refit will move."""
+        return self._refit.explain()
+
+
 def require_version(version: object) -> None:
     """Pass if `version` is an int ≥ 0."""
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
@@ -394,9 +452,11 @@ def _check_sides(
             raise TypeError(f"{name} is the class {given.__name__}; write {given.__name__}(…)")
         if given is None or isinstance(given, EngineSink):
             continue
-        if missing := _missing(given, kind):
+        # Not `isinstance`: from Python 3.12 on it does not see what a wrapper hands on by `__getattr__`.
+        wanted = [each for each in (*kind.__annotations__, *vars(kind)) if not each.startswith("_")]
+        if missing := [each for each in wanted if not hasattr(given, each)]:
             # Of what has none of them, such as a module, the list would say less than its class.
-            named = f" ({', '.join(missing)})" if len(missing) < len(_wanted(kind)) else ""
+            named = f" ({', '.join(missing)})" if len(missing) < len(wanted) else ""
             raise TypeError(
                 f"{name} is a {type(given).__name__}, which has not the methods of {kind.__name__}{named}; a module "
                 f"goes into ModuleSource or ModuleSink, a mapping of tensors into StateDictSource"
@@ -404,7 +464,7 @@ def _check_sides(
     if rendezvous is not None and not isinstance(rendezvous, Rendezvous):
         raise TypeError(f"rendezvous is a {type(rendezvous).__name__}; write Rendezvous(address, num_sources=…, …)")
     if isinstance(sink, EngineSink):
-        if not isinstance(transport, SlotStream):
+        if transport is not None and not isinstance(transport, SlotStream):
             raise TypeError(f"the workers of an engine take a SlotStream; got {type(transport).__name__}")
         if rendezvous is None and source is None:
             raise ValueError("an engine needs a source of this process, or a rendezvous with one of another")
@@ -420,17 +480,3 @@ def _check_sides(
     for side, given, rank in (("source", source, rendezvous.source_rank), ("sink", sink, rendezvous.sink_rank)):
         if (given is None) != (rank is None):
             raise ValueError(f"the rendezvous says {side}_rank={rank}, and the {side} given is {given!r}")
-
-
-def _missing(given: object, kind: type) -> list[str]:
-    """Return the names that a side lacks.
-
-    `isinstance` would not do: from Python 3.12 on it does not see what an object hands on by `__getattr__`, as one
-    wrapped around a source or sink does.
-    """
-    return [name for name in _wanted(kind) if not hasattr(given, name)]
-
-
-def _wanted(kind: type) -> list[str]:
-    """Return the methods and attributes that a protocol declares."""
-    return [name for name in (*kind.__annotations__, *vars(kind)) if not name.startswith("_")]

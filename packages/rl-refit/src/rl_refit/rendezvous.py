@@ -13,13 +13,13 @@ import socket
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any, final
 from urllib.parse import urlsplit
 
 from rl_refit.errors import PeerError, RefitError
 from rl_refit.stores import BoundedStore, FileStore, Line, PrefixStore, Store, TCPStore, clone, in_thread
 
-__all__ = ["Rendezvous", "host_store"]
+__all__ = ["Rendezvous"]
 
 
 @final
@@ -29,7 +29,8 @@ class Rendezvous:
     Args:
         address: "tcp://127.0.0.1:29555", a free port of an address that all parties reach; "file:///private/dir/store",
             a file that does not exist yet, on one host; or a store. Whoever reaches it can make an engine take other
-            weights: keep it on loopback, in a private directory, or on a network of your own.
+            weights: keep it on loopback, in a private directory, or on a network of your own. Port 0 is a free one, for
+            the process that hosts; `address` says which, once it is connected.
         num_sources: Ranks of the source.
         num_sinks: Ranks of the sink.
         source_rank: This process's rank of the source; None where it has none.
@@ -64,7 +65,8 @@ class Rendezvous:
             raise ValueError("a party has a source_rank, a sink_rank, or both; got neither")
         if not liveness_s > 0 or not timeout_s > 0:
             raise ValueError(f"liveness_s and timeout_s must be positive; got {liveness_s} and {timeout_s}")
-        self.address = address if isinstance(address, str) else type(address).__name__
+        self.address = address if isinstance(address, str) else _address_of(address)
+        """As a URL; of a store that has none, its class."""
         self.num_sources, self.num_sinks = num_sources, num_sinks
         self.source_rank, self.sink_rank = source_rank, sink_rank
         self.liveness_s = liveness_s
@@ -121,13 +123,17 @@ class Rendezvous:
                 ) from error
         return self._store
 
-    def bounded(self, prefix: str) -> BoundedStore:
+    def bounded(self, prefix: str, *, store: Store | None = None) -> BoundedStore:
         """The store under keys of its own, with a thread that asks it: a call ends within `liveness_s`, or is lost.
+
+        Args:
+            prefix: Of these keys.
+            store: A connection of its own, for a thread beside the one that uses `connect`'s.
 
         Raises:
             RefitError: As `connect`.
         """
-        return BoundedStore(PrefixStore(prefix, self.connect()), Line(self.liveness_s, self.lost))
+        return BoundedStore(PrefixStore(prefix, store or self.connect()), Line(self.liveness_s, self.lost))
 
     def clone(self) -> Store:
         """The store with a connection of its own, for another thread; its calls are not bounded.
@@ -173,9 +179,11 @@ class Rendezvous:
         if not self.hosts:
             return self._join(parts.hostname, parts.port, timeout)
         listener = _listen(parts.hostname, parts.port)  # torch's own would listen on every interface
+        port = listener.getsockname()[1]
+        self.address = f"tcp://{parts.netloc.rpartition(':')[0]}:{port}"
         return TCPStore(
             parts.hostname,
-            parts.port,
+            port,
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
@@ -183,11 +191,11 @@ class Rendezvous:
         )
 
 
-def host_store() -> Store:
-    """A store on a free port of loopback, which this process hosts."""
-    listener = _listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+def _address_of(store: Any) -> str:
+    """How other processes reach a store of this one."""
+    if isinstance(store, TCPStore):
+        return f"tcp://{store.host}:{store.port}"
+    return f"file://{store.path}" if hasattr(store, "path") else type(store).__name__
 
 
 def _check_address(address: str) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import random
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, final
 from urllib.parse import urlsplit
 
@@ -35,9 +33,9 @@ TRAINER_NAME = "rl-refit replicas"
 """Of the replicas of a trainer, where its address serves no others."""
 
 _DEFAULTS = RefitConfig()
-_OPEN, _GIVEN, _WITHDRAWN_REQUEST = "open", "given", "withdrawn"
-"""What became of a newcomer's request to a peer: one of the two decides, by compare-and-set in the newcomer's store."""
-_WITHDRAWN = "{}"
+_OPEN, _GIVEN, _WITHDRAWN = "open", "given", "withdrawn"
+"""What became of a newcomer's request to a peer: giver or newcomer decides, by compare-and-set."""
+_GIVEN_UP: dict[str, Any] = {}
 """Instead of an invitation that rank 0 has given up."""
 
 
@@ -53,16 +51,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """To a peer, for its weights."""
-
-    key: str
-    """Of the answer, in the store of the replica that asks."""
-    invitation: str
-    """How this replica takes part, when the peer gives."""
-    until: float
-    """Of the monotonic clock: then another is asked."""
+def _patient(liveness_s: float) -> Callable[..., Rendezvous]:
+    return functools.partial(Rendezvous, timeout_s=liveness_s, liveness_s=liveness_s)
 
 
 @final
@@ -123,28 +113,22 @@ class Replica:
             raise ValueError(f"address={address!r}: all ranks of a replica give the same port, and not 0")
         self.name = name
         self._sink, self._transport, self._liveness_s = sink, transport, liveness_s
-        self._in_turn = in_turn
+        self._in_turn, self._rendezvous = in_turn, _patient(liveness_s)
         self._rank, self._address = rank, address
         self._num_ranks = sink.num_ranks if isinstance(sink, EngineSink) else num_ranks
         self._meeting: Rendezvous | None = None
         self._store: BoundedStore | None = None
         """Of this replica, hosted by its rank 0."""
-        self._taken = ""
+        self._taken = _GIVEN_UP
         """The last invitation that this rank has taken."""
         self._refit: Refit | None = None
         self._session = ""
         self._closed, self._busy = False, threading.Lock()
-        self._from_peers = from_peers
-        self._request: _Request | None = None
-        """To a peer, which has not answered yet."""
-        self._looked = 0.0
-        """When it was last looked whether a peer could be asked."""
-        self._requested: set[tuple[int, str]] = set()
-        """Versions and peers that were asked before."""
-        self._requests_read = 0
-        self._pending: str | None = None
-        """An invitation of the trainer that came while a peer gave."""
-        self._trainer = _Trainer(trainer, trainer_name, liveness_s) if rank == 0 else None
+        self._trainer = None
+        if rank == 0:
+            self._trainer = _Trainer(
+                trainer, trainer_name, sink=sink, place=self._place, liveness_s=liveness_s, from_peers=from_peers
+            )
 
     def receive(self, *, timeout_s: float | None = None) -> RefitReport:
         """Wait for the trainer to refit this replica, and take part. Joins the trainer that is there.
@@ -192,15 +176,14 @@ class Replica:
 
     @property
     def _absence(self) -> str:
-        """Why there is no trainer; empty where there is one."""
-        return "" if self._trainer is None or self._trainer.is_known else self._trainer.absence
+        return "" if self._trainer is None else self._trainer.absence
 
     def _await_invitation(self, timeout_s: float | None) -> dict[str, Any] | None:
         """What this rank is to take part in; None where nobody has said so within `timeout_s`."""
         self._require_open()
-        self._connect()
+        store = self._connect()
         began, nap_s = time.monotonic(), 2e-4
-        while (text := self._look()) is None:
+        while (invitation := self._look(store)) is None:
             self._require_open()
             waited = time.monotonic() - began
             if timeout_s is None and self._absence and waited >= self._liveness_s:
@@ -209,74 +192,47 @@ class Replica:
                 return None
             time.sleep(nap_s)
             nap_s = min(1.1 * nap_s, LONGEST_NAP_S)
-        invitation: dict[str, Any] = json.loads(text)
         return invitation
 
     def _require_open(self) -> None:
         if self._closed:
             raise RefitError("this Replica is closed; make a new one")
 
-    def _connect(self) -> None:
-        if self._store is not None:
-            return
-        meeting = Rendezvous(
-            self._address,
-            num_sources=1,
-            num_sinks=self._num_ranks,
-            sink_rank=self._rank,
-            timeout_s=self._liveness_s,
-            liveness_s=self._liveness_s,
-        )
-        meeting.host = f"rank 0 of replica {self.name}"
-        host, port = host_and_port(self._address)
-        if port == 0:
-            store: Any = meeting.connect()
-            self._address = meeting.address = f"tcp://{host}:{store.port}"
-        self._meeting, self._store = meeting, meeting.bounded("replica")
+    def _connect(self) -> BoundedStore:
+        if self._store is None:
+            self._meeting = self._rendezvous(
+                self._address, num_sources=1, num_sinks=self._num_ranks, sink_rank=self._rank
+            )
+            self._meeting.host = f"rank 0 of replica {self.name}"
+            self._store = self._meeting.bounded("replica")
+            self._address = self._meeting.address
+        return self._store
 
-    def _look(self) -> str | None:
-        """What this rank is to take part in and has not yet, as JSON; rank 0 finds it, and hands it to the others."""
-        assert self._store is not None
+    def _place(self) -> dict[str, Any]:
+        """What others are told of this replica."""
+        return {"name": self.name, "address": self._address, "num_ranks": self._num_ranks}
+
+    def _look(self, store: BoundedStore) -> dict[str, Any] | None:
+        """What this rank is to take part in and has not yet; rank 0 finds it, and hands it to the others."""
         if self._trainer is None:
-            said = self._store.get("invitation").decode() if self._store.check(["invitation"]) else _WITHDRAWN
-            invitation = None if said in (_WITHDRAWN, self._taken) else said
-        else:
-            invitation = self._pending or self._trainer.look(self._entry)
-            given = self._answer_of_peer(withdraw=invitation is not None)
-            self._pending = invitation if given is not None else None
-            invitation = given or invitation or self._request_to_give()
-            if invitation is not None:
-                self._store.set("invitation", invitation)
-        if invitation is not None:
-            self._taken = invitation
-        return invitation
-
-    def _entry(self) -> dict[str, Any]:
-        """What the trainer is told of this replica."""
-        version: int | None = getattr(self._sink, "version", None)
-        try:
-            self._sink.check()
-        except RefitError:
-            version = None
-        return {
-            "name": self.name,
-            "address": self._address,
-            "num_ranks": self._num_ranks,
-            "version": version,
-            "gives": hasattr(self._sink, "weights"),
-        }
+            invitation = store.read("invitation")
+        elif (invitation := self._trainer.look()) is not None:
+            store.write("invitation", invitation)
+        if invitation in (None, _GIVEN_UP, self._taken):
+            return None
+        self._taken = invitation
+        return self._taken
 
     def _take_part(self, invitation: Mapping[str, Any]) -> RefitReport:
         if self._refit is None or self._session != invitation["session"]:
             self._close_refit()
             assert self._meeting is not None
-            rendezvous = Rendezvous(
+            rendezvous = self._rendezvous(
                 self._meeting.clone(),
                 num_sources=invitation["num_sources"],
                 num_sinks=self._num_ranks,
                 sink_rank=self._rank,
                 hosts=self._rank == 0,
-                liveness_s=self._liveness_s,
                 name=invitation["session"],
             )
             self._session = invitation["session"]
@@ -290,7 +246,7 @@ class Replica:
         report = self._refit.receive(timeout_s=patience_s)
         if "peer" in invitation:
             self._close_refit()
-            if self._trainer is not None and self._pending is None:
+            if self._trainer is not None:
                 self._trainer.tell(report.version)
         return report
 
@@ -301,92 +257,18 @@ class Replica:
         if self._trainer is not None:
             if peer is None:
                 self._trainer.check(in_refit=True)
-        elif self._store is not None and self._store.get("invitation").decode() != self._taken:
+        elif self._store is not None and self._store.read("invitation") != self._taken:
             raise PeerError(f"rank 0 of replica {self.name} gave this refit up; its errors say why", peer="sink 0")
-
-    # -- From a living peer -------------------------------------------------------------------------------------------
-
-    def _answer_of_peer(self, *, withdraw: bool) -> str | None:
-        """At rank 0 of a newcomer: how to take part in what a peer gives, once it does; asks one, unless that is done.
-
-        Args:
-            withdraw: Whether the trainer has called, so that a peer that has not answered yet is not needed any more.
-        """
-        assert self._store is not None
-        assert self._trainer is not None
-        request = self._request
-        if request is None:
-            if not withdraw and self._from_peers:
-                self._ask_peer()
-            return None
-        answer = self._store.get(request.key).decode()
-        if answer == _OPEN and (withdraw or time.monotonic() > request.until):
-            answer = self._store.compare_set(request.key, _OPEN, _WITHDRAWN_REQUEST).decode()
-        if answer == _OPEN:
-            return None
-        self._request = None
-        return request.invitation if answer == _GIVEN else None
-
-    def _ask_peer(self) -> None:
-        """Ask a replica that has the committed version for it, each once."""
-        assert self._store is not None
-        assert self._trainer is not None
-        if time.monotonic() - self._looked < PATIENCE_S:
-            return
-        self._looked = time.monotonic()
-        holders = self._trainer.holders()
-        version = getattr(self._sink, "version", None)
-        if version is not None and version >= holders["version"]:
-            return
-        places = [each for each in holders["replicas"] if each["address"] != self._address]
-        places = [each for each in places if (holders["version"], each["address"]) not in self._requested]
-        if not places:
-            return
-        place = random.choice(places)
-        self._requested.add((holders["version"], place["address"]))
-        session = f"peer {uuid.uuid4().hex}"
-        invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
-        request = _Request(f"answer/{session}", json.dumps(invitation), time.monotonic() + self._liveness_s)
-        self._store.set(request.key, _OPEN)
-        asked = {"gives": holders["version"], "address": self._address, "num_sinks": self._num_ranks}
-        text = json.dumps({"session": session, **asked})
-        with contextlib.suppress(RefitError):  # it is gone: the next look asks another
-            peer = _reach(place["address"], "replica", liveness_s=self._liveness_s, who=f"replica {place['name']}")
-            if peer is not None:
-                _append(peer, "requests", text)
-                peer.close()
-                self._request = request
-
-    def _request_to_give(self) -> str | None:
-        """At rank 0 of a replica that has the weights: a newcomer's request, if it still stands."""
-        assert self._store is not None
-        while self._store.check([f"requests/{self._requests_read}"]):
-            request = json.loads(self._store.get(f"requests/{self._requests_read}"))
-            self._requests_read += 1
-            entry = self._entry()
-            if entry["version"] != request["gives"] or not entry["gives"]:  # others have it still
-                continue
-            with contextlib.suppress(RefitError):  # it is gone
-                newcomer = _reach(request["address"], "replica", liveness_s=self._liveness_s, who="the newcomer")
-                if newcomer is not None:
-                    key = f"answer/{request['session']}"
-                    answer = newcomer.compare_set(key, _OPEN, _GIVEN).decode()
-                    newcomer.close()
-                    if answer == _GIVEN:
-                        return json.dumps(request)
-        return None
 
     def _give(self, request: Mapping[str, Any]) -> None:
         """Be the source of a newcomer's refit; what goes wrong is raised there."""
         sink: Any = self._sink
-        rendezvous = Rendezvous(
+        rendezvous = self._rendezvous(
             request["address"],
             num_sources=self._num_ranks,
-            num_sinks=request["num_sinks"],
+            num_sinks=request["num_ranks"],
             source_rank=self._rank,
             hosts=False,
-            timeout_s=self._liveness_s,
-            liveness_s=self._liveness_s,
             name=request["session"],
         )
         refit = Refit(sink.weights(), transport=self._transport(), rendezvous=rendezvous, **asdict(self._config))
@@ -398,16 +280,15 @@ class Replica:
     def _give_up(self, error: BaseException | None) -> None:
         """Leave this refit, tell the other ranks, and join the trainer again, if that lives, with what is held now."""
         self._close_refit()
-        self._pending = self._request = None
         store, lost = self._store, isinstance(error, PeerError) and self._trainer is None
         with contextlib.suppress(RefitError):
             if self._trainer is not None:
                 if store is not None:
-                    store.set("invitation", _WITHDRAWN)
+                    store.write("invitation", _GIVEN_UP)
                 if self._closed:
                     self._trainer.leave()
                 else:
-                    self._trainer.join_again(self._entry())
+                    self._trainer.join_again()
         if store is not None and (self._closed or lost):
             store.close()
             self._store = None
@@ -421,32 +302,50 @@ class Replica:
 
 @final
 class _Trainer:
-    """The trainer as rank 0 of a replica sees it, through the store at its address."""
+    """The store at the trainer's address, as rank 0 of a replica uses it: to join, to be invited, and to find peers.
 
-    def __init__(self, address: str, name: str, liveness_s: float) -> None:
-        self._address, self._name, self._liveness_s = address, name, liveness_s
+    `place` says what others are told of this replica, beside the version that its `sink` has.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        sink: WeightSink | EngineSink,
+        place: Callable[[], dict[str, Any]],
+        liveness_s: float,
+        from_peers: bool,
+    ) -> None:
         host_and_port(address)
+        self._address, self._name, self._sink, self._place = address, name, sink, place
+        self._liveness_s, self._from_peers = liveness_s, from_peers
         self._identity = uuid.uuid4().hex
         self._store: BoundedStore | None = None
         self._peers: Peers | None = None
         self._heartbeat: Heartbeat | None = None
         self._number: int | None = None
         self._call = 0
-        self._looked = 0.0
+        self._looked = self._looked_for_peers = 0.0
         self._usurped: str | None = None
-        self.absence = f"no trainer is at {address}: it makes Replicas(…, address={address!r})"
-        """Why there is none."""
+        self._asked: tuple[str, dict[str, Any], float] | None = None
+        """Of a peer: the key of its answer, how to take part if it gives, and until when to wait for it."""
+        self._asked_before: set[tuple[int, str]] = set()
+        """Versions and peers."""
+        self._requests_read = 0
+        self._pending: dict[str, Any] | None = None
+        """An invitation of the trainer that came while a peer gave."""
 
     @property
-    def is_known(self) -> bool:
-        """Whether one is there."""
-        return self._peers is not None
+    def absence(self) -> str:
+        """Why there is no trainer; empty where there is one."""
+        address = self._address
+        return "" if self._peers else f"no trainer is at {address}: it makes Replicas(…, address={address!r})"
 
-    def look(self, entry: Callable[[], dict[str, Any]]) -> str | None:
-        """The trainer's latest invitation, if it is new. Joins, where there is a trainer and that is not done.
+    def look(self) -> dict[str, Any] | None:
+        """What this replica is to do next: take part in a refit of the trainer, or of a peer that gives, or give.
 
-        Args:
-            entry: What the trainer is told.
+        Joins, where there is a trainer and that is not done.
 
         Raises:
             PeerError: The trainer is dead, silent, has left, or is out of reach.
@@ -454,29 +353,30 @@ class _Trainer:
         """
         if self._usurped is not None:
             raise RefitError(self._usurped)
-        if self._peers is None and not self._reach():
+        if (self._store is None or self._peers is None) and not self._reach():
             return None
-        assert self._store is not None
         self.check()
+        store = self._store
+        assert store is not None
         if self._number is None:
-            self._join(self._store, entry())
-        if self._store.check([f"dropped/{self._number}"]):
-            dropped = json.loads(self._store.get(f"dropped/{self._number}"))
+            self._join(store)
+        if (dropped := store.read(f"dropped/{self._number}")) is not None:
             if dropped["taken"]:
                 self._usurped = (
                     f"the trainer at {self._address} has dropped this replica: {dropped['why']}; give every replica a "
                     f"name of its own"
                 )
                 raise RefitError(self._usurped)
-            self.join_again(entry())
-        if not self._store.check([f"invited/{self._number}"]):
+            self.join_again()
             return None
-        text = self._store.get(f"invited/{self._number}").decode()
-        call = json.loads(text)["call"]
-        if call <= self._call:
-            return None
-        self._call = call
-        return text
+        invitation = self._pending
+        if invitation is None:
+            said = store.read(f"invited/{self._number}")
+            if said is not None and said["call"] > self._call:
+                invitation, self._call = said, said["call"]
+        given = self._answer_of_peer(store, withdraw=invitation is not None)
+        self._pending = invitation if given is not None else None
+        return given or invitation or self._request_to_give(store)
 
     def check(self, *, in_refit: bool = False) -> None:
         """Pass while the trainer lives and, `in_refit`, goes on with it.
@@ -488,32 +388,28 @@ class _Trainer:
             return
         self._looked = time.monotonic()
         self._peers.check()
-        if in_refit and self._store is not None and self._store.check([f"dropped/{self._number}"]):
-            why = json.loads(self._store.get(f"dropped/{self._number}"))["why"]
-            raise PeerError(f"the trainer has gone on without this replica: {why}", peer="source 0")
-
-    def holders(self) -> dict[str, Any]:
-        """The version last committed, and which replicas can give it: those that the trainer names."""
-        if self._store is None or not self._store.check(["holders"]):
-            return {"version": -1, "replicas": []}
-        holders: dict[str, Any] = json.loads(self._store.get("holders"))
-        return holders
+        dropped = self._store.read(f"dropped/{self._number}") if in_refit and self._store is not None else None
+        if dropped is not None:
+            raise PeerError(f"the trainer has gone on without this replica: {dropped['why']}", peer="source 0")
 
     def tell(self, version: int) -> None:
         """Say which version a peer has given."""
-        if self._store is not None:
-            self._store.set(f"version/{self._number}", json.dumps(version))
+        if self._store is not None and self._pending is None:
+            self._store.write(f"version/{self._number}", version)
 
-    def join_again(self, entry: Mapping[str, Any]) -> None:
+    def join_again(self) -> None:
         """Under a new number, with a new session; or leave, if the trainer is gone, or has dropped this replica."""
         before, self._looked = self._heartbeat, 0.0
+        asked, self._asked, self._pending = self._asked, None, None
         try:
             self.check()
+            if asked is not None and self._store is not None:
+                self._store.compare_set(asked[0], _OPEN, _WITHDRAWN)
             if self._store is None or self._usurped is not None:
                 self.leave()
             elif self._number is not None:
                 try:
-                    self._join(self._store, entry)
+                    self._join(self._store)
                 finally:
                     if before is not None:
                         before.stop()
@@ -523,7 +419,7 @@ class _Trainer:
     def leave(self) -> None:
         """Take part no more, until the next look."""
         heartbeat, store = self._heartbeat, self._store
-        self._heartbeat = self._number = self._store = self._peers = None
+        self._heartbeat = self._number = self._store = self._peers = self._asked = self._pending = None
         if heartbeat is not None:
             heartbeat.stop()
         if store is not None:
@@ -535,41 +431,86 @@ class _Trainer:
             return False
         self._looked = time.monotonic()
         if self._store is None:
-            self._store = _reach(self._address, self._name, liveness_s=self._liveness_s, who="source 0")
-            if self._store is None:
+            if not listens(*host_and_port(self._address)):
                 return False
-        if not self._store.check(["party/source 0"]):  # another program's store, or another name
+            meeting = _patient(self._liveness_s)(self._address, num_sources=1, num_sinks=1, sink_rank=0, hosts=False)
+            meeting.host = "source 0"
+            self._store = meeting.bounded(self._name)
+        if (process := self._store.read("party/source 0")) is None:  # another program's store, or another name
             return False
-        (process,) = json.loads(self._store.get("party/source 0").decode().removeprefix("="))
-        self._call = 0
+        self._call = self._requests_read = 0
         self._peers = Peers(self._store, {"source 0": process}, listen_to=["source 0"], liveness_s=self._liveness_s)
         return True
 
-    def _join(self, store: BoundedStore, entry: Mapping[str, Any]) -> None:
+    def _join(self, store: BoundedStore) -> None:
         """Sign the log, at its end, once there are signs of life."""
         party = f"replica {uuid.uuid4().hex}"
         self._heartbeat = Heartbeat(store.clone(), (party,), liveness_s=self._liveness_s)
-        entry = {**entry, "party": party, "identity": self._identity, "process": this_process()}
-        self._number = _append(store, "log", json.dumps(entry))
+        entry = {"party": party, "identity": self._identity, "process": this_process(), **self._place()}
+        self._number = store.write_next("log", {**entry, "version": self._version(), "gives": self._gives})
 
-
-def _append(store: BoundedStore, log: str, text: str) -> int:
-    """Write `text`, unlike all others, at the end of a log that many write; its number."""
-    return next(n for n in itertools.count() if store.compare_set(f"{log}/{n}", "", text).decode() == text)
-
-
-def _reach(address: str, name: str, *, liveness_s: float, who: str) -> BoundedStore | None:
-    """The store that `who` hosts, under keys of its own; None where nobody listens."""
-    if not listens(*host_and_port(address)):
+    def _version(self) -> int | None:
+        """Of the weights that the engine has; None where they are of no use."""
+        with contextlib.suppress(RefitError):
+            self._sink.check()
+            version: int | None = getattr(self._sink, "version", None)
+            return version
         return None
-    meeting = Rendezvous(
-        address,
-        num_sources=1,
-        num_sinks=1,
-        sink_rank=0,
-        hosts=False,
-        timeout_s=liveness_s,
-        liveness_s=liveness_s,
-    )
-    meeting.host = who
-    return meeting.bounded(name)
+
+    @property
+    def _gives(self) -> bool:
+        return hasattr(self._sink, "weights")
+
+    # -- From a living peer -------------------------------------------------------------------------------------------
+
+    def _answer_of_peer(self, store: BoundedStore, *, withdraw: bool) -> dict[str, Any] | None:
+        """For a newcomer: how to take part in what a peer gives, once it does; asks one, unless that is done.
+
+        With `withdraw` the trainer has called, so that a peer that has not answered yet is not needed any more.
+        """
+        if self._asked is None:
+            if not withdraw and self._from_peers:
+                self._ask_peer(store)
+            return None
+        key, invitation, until = self._asked
+        answer = store.get(key).decode()
+        if answer == _OPEN and (withdraw or time.monotonic() > until):
+            answer = store.compare_set(key, _OPEN, _WITHDRAWN).decode()
+        if answer == _OPEN:
+            return None
+        self._asked = None
+        store.delete_key(key)
+        return invitation if answer == _GIVEN else None
+
+    def _ask_peer(self, store: BoundedStore) -> None:
+        """Ask a replica that has the committed version for it, each once."""
+        if time.monotonic() - self._looked_for_peers < PATIENCE_S:
+            return
+        self._looked_for_peers = time.monotonic()
+        holders, own = store.read("holders"), getattr(self._sink, "version", None)
+        if holders is None or (own is not None and own >= holders["version"]):
+            return
+        version = holders["version"]
+        places = [each for each in holders["replicas"] if each["identity"] != self._identity]
+        places = [each for each in places if (version, each["identity"]) not in self._asked_before]
+        if not places:
+            return
+        place = random.choice(places)
+        self._asked_before.add((version, place["identity"]))
+        session = f"peer {uuid.uuid4().hex}"
+        store.set(f"answer/{session}", _OPEN)
+        store.write_next(f"requests/{place['identity']}", {"session": session, "gives": version, **self._place()})
+        invitation = {"session": session, "num_sources": place["num_ranks"], "rewind": False, "peer": place}
+        self._asked = f"answer/{session}", invitation, time.monotonic() + self._liveness_s
+
+    def _request_to_give(self, store: BoundedStore) -> dict[str, Any] | None:
+        """For a replica that has the weights: a newcomer's request, if it still stands."""
+        while (request := store.read(f"requests/{self._identity}/{self._requests_read}")) is not None:
+            self._requests_read += 1
+            if self._version() != request["gives"] or not self._gives:  # others have it still
+                continue
+            if not listens(*host_and_port(request["address"])):  # the newcomer is gone
+                continue
+            if store.compare_set(f"answer/{request['session']}", _OPEN, _GIVEN).decode() == _GIVEN:
+                return dict(request)
+        return None

@@ -11,6 +11,8 @@ address at which they are refitted, and the version that they have; and there th
     dropped/3              why number 3 takes part in no more refits; it may join again, under its name
     holders                the version last committed, and which replicas can give it to newcomers
     version/3              what number 3 has been given by another replica since it joined
+    requests/<id>/0, …     newcomers that ask that replica for its weights, at addresses of theirs
+    answer/<session>       whether it gives them, or the newcomer has changed its mind
 
 Each refit of a replica is a `Refit` between the ranks of the trainer and those of the replica alone, in the store that
 the replica hosts, so that a replica that loses its trainer still learns what was decided. All replicas are refitted at
@@ -21,11 +23,10 @@ dropped and lives, or was started anew, joins again, and so there is one way int
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -144,11 +145,6 @@ class _Member:
     """Under which it shows signs of life."""
     peers: Peers
     """Looks after its rank 0."""
-
-    @property
-    def session(self) -> str:
-        """Name of the rendezvous of its refits, until it joins again."""
-        return f"{self.name} #{self.number}"
 
 
 @final
@@ -281,7 +277,7 @@ class Replicas:
         if self._closed:
             return
         self._closed = True
-        self._close_sessions(set())
+        self._close_sessions(self._sessions)
         self._control.close()
         # The store ends with the last that refers to it, and the next trainer of this process may take its address.
         self._members, self._failed = {}, {}
@@ -315,16 +311,32 @@ class Replicas:
             called: What all ranks must be called with.
         """
         with self._turn():
+            control, mine, began = self._control, self._meeting.mine[0], time.monotonic()
             # Whoever waits for source 0 has more patience than source 0 has for replicas that are to join.
             watch = self._watch((1 if self._meeting.leads else 2) * self._config.deadline_s)
             try:
-                report, failed = self._run_together(prepare, called, watch)
+                control.meet(watch)
+                message, refusal = None, None
+                if self._meeting.leads:
+                    try:
+                        message = prepare(watch)
+                    except RefitError as error:
+                        refusal = error
+                        message = {"refused": error_to_message(error, party="source 0", where="phase prepare")}
+                said = control.begin(message, watch)
+                if "refused" in said:
+                    self._end(COMMIT)
+                    raise refusal or error_from_message(said["refused"])  # noqa: TRY301
+                if any(said[key] != value for key, value in called.items()):
+                    theirs = {key: said[key] for key in called}
+                    raise RefitError(f"{mine} is called with {called}, and source 0 with {theirs}")  # noqa: TRY301
+                report, failed = self._refit(said, began)
             except BaseException as error:
                 with contextlib.suppress(RefitError):  # the trainer's own store is gone, or source 0
-                    if self._control.under_way:
-                        self._end(error_to_message(error, party=self._meeting.mine[0], where=watch.where()))
+                    if control.under_way:
+                        self._end(error_to_message(error, party=mine, where=watch.where()))
                     for each in self._invited:
-                        self._close_session(each["number"])
+                        self._close_sessions([each["number"]])
                         if self._meeting.leads:
                             self._drop(each["name"], each["number"], f"{type(error).__name__}: {error}", failed=True)
                 raise
@@ -335,27 +347,6 @@ class Replicas:
                 why.add_note(f"{summary}; {report.explain()}")
                 raise why
             return report
-
-    def _run_together(
-        self, prepare: Callable[[Watch], dict[str, Any]], called: dict[str, Any], watch: Watch
-    ) -> tuple[ReplicasReport, dict[str, BaseException]]:
-        control, began = self._control, time.monotonic()
-        control.meet(watch)
-        message, refusal = None, None
-        if self._meeting.leads:
-            try:
-                message = prepare(watch)
-            except RefitError as error:
-                refusal = error
-                message = {"refused": error_to_message(error, party="source 0", where="phase prepare")}
-        said = control.begin(message, watch)
-        if "refused" in said:
-            self._end(COMMIT)
-            raise refusal or error_from_message(said["refused"])
-        if any(said[key] != value for key, value in called.items()):
-            theirs = {key: said[key] for key in called}
-            raise RefitError(f"{self._meeting.mine[0]} is called with {called}, and source 0 with {theirs}")
-        return self._refit(said, began)
 
     def _end(self, decision: object) -> None:
         """Let the other ranks of the trainer go, or have them give up too."""
@@ -384,7 +375,7 @@ class Replicas:
                 f"version {version} is not newer than what replicas have: {have}; nothing was touched; a version is "
                 f"the number of optimizer steps that the weights have seen, never a count of calls; {what}"
             )
-        return self._invite(self._members.values(), version, died, rewind=rollback, ahead=ahead)
+        return self._invite(self._members.values(), version, died, rewind=rollback)
 
     def _catch_up(self, watch: Watch) -> dict[str, Any]:
         if self.version is None:
@@ -399,42 +390,35 @@ class Replicas:
         return self._invite(lacking, self.version, died, rewind=self._went_back, unchanged=True)
 
     def _invite(
-        self,
-        members: Any,
-        version: int,
-        died: Mapping[str, str],
-        *,
-        rewind: bool = False,
-        unchanged: bool = False,
-        ahead: Mapping[str, int | None] | None = None,
+        self, members: Collection[_Member], version: int, died: dict[str, str], *, rewind: bool, unchanged: bool = False
     ) -> dict[str, Any]:
-        invited = [
-            {"number": each.number, "name": each.name, "address": each.address, "num_ranks": each.num_ranks}
-            | {"session": f"{self._run_id} {each.session}"}
-            for each in members
-        ]
+        """What source 0 says: `members` are to have `version`."""
+        told = ("number", "name", "address", "num_ranks", "version")
         return {
             "version": version,
             "rewind": rewind,
             "unchanged": unchanged,
-            "ahead": dict(ahead or {}),
-            "invited": invited,
-            "died": dict(died),
+            "invited": [
+                {key: getattr(each, key) for key in told} | {"session": f"{self._run_id} {each.name} #{each.number}"}
+                for each in members
+            ],
+            "died": died,
             "others": {
-                name: [each.number, each.version] for name, each in self._members.items() if each not in [*members]
+                name: [each.number, each.version] for name, each in self._members.items() if each not in members
             },
         }
 
     def _refit(self, said: dict[str, Any], began: float) -> tuple[ReplicasReport, dict[str, BaseException]]:
         """This rank's part of a call, and what all ranks together say of it; and the errors, by name."""
         control, version, invited = self._control, said["version"], said["invited"]
-        self._close_sessions({each["number"] for each in invited} | {number for number, _ in said["others"].values()})
+        living = {each["number"] for each in invited} | {number for number, _ in said["others"].values()}
+        self._close_sessions(self._sessions.keys() - living)
         watch = self._watch()
         if not said["unchanged"]:
             self._source.digests.clear()
             self._sent, self._went_back = version, self._went_back or said["rewind"]
         elif invited:
-            changed = control.gather("changed", {self._meeting.mine[0]: self._source.changed(watch)}, watch)
+            changed = control.gather("changed", self._source.changed(watch), watch)
             names = sorted({name for each in (changed or {}).values() for name in each})
             if names := control.announce("changed", names, watch):
                 self._end(COMMIT)
@@ -447,7 +431,10 @@ class Replicas:
         if self._meeting.leads:
             if said["rewind"]:  # or one that has gone back would take the newer version from one that has not yet
                 self._name_holders(version, [])
-            self._call_out(said)
+            common = {"call": control.refit, "num_sources": self._meeting.num_sources}
+            common |= {"version": version, "rewind": said["rewind"]}
+            for each in invited:
+                control.store.write(f"invited/{each['number']}", {**common, "session": each["session"]})
         self._calls += 1
         results = self._refit_at_once(invited, version)
 
@@ -458,7 +445,7 @@ class Replicas:
             if isinstance(error, BaseException)
         }
         watch = self._watch(4 * self._config.deadline_s)  # other ranks may be in other phases
-        reported = control.gather("ended", {self._meeting.mine[0]: errors}, watch)
+        reported = control.gather("ended", errors, watch)
         merged: dict[str, Any] = {}
         for each in (reported or {}).values():
             merged = {**each, **merged}  # what source 0 says comes first
@@ -474,12 +461,12 @@ class Replicas:
                 self.version = version
                 if name in self._members:
                     self._members[name].version = version
-                    self._store().delete_key(f"version/{number}")  # older, if there is one
+                    self._control.store.delete_key(f"version/{number}")  # older, if there is one
                 continue
             failures[name] = f"{message['kind']}: {message['text']}"
             own = results.get(number)
             failed[name] = own if isinstance(own, BaseException) else error_from_message(message)
-            self._close_session(number)
+            self._close_sessions([number])
             if self._meeting.leads:
                 self._drop(name, number, failures[name], failed=True)
         if self._meeting.leads and committed:
@@ -492,7 +479,11 @@ class Replicas:
                 version=version,
                 versions=dict(sorted(versions.items())),
                 failures=failures,
-                rewound={name: its for name, its in said["ahead"].items() if name not in failures},
+                rewound={
+                    each["name"]: each["version"]
+                    for each in committed
+                    if each["version"] is not None and each["version"] >= version
+                },
                 refits={each["name"]: cast("RefitReport", results[each["number"]]) for each in committed},
                 total_seconds=time.monotonic() - began,
             ),
@@ -523,16 +514,15 @@ class Replicas:
 
     def _look_for_members(self) -> dict[str, str]:
         """At source 0: read who has joined, and see who left or died; why, for those that died."""
-        store = self._store()
-        while store.check([f"log/{self._log_read}"]):
-            entry = json.loads(store.get(f"log/{self._log_read}"))
+        store = self._control.store
+        while (entry := store.read(f"log/{self._log_read}")) is not None:
             self._add_member(store, self._log_read, entry)
             self._log_read += 1
         died: dict[str, str] = {}
         for name, member in tuple(self._members.items()):
-            if store.check([given := f"version/{member.number}"]):
-                member.version = json.loads(store.get(given))
-                store.delete_key(given)
+            if (given := store.read(f"version/{member.number}")) is not None:
+                member.version = given
+                store.delete_key(f"version/{member.number}")
             if (gone := self._gone(member)) is not None:
                 self._drop(name, member.number, gone)
                 if gone != LEFT:
@@ -546,7 +536,7 @@ class Replicas:
 
     def _gone(self, member: _Member) -> str | None:
         """Why a replica is not there any more; None if it is."""
-        if self._store().get(f"alive/{member.party}").decode() == LEFT:
+        if self._control.store.get(f"alive/{member.party}").decode() == LEFT:
             return LEFT
         try:
             member.peers.check()
@@ -560,14 +550,8 @@ class Replicas:
             taken = before.identity != entry["identity"]
             why = f"process {entry['process']['pid']} on {entry['process']['host'].split()[0]} has taken its name"
             self._drop(entry["name"], before.number, why if taken else "it joined again", taken=taken)
-        party = entry["party"]
-        peers = Peers(
-            store,
-            {party: entry["process"]},
-            listen_to=[party],
-            liveness_s=self._meeting.liveness_s,
-            names={party: f"replica {entry['name']}"},
-        )
+        party, process = entry["party"], {**entry["process"], "name": f"replica {entry['name']}"}
+        peers = Peers(store, {party: process}, listen_to=[party], liveness_s=self._meeting.liveness_s)
         self._members[entry["name"]] = _Member(number=number, peers=peers, **entry)
 
     def _drop(self, name: str, number: int, why: str, *, taken: bool = False, failed: bool = False) -> None:
@@ -576,24 +560,13 @@ class Replicas:
             del self._members[name]
             if failed:
                 self._failed[name] = member, why
-        self._store().set(f"dropped/{number}", json.dumps({"why": why, "taken": taken}))
-
-    def _call_out(self, said: dict[str, Any]) -> None:
-        """Tell each invited replica, where it looks."""
-        common = {"call": self._control.refit, "num_sources": self._meeting.num_sources}
-        common |= {"version": said["version"], "rewind": said["rewind"]}
-        for each in said["invited"]:
-            self._store().set(f"invited/{each['number']}", json.dumps({**common, "session": each["session"]}))
+        self._control.store.write(f"dropped/{number}", {"why": why, "taken": taken})
 
     def _name_holders(self, version: int, holders: Sequence[_Member]) -> None:
         """Tell newcomers who can give them which version."""
-        wanted = ("name", "address", "num_ranks", "process")
+        wanted = ("name", "identity", "num_ranks", "process")
         places = [{key: getattr(each, key) for key in wanted} for each in holders]
-        self._store().set("holders", json.dumps({"version": version, "replicas": places}))
-
-    def _store(self) -> BoundedStore:
-        assert self._control.store is not None
-        return self._control.store
+        self._control.store.write("holders", {"version": version, "replicas": places})
 
     # -- The refits ---------------------------------------------------------------------------------------------------
 
@@ -642,7 +615,7 @@ class Replicas:
                 each.result() if failure is None else dead.get(number) or _death_of(members.get(number)) or failure
             )
         if interruption is not None:
-            self._close_sessions(set())
+            self._close_sessions(self._sessions)
             if any(isinstance(result, RefitReport) for result in results.values()):
                 self.version = version
             raise interruption
@@ -668,14 +641,10 @@ class Replicas:
             )
         return self._sessions[number]
 
-    def _close_session(self, number: int) -> None:
-        if (refit := self._sessions.pop(number, None)) is not None:
+    def _close_sessions(self, numbers: Iterable[int]) -> None:
+        for refit in [self._sessions.pop(number) for number in [*numbers] if number in self._sessions]:
             with contextlib.suppress(RefitError):  # its store is gone with it
                 refit.close()
-
-    def _close_sessions(self, living: set[int]) -> None:
-        for number in self._sessions.keys() - living:
-            self._close_session(number)
 
 
 def _death_of(member: _Member | None) -> PeerError | None:

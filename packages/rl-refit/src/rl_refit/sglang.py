@@ -1,9 +1,5 @@
 """A server of SGLang as the sink of weights: `pip install rl-refit[files]`.
 
-    sink = SglangSink("http://127.0.0.1:30000", like="Qwen3-8B", folder="/shared/weights")
-    refit = Refit(ModuleSource(policy, rename=..., exclude=...), sink)
-    refit(version=step)
-
 The new weights are staged in this process's memory and verified; before the parties decide, they are written as a
 checkpoint folder that this process and the server both see, and read back. The commit pauses the server, has it load
 that folder (`POST /update_weights_from_disk`, with the version as its `weight_version`), asks it which version it has,
@@ -106,8 +102,6 @@ class SglangSink(StagedSink):
 
     def _prepare_to_hand_over(self, version: int) -> None:
         """Write the staged weights as a checkpoint folder, and read it back, if the server answers."""
-        if self._written is not None:
-            return
         self._label()
         target = self._folder / f"version-{version}"
         while target in self._told:  # a version that is repeated
@@ -124,12 +118,6 @@ class SglangSink(StagedSink):
         written = self._written
         assert written is not None
         self._told.append(written)
-        self._load(written, version)
-        for folder in self._told[:-1]:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._told, self._written = [written], None
-
-    def _load(self, written: Path, version: int) -> None:
         load = {"model_path": str(written), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         self._server.ask("POST", "/pause_generation", {"mode": self._requests}, timeout_s=self._timeout_s)
         try:
@@ -144,6 +132,9 @@ class SglangSink(StagedSink):
                 f"updates it too, or it is older than SGLang's `weight_version`",
                 phase="commit",
             )
+        for folder in self._told[:-1]:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._told, self._written = [written], None
 
     def _label(self) -> str:
         label: str = str(self._server.ask("GET", "/model_info", None, timeout_s=ASK_S).get("weight_version"))

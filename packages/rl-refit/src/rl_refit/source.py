@@ -22,7 +22,7 @@ from rl_refit.module_tensors import Binding, Bindings, ModuleReader, Rename, as_
 __all__ = ["ModuleSource", "StateDictSource"]
 
 
-class ModuleSource:
+class ModuleSource(ModuleReader):
     """Every parameter and every buffer of `module`, persistent or not. A `WeightSource`.
 
     Tensors that are the same memory are ties, and are sent once. Modules under FSDP2 are resharded first, so that what
@@ -48,18 +48,13 @@ class ModuleSource:
         exclude: Iterable[str] = (),
         cast: Mapping[str, torch.dtype] | torch.dtype | None = None,
     ) -> None:
-        self._reader = ModuleReader(module, rename=rename, bindings=bindings, exclude=as_patterns(exclude))
+        super().__init__(module, rename=rename, bindings=bindings, exclude=as_patterns(exclude))
         self._cast = cast if isinstance(cast, torch.dtype) else dict(cast or {})
         self._buffers = {rename(name) if rename else name for name, _ in module.named_buffers(remove_duplicate=False)}
         self._read: Manifest | None = None
         self._sent: Manifest | None = None
         self.tensors_stay = not self._cast
         """Whether what `shards` yields is the module's own memory; converted copies are not."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module is."""
-        return self._reader.device
 
     def manifest(self) -> Manifest:
         """What the module holds now.
@@ -68,7 +63,7 @@ class ModuleSource:
             RefitError: Two tensors get the same name, one is on the meta device, a DTensor has a placement that
                 `Layout.from_placements` refuses, or a pattern of `exclude` or `cast` fits no name.
         """
-        return self._as_sent(self._reader.read().manifest)
+        return self._as_sent(super().manifest())
 
     def _as_sent(self, read: Manifest) -> Manifest:
         if self._sent is None or read is not self._read:
@@ -81,7 +76,7 @@ class ModuleSource:
         Raises:
             KeyError: The module has no tensor of that name.
         """
-        read = self._reader.read()
+        read = self.read()
         metas = self._as_sent(read.manifest).by_name
         for name in names:
             dtype = metas[name].torch_dtype

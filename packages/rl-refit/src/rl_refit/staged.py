@@ -1,13 +1,14 @@
-"""A sink that stages its boxes in this process, and hands them over to an engine when the parties have decided.
+"""What sinks have in common: a version that only grows, poison, and weights that are staged until the parties decide.
 
-The sinks of a worker of vLLM, of a LoRA adapter, of a server of SGLang and of vLLM's weight transfer are of this kind.
+A `ModuleSink`, a worker of vLLM, a LoRA adapter, a server of SGLang, a rank of checkpoint-engine and vLLM's weight
+transfer are `StagedSink`s. They differ in where new weights are kept, and in how the engine gets them.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,113 +16,212 @@ import torch
 from torch import Tensor
 
 from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_regions
+from rl_refit.digest import Digest, digest_views
 from rl_refit.errors import PoisonedError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
 from rl_refit.module_tensors import Holding
-from rl_refit.sink import VersionedSink, places_of, read_box
 
-__all__ = ["StagedSink", "empty_like"]
+__all__ = ["StagedSink", "VersionedSink", "assemble", "digest_held", "empty_like", "overwrite", "places_of"]
+
+
+class VersionedSink:
+    """The version that a sink has committed, and whether it is poisoned."""
+
+    _poisoned_so = ", so the weights may be part old and part new; refit successfully before using them"
+    """What follows from the reason."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        """The version last committed; None before the first. Says nothing about a poisoned sink."""
+        self._poison: str | None = None
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether the weights may be torn: a commit failed and none has succeeded since."""
+        return self._poison is not None
+
+    @property
+    def poison_reason(self) -> str | None:
+        """Why it is poisoned; None where it is not."""
+        return self._poison
+
+    def check(self) -> None:
+        """Pass if the weights are whole: what an engine calls before it generates.
+
+        Raises:
+            PoisonedError: They may be torn.
+        """
+        if self._poison is not None:
+            raise PoisonedError(f"{self._poison}{self._poisoned_so}", phase="commit")
 
 
 class StagedSink(VersionedSink, ABC):
     """A `WeightSink` of one rank.
 
+    A version is a number of optimizer steps, so it only grows; but one that turns out to be of no use, here or at
+    another rank of the sink, may be committed once more.
+
     Args:
         tensors: Where new weights are staged, by the names that every refit must bring.
-        engine: What `check` calls the engine: "refit successfully before using …".
+        engine: What `check` calls an engine that is known to be whole, though perhaps wrong: "refit successfully before
+            using …".
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, engine: str) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, engine: str | None = None) -> None:
         super().__init__()
-        self._fresh, self._engine_name = dict(tensors), engine
+        if engine is not None:
+            self._poisoned_so = f"; refit successfully before using {engine}"
+        self._fresh = dict(tensors)
         self._manifest = Manifest.of_whole((name, each.dtype, each.shape) for name, each in self._fresh.items())
         self._bank: dict[str, list[Holding]] = {
             name: [(Region.whole(name, tensor.shape), tensor)] for name, tensor in self._fresh.items()
         }
         self._missing: dict[str, int] | None = None
         """Elements still to be staged in the open transaction."""
+        self._seen: set[Region] = set()
+        """What was staged in it."""
+        self._is_prepared = False
+        """Whether the engine is prepared for it."""
+        self._lost: str | None = None
+        """What a failed commit has left that no other can repair; None where it can."""
+        self._floor: int | None = None
+        """What the next version must be newer than; None before the first."""
+        self._floor_before: int | None = None
+        """The same before the last commit."""
+
+    # -- What a kind of sink does in its own way ----------------------------------------------------------------------
+
+    def _begin(self, manifest: Manifest) -> dict[str, int]:
+        """A transaction opens with a source that has `manifest`: how many elements are needed of each tensor."""
+        return {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
+
+    def _needed_boxes(self, name: str) -> Sequence[Holding]:
+        """The boxes of a tensor that this rank needs, in memory of their dtype; none where it needs nothing of it."""
+        return self._bank.get(name, ())
+
+    def _take(self, region: Region, tensor: Tensor, *, stays: bool) -> None:
+        """Keep the new values of `region`, until the transaction ends."""
+        with torch.no_grad():
+            overwrite(self._bank[region.name], region, tensor)
+
+    def _staged(self, name: str) -> Sequence[Holding]:
+        """Where the new values of a tensor are."""
+        return self._bank[name]
 
     def _prepare_to_hand_over(self, version: int) -> None:
-        """All is staged and verified, and nothing decided yet: what may fail here fails nobody's weights."""
+        """Once, when all is staged and verified and nothing is decided: what fails here fails nobody's weights."""
 
     @abstractmethod
     def _hand_over(self, version: int) -> None:
         """Give the engine what is staged. Where it raises, the sink is poisoned."""
 
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+    def _all_boxes(self) -> Iterable[Region]:
+        """Those that this rank holds of all tensors that travel."""
+        return (box for held in self._bank.values() for box, _ in held)
+
+    def _digest_engine(self, regions: Sequence[Region]) -> Digest:
         """Of what the engine holds, without what cannot be read back: all of it, unless a sink knows better."""
-        return digest_regions(regions, lambda _: None)
+        return Digest({})
+
+    def _end(self) -> None:
+        """The transaction is over."""
+        self._missing, self._seen, self._is_prepared = None, set(), False
+
+    # -- What all do alike --------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
         """Where tensors are staged."""
         return next((tensor.device for held in self._bank.values() for _, tensor in held), torch.device("cpu"))
 
-    def check(self) -> None:
-        """Pass if no commit has failed since one succeeded.
+    def poison(self, reason: str) -> None:
+        """Refuse to be used until a refit succeeds; see `WeightSink`, as for all below."""
+        self._poison = reason
+        self.version = self._floor = self._floor_before
 
-        Raises:
-            PoisonedError: One has.
-        """
-        if self._poison is not None:
-            raise PoisonedError(f"{self._poison}; refit successfully before using {self._engine_name}", phase="commit")
+    def repeat(self) -> None:
+        """Take the version that was just committed once more: others did not come through with it."""
+        self._floor = self._floor_before
+
+    def rewind(self, version: int) -> None:
+        """Take `version` next, or a later one, even if a later one was committed: the trainer went back to it."""
+        if self._floor is not None and self._floor >= version:
+            self._floor = self._floor_before = version - 1 if version else None
 
     def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction.
+        """Open a transaction. Allowed, and needed, when the sink is poisoned.
 
         Raises:
             RefitError: One is open already.
+            PoisonedError: A commit has failed in a way that no other can repair.
+            CoverageError: The engine needs what the source does not have, or has no place for what it has.
         """
+        if self._lost is not None:
+            raise PoisonedError(f"{self._poison}; {self._lost}", phase="prepare")
         if self._missing is not None:
             raise RefitError("this sink is in a transaction already; commit or abort it first", phase="prepare")
-        self._missing = {name: sum(box.numel for box, _ in held) for name, held in self._bank.items()}
-        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._begin())
+        self._missing = self._begin(manifest)
+        self._floor_before = self._floor
+        return Coverage(manifest_hash=manifest.hash(), sink=self._manifest, version=self._floor)
 
     def stage(self, region: Region, tensor: Tensor, *, stays: bool = False) -> None:
-        """Take a copy of `tensor`, the new values of `region`.
+        """Take `tensor` as the new values of `region`; without a copy where it `stays` and the sink can keep it.
 
         Raises:
             RefitError: No transaction is open, nothing needs such a box, or `tensor` is of another dtype or shape.
         """
         if self._missing is None:
             raise RefitError("cannot stage: no transaction is open; prepare comes first")
-        held = self._bank.get(region.name, ())
-        places = places_of(held, region)
-        if not places or places[0].shape != tensor.shape or places[0].dtype != tensor.dtype:
-            boxes = [(list(box.offsets), list(box.shape)) for box, _ in held]
+        needed = self._needed_boxes(region.name)
+        places = places_of(needed, region)
+        if not places or tensor.shape != region.shape or tensor.dtype != places[0].dtype:
+            boxes = ", ".join(f"{list(box.shape)} at {list(box.offsets)}" for box, _ in needed)
             raise RefitError(
-                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: this sink needs "
-                f"{f'the boxes {boxes} in {held[0][1].dtype}' if held else 'no such tensor'}",
+                f"cannot stage {list(tensor.shape)} in {tensor.dtype} as {region}: the sink has "
+                f"{f'{boxes} in {needed[0][1].dtype}' if needed else 'no such tensor'}",
                 phase="transfer",
                 tensor=region.name,
             )
-        with torch.no_grad():
-            places[0].copy_(tensor)
+        if region in self._seen:
+            raise RefitError(f"{region} is staged a second time", phase="transfer", tensor=region.name)
+        self._take(region, tensor, stays=stays)
+        self._seen.add(region)
         self._missing[region.name] -= region.numel
 
     def digest(self, regions: Iterable[Region] | None = None) -> Digest:
-        """Of what is staged while a transaction is open; of what the engine holds otherwise, where it can be read."""
-        if regions is None:
-            regions = [box for held in self._bank.values() for box, _ in held]
-        if self._missing is not None:
-            return self._digest_staged(regions)
-        self.check()
-        return self._digest_engine(regions)
+        """Of what is staged while a transaction is open; of what the engine holds otherwise, where it can be read.
 
-    def _digest_staged(self, regions: Iterable[Region]) -> Digest:
-        return digest_regions(regions, lambda region: read_box(self._bank[region.name], region))
+        Raises:
+            PoisonedError: No transaction is open, and the weights may be torn.
+        """
+        if self._missing is None:
+            self.check()
+        regions = tuple(self._all_boxes() if regions is None else regions)
+        return self._digest_engine(regions) if self._missing is None else self._digest_staged(regions)
+
+    def _digest_staged(self, regions: Sequence[Region]) -> Digest:
+        return digest_held(regions, {name: self._staged(name) for name in {region.name for region in regions}})
 
     def ready(self, version: int) -> None:
         """Pass if all is staged, and nothing stands in the way of a commit.
 
         Raises:
-            RefitError: No transaction is open, some tensor was not staged exactly once, the version is not newer, or
-                the engine is not ready.
+            RefitError: No transaction is open, some tensor was not staged exactly once, `version` is not newer than the
+                committed one, or the engine is not ready.
         """
-        self._require_ready(version, self._missing)
-        self._prepare_to_hand_over(version)
+        if self._missing is None:
+            raise RefitError("cannot commit: no transaction is open; prepare comes first")
+        if incomplete := [f"{name} ({count:+,} elements)" for name, count in self._missing.items() if count]:
+            raise RefitError(f"not staged exactly once, still missing: {', '.join(incomplete)}", phase="commit")
+        if self._floor is not None and version <= self._floor:
+            raise RefitError(
+                f"version {version} is not newer than the committed {self._floor}; a version counts optimizer steps",
+                phase="commit",
+            )
+        if not self._is_prepared:
+            self._prepare_to_hand_over(version)
+            self._is_prepared = True
 
     def commit(self, version: int) -> None:
         """Give the engine what is staged.
@@ -135,12 +235,60 @@ class StagedSink(VersionedSink, ABC):
         except BaseException as error:
             self._poison = f"the commit of version {version} failed with {type(error).__name__}: {error}"
             raise
-        self._committed(version)
-        self._missing = None
+        self._floor_before, self.version, self._floor = self._floor, version, version
+        self._poison = None
+        self._end()
 
     def abort(self) -> None:
         """Forget what was staged. The engine goes on with what it has."""
-        self._missing = None
+        self._end()
+
+
+# -- Boxes and the memory where they lie -----------------------------------------------------------------------------
+
+
+def places_of(holdings: Iterable[Holding], region: Region) -> list[Tensor]:
+    """A view of `region` in each of the holdings that have all of it."""
+    return [
+        memory if box == region else memory[region.index_within(box)]
+        for box, memory in holdings
+        if box == region or (len(box.shape) == len(region.shape) and box.intersect(region) == region)
+    ]
+
+
+def overwrite(holdings: Iterable[Holding], region: Region, tensor: Tensor) -> None:
+    """Copy `tensor` to every place of `region`."""
+    for place in places_of(holdings, region):
+        place.copy_(tensor)
+
+
+def assemble(holdings: Iterable[Holding], region: Region) -> Tensor:
+    """A copy of `region`, of which each holding has a part."""
+    parts: list[tuple[Region, Region, Tensor]] = []
+    for box, memory in holdings:
+        shared = region.intersect(box)
+        if shared is not None:
+            parts.append((shared, box, memory))
+    if sum(shared.numel for shared, _, _ in parts) != region.numel:
+        raise RefitError(f"{region} is not staged", phase="verify", tensor=region.name)
+    copy = torch.empty(region.shape, dtype=parts[0][2].dtype, device=parts[0][2].device)
+    for shared, box, memory in parts:
+        copy[shared.index_within(region)].copy_(memory[shared.index_within(box)])
+    return copy
+
+
+def digest_held(regions: Sequence[Region], held: Mapping[str, Sequence[Holding]]) -> Digest:
+    """Of `regions`, wherever they lie among the holdings of their tensor, by name; of a part in each, put together.
+
+    Raises:
+        DigestError: A box lies in several places, which differ.
+    """
+    places = (
+        (region, place)
+        for region in regions
+        for place in places_of(held[region.name], region) or [assemble(held[region.name], region)]
+    )
+    return digest_views(regions, places)
 
 
 def empty_like(folder: Path) -> dict[str, Tensor]:

@@ -1,10 +1,12 @@
-"""torch's key-value stores, under names that a type checker can follow, and one whose calls end.
+"""torch's key-value stores, under names that a type checker can follow, and one that speaks JSON, whose calls end.
 
 And a call in a thread of its own, for whoever must not wait for it without end.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import socket
 import threading
 from collections.abc import Callable
@@ -19,6 +21,7 @@ __all__ = ["BoundedStore", "FileStore", "Line", "PrefixStore", "Store", "TCPStor
 _T = TypeVar("_T")
 _Answer = SimpleQueue[tuple[Any, RuntimeError | None]]  # several times as fast as a Future
 _Questions = SimpleQueue[tuple[Callable[[], Any], _Answer] | None]
+_CHUNK_BYTES = 4 * 2**20  # a TCPStore takes less than 8 MiB in one value
 
 
 def in_thread(call: Callable[[], _T], *, name: str) -> Future[_T]:
@@ -150,6 +153,35 @@ class BoundedStore(Store):
     def delete_key(self, key: str) -> bool:
         """Delete a key."""
         return bool(self._line.ask(lambda: self._store.delete_key(key)))
+
+    def read(self, key: str) -> Any:
+        """What was written to a key; None where nothing was yet."""
+        if not self.check([key]):
+            return None
+        text = self.get(key).decode()
+        if text.startswith("+"):  # as no JSON does
+            text = "".join(self.get(f"{key}/{number}").decode() for number in range(int(text)))
+        return json.loads(text)
+
+    def write(self, key: str, value: object) -> list[str]:
+        """Set a key to `value`, as JSON of any length; all keys that this took."""
+        text = json.dumps(value, separators=(",", ":"))
+        if len(text) <= _CHUNK_BYTES:
+            self.set(key, text)
+            return [key]
+        starts = range(0, len(text), _CHUNK_BYTES)
+        for number, start in enumerate(starts):
+            self.set(f"{key}/{number}", text[start : start + _CHUNK_BYTES])
+        self.set(key, f"+{len(starts)}")
+        return [key, *(f"{key}/{number}" for number in range(len(starts)))]
+
+    def write_once(self, key: str, value: object) -> Any:
+        """Set a key unless it is set; return what it has then."""
+        return json.loads(self.compare_set(key, "", json.dumps(value, separators=(",", ":"))))
+
+    def write_next(self, log: str, value: object) -> int:
+        """Write `value`, unlike all others, at the end of a log that many write; its number."""
+        return next(number for number in itertools.count() if self.write_once(f"{log}/{number}", value) == value)
 
     def clone(self) -> Store:
         """Torch's own store with a connection of its own, for another thread; its calls are not bounded."""

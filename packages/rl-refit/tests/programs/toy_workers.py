@@ -147,9 +147,6 @@ class ToySink(EngineSink):
     def __init__(self, engine, timeout_s=60.0):
         super().__init__(engine, timeout_s=timeout_s)
 
-    def survey(self):
-        raise AssertionError("a ModuleSink knows what it needs")
-
 
 def main():
     """An engine whose trainer is elsewhere; prints a line of JSON for each refit."""

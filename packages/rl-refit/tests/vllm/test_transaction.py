@@ -101,16 +101,18 @@ def test_a_refit_that_is_given_up_changes_nothing(llm, sink, served, after):
 
 
 def test_the_worker_receives_what_its_parameters_hold_and_hashes_it_before_the_pause(llm, sink, monkeypatch):
+    from rl_refit import staged
     from rl_refit.vllm import worker
 
-    hashed, digest_regions = [], worker.digest_regions
+    hashed, digest_held = [], staged.digest_held
     engine, paused = sink._engine, []
     pause, resume = engine.pause, engine.resume
     monkeypatch.setattr(engine, "pause", lambda: (paused.append(True), pause()))
     monkeypatch.setattr(engine, "resume", lambda: (paused.clear(), resume()))
-    monkeypatch.setattr(
-        worker, "digest_regions", lambda *arguments: (hashed.append(bool(paused)), digest_regions(*arguments))[1]
-    )
+    for module in (staged, worker):  # before the commit, and after it
+        monkeypatch.setattr(
+            module, "digest_held", lambda *arguments: (hashed.append(bool(paused)), digest_held(*arguments))[1]
+        )
     refit = Refit(source(NEW), sink, verify="full")
     refit(version=1)
     assert worker_sink(llm).received == refit.plan.lower_bound(0) == refit.plan.bytes_received(0)

@@ -26,7 +26,7 @@ from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects, refuse_missing_objects
 from rl_observe.health import EventQueue
 from rl_refit import CountedRefit, Refit
-from rl_refit.counted import CountedWeightSync
+from rl_refit.refit import CountedWeightSync
 
 
 def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_OBJECTS) -> Parts:

@@ -23,7 +23,7 @@ from rl_launcher.build.companions import Companions
 from rl_observe import SpanLog
 from rl_observe.health import EventQueue
 from rl_refit import RefitReport
-from rl_refit.counted import CountedWeightSync
+from rl_refit.refit import CountedWeightSync
 
 
 class RunEngine(SeededEngine):

@@ -39,7 +39,7 @@ from rl_launcher.schema import Recipe
 from rl_launcher.user_code import NO_OBJECTS, Objects
 from rl_observe import RunDirectory
 from rl_observe.health import EventQueue
-from rl_refit.counted import CountedWeightSync
+from rl_refit.refit import CountedWeightSync
 
 THREADS = 64
 """Methods of an engine's actor that run at the same time: calls that wait in line, and checks whether it is alive."""

@@ -29,7 +29,7 @@ _OVERWRITING = _FILLING | {"copy_", "normal_", "uniform_", "random_", "bernoulli
 """In-place operations whose result does not depend on what was there; all others (`add_`, `mul_`) leave it stale."""
 
 _AT_INDICES = frozenset({"index_put_", "_index_put_impl_", "index_copy_", "index_fill_", "scatter_", "masked_fill_"})
-"""In-place operations that overwrite the elements which a tensor names."""
+"""In-place operations that overwrite the elements which a tensor names: not followed, since these are no boxes."""
 
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -52,9 +52,6 @@ class Write:
 
     fills: bool = False
     """Whether it overwrites with a constant."""
-
-    mask: Tensor | None = None
-    """Where in the target it overwrites; all of it where None."""
 
     @property
     def source(self) -> str | None:
@@ -92,8 +89,8 @@ def trace_writes(load_weights: LoadWeights, module: nn.Module, manifest: Manifes
         manifest: The checkpoint. Tied tensors are given once, as they travel.
 
     Raises:
-        RefitError: The loader asks for a value (`.item()`, a mask, an index from a tensor), and there is none. It names
-            the checkpoint tensor or the operation.
+        RefitError: The loader asks for a value (`.item()`, a mask, an index from a tensor), and there is none; or it
+            writes at indices. It names the checkpoint tensor or the operation.
     """
     return record_writes(load_weights, module, manifest).coverage()
 
@@ -172,22 +169,21 @@ class Recorder(TorchDispatchMode):
         names = set[str]().union(*(self._names.get(self._see(tensor), ()) for tensor in read if tensor.numel()))
         without_values = any(tensor.is_meta for tensor in inputs)
         if (names or without_values) and _needs_values(func):
-            raise _no_values(func, names)
-        adds = kwargs.get("accumulate", False) is True or any(value is True for value in args[3:4])
+            raise _refusal(f"asks for values of {', '.join(sorted(names)[:3]) or 'a tensor'}", func, names)
+        kept = any(self._see(tensor) in self._kept for tensor, _ in written)
+        if (names or without_values or kept) and operation in _AT_INDICES:
+            raise _refusal("writes at indices", func, names)
         copies = func is torch.ops.aten.copy_.default and names and storage_id(read[0]) in self._given
         for target, is_out in ((tensor, is_out) for tensor, is_out in written if tensor.numel()):
-            mask, overwrites = None, operation in _OVERWRITING or is_out
-            if operation in _AT_INDICES and not adds:
-                mask, overwrites = _mask(func, target, [*args[1:], *kwargs.values()]), True
+            overwrites = operation in _OVERWRITING or is_out
             origin = Place.of(read[0]) if copies and read[0].shape == target.shape else None
             storage = self._see(target)
-            write = Write(Place.of(target), frozenset(names), origin, overwrites, operation in _FILLING, mask)
+            write = Write(Place.of(target), frozenset(names), origin, overwrites, operation in _FILLING)
             self._writes.setdefault(storage, []).append(write)
             self._names.setdefault(storage, set()).update(names)
         # Not done are writes into values that are to stay, or of what has none to where torch refuses it.
-        refused = operation in _AT_INDICES or any(not tensor.is_meta for tensor, _ in written)
-        kept = any(self._see(tensor) in self._kept for tensor, _ in written)
-        if written and (kept or (without_values and refused)):
+        refused = without_values and any(not tensor.is_meta for tensor, _ in written)
+        if written and (kept or refused):
             tensors = [tensor for tensor, _ in written]
             returned = len(func._schema.returns)  # noqa: SLF001  the only place that says it
             return None if returned == 0 else tensors[0] if returned == 1 else tuple(tensors)
@@ -239,29 +235,9 @@ def _tensors(tree: object) -> list[Tensor]:
     return []
 
 
-def _mask(func: Any, target: Tensor, given: Sequence[Any]) -> Tensor:
-    """Where in `target` an operation writes that is told so by another of its arguments."""
-    mask = torch.zeros(target.shape, dtype=torch.uint8)
-    operation = func.overloadpacket.__name__
-    places = given[0] if operation in {"index_put_", "_index_put_impl_", "masked_fill_"} else given[1]
-    if any(place.is_meta for place in _tensors(places)):
-        raise _no_values(func, set())
-    match operation:
-        case "index_put_" | "_index_put_impl_":
-            mask.index_put_(tuple(given[0]), torch.ones((), dtype=torch.uint8))
-        case "masked_fill_":
-            mask.masked_fill_(given[0], 1)
-        case "scatter_":
-            mask.scatter_(given[0], given[1], 1)
-        case _:
-            mask.index_fill_(given[0], given[1], 1)
-    return mask.bool()
-
-
-def _no_values(func: Any, names: set[str]) -> RefitError:
-    what = f"of {', '.join(sorted(names)[:3])}" if names else "of a tensor"
+def _refusal(what: str, func: Any, names: set[str]) -> RefitError:
     return RefitError(
-        f"load_weights asks for values {what}, with {func}; tracing gives it tensors that have none: bind "
+        f"load_weights {what}, with {func}; tracing gives it tensors without values, and follows copies of boxes: bind "
         f"by hand what it does with them",
         tensor=min(names, default=None),
     )
@@ -273,7 +249,7 @@ def _unwritten(tensor: Tensor, writes: Iterable[Write]) -> int:
     mine = [write for write in writes if write.overwrites and _share_bytes(write.target, own)]
     left = [Region.whole("", tensor.shape)]
     for write in mine:
-        plain = write.mask is None and write.target.dtype.itemsize == own.dtype.itemsize
+        plain = write.target.dtype.itemsize == own.dtype.itemsize
         box = write.target.box_in(own) if plain else None
         if box is None:
             return _unmarked(tensor, mine)
@@ -287,8 +263,7 @@ def _unmarked(tensor: Tensor, writes: Sequence[Write]) -> int:
     unit = min(place.dtype.itemsize for place in (own, *(write.target for write in writes)))
     marks = torch.zeros(tensor.untyped_storage().nbytes() // unit, dtype=torch.bool)
     for write in writes:
-        marked = torch.ones((), dtype=torch.bool) if write.mask is None else write.mask[..., None]
-        _in_units(marks, write.target, unit).logical_or_(marked)
+        _in_units(marks, write.target, unit).fill_(True)
     return int((~_in_units(marks, own, unit).all(-1)).sum())
 
 

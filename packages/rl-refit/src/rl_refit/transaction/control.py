@@ -11,14 +11,13 @@ for it and one wins, for everybody, even after the leader has died.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import uuid
 from typing import Any, final
 
 from rl_refit.errors import AbortedError, DeadlineError, PeerError, RefitError, error_from_message, error_to_message
 from rl_refit.rendezvous import Rendezvous
-from rl_refit.stores import BoundedStore, PrefixStore, Store
+from rl_refit.stores import BoundedStore, PrefixStore
 from rl_refit.transaction.liveness import Heartbeat, Peers, this_process
 from rl_refit.transports.base import Watch
 
@@ -27,7 +26,6 @@ __all__ = ["COMMIT", "Control"]
 COMMIT = "commit"
 """The decision that all sinks make the staged weights theirs."""
 
-_CHUNK_BYTES = 4 * 2**20  # a TCPStore takes less than 8 MiB in one value
 _LONGEST_NAP_S = 2e-3
 _FAREWELL_S = 2.0
 _KEPT_REFITS = 2  # parties may be one refit behind the leader when they read its keys
@@ -45,7 +43,7 @@ class Control:
         self.rendezvous = rendezvous
         self.refit = 0
         """Number of the last refit that began; the leader counts them, and who missed some goes on with the latest."""
-        self.store: BoundedStore | None = None
+        self._store: BoundedStore | None = None
         self.under_way = False
         """Whether a refit has begun, and is not over for this party."""
         self.processes: dict[str, Any] = {}
@@ -56,6 +54,12 @@ class Control:
         self._undecided = False
         self._completed: set[int] = set()
         self._nonce = uuid.uuid4().hex  # of two Refits of one process, each is a party of its own
+
+    @property
+    def store(self) -> BoundedStore:
+        """Where this process meets the others, once it has introduced itself."""
+        assert self._store is not None
+        return self._store
 
     def meet(self, watch: Watch) -> None:
         """Connect, say who this is, and learn who the others are; once."""
@@ -83,22 +87,20 @@ class Control:
         meeting = self.rendezvous
         others = {party: process for party, process in processes.items() if party not in meeting.mine}
         listen_to = [*others] if meeting.leads else [party for party in others if party == meeting.leader]
-        assert self.store is not None
         self._peers = Peers(self.store, others, listen_to=listen_to, liveness_s=meeting.liveness_s)
 
     def introduce(self) -> None:
         """Say who this is, once under one name."""
         meeting = self.rendezvous
-        self.store = self.store or meeting.bounded(meeting.name)
+        self._store = self._store or meeting.bounded(meeting.name)
         mine = {**this_process(), "numbers": meeting.numbers, "hosts": meeting.hosts, "refit": self._nonce}
-        process = json.dumps([mine], separators=(",", ":"))
         for party in meeting.mine:
             if not self.store.check([f"alive/{party}"]):  # whoever reads of this party listens for it at once
                 self.store.set(f"alive/{party}", "0")
-            said = self.store.compare_set(f"party/{party}", "", f"={process}").decode().removeprefix("=")
-            if said != process:
+            said = self.store.write_once(f"party/{party}", mine)
+            if said != mine:
                 raise PeerError(
-                    f"process {json.loads(said)[0]['pid']} has been {party} under the name {meeting.name!r} "
+                    f"process {said['pid']} has been {party} under the name {meeting.name!r} "
                     f"before; give every party its own rank, and after a restart, or for a new Refit, all parties "
                     f"a rendezvous of another name",
                     peer=party,
@@ -118,10 +120,10 @@ class Control:
         """
         if self._undecided:
             latest = self._latest()
-            decision = self._get(self._key("decision"))
-            if decision and decision != [COMMIT]:
-                raise error_from_message(decision[0])
-            if not decision and latest > self.refit:  # it was made, and deleted since
+            decision = self.store.read(self._key("decision"))
+            if decision not in (None, COMMIT):
+                raise error_from_message(decision)
+            if decision is None and latest > self.refit:  # it was made, and deleted since
                 leader = self.rendezvous.leader
                 raise AbortedError(
                     f"{leader} gave refit {self.refit} up while this party was busy or stopped, and is at "
@@ -135,47 +137,42 @@ class Control:
         """Open the next refit: the leader says what it is about, the others hear it."""
         self.under_way = self._undecided = False
         if message is None:
-            self._await_next(watch)
+            self.refit = self.await_next(watch)
             message = self._wait(self._key("begin"), watch, peer=self.rendezvous.leader)
         else:
             self.refit += 1
             self.post("begin", message)
-            self._set("begun", self.refit, forget=False)
+            self.store.write("begun", self.refit)
         self.under_way = self._undecided = True
         self._forget(self.refit - _KEPT_REFITS)
         return message
 
-    def next_has_begun(self) -> bool:
-        """Whether the leader has begun a refit after the last one that this party knows."""
-        return self._latest() > self.refit
-
-    def _await_next(self, watch: Watch) -> None:
+    def await_next(self, watch: Watch, *, longest_nap_s: float = _LONGEST_NAP_S) -> int:
+        """Wait until the leader has begun a refit after the last one that this party knows; its number."""
         watch.at(peer=self.rendezvous.leader)
-        while not self.next_has_begun():
-            watch.check()
-            time.sleep(_LONGEST_NAP_S)
-        self.refit = self._latest()
+        return watch.until(
+            lambda: latest if (latest := self._latest()) > self.refit else None, longest_nap_s=longest_nap_s
+        )
 
     def _latest(self) -> int:
-        latest: int = (self._get("begun") or [0])[0]
-        return latest
+        return int(self.store.read("begun") or 0)
 
     def post(self, key: str, value: object) -> None:
-        """Set a key of this refit."""
-        self._set(self._key(key), value)
+        """Set a key of this refit; not to None."""
+        self._posted.setdefault(self.refit, []).extend(self.store.write(self._key(key), value))
 
     def is_said(self, key: str) -> bool:
         """Whether a key of this refit is set."""
-        return bool(self._get(self._key(key)))
+        return self.store.read(self._key(key)) is not None
 
     def read(self, key: str, watch: Watch, *, peer: str) -> Any:
         """Wait for a key of this refit that `peer` posts."""
         return self._wait(self._key(key), watch, peer=peer)
 
-    def gather(self, step: str, values: dict[str, Any], watch: Watch) -> dict[str, Any] | None:
-        """Report `values`, one for each party of this process, to the leader; the leader gets those of all parties."""
+    def gather(self, step: str, value: object, watch: Watch) -> dict[str, Any] | None:
+        """Report `value` to the leader, for each party of this process; the leader gets those of all parties."""
         for party in self.rendezvous.mine:
-            self.post(f"{step}/{party}", values[party])
+            self.post(f"{step}/{party}", value)
         if not self.rendezvous.leads:
             return None
         return {party: self.read(f"{step}/{party}", watch, peer=party) for party in self.rendezvous.parties}
@@ -189,11 +186,9 @@ class Control:
 
     def decide(self, decision: object) -> Any:
         """Propose a decision for this refit, COMMIT or why not; return the one that holds, which may be another's."""
-        assert self.store is not None
         self._undecided = False
-        text = self.store.compare_set(self._key("decision"), "", json.dumps([decision]))
+        decision = self.store.write_once(self._key("decision"), decision)
         self._posted.setdefault(self.refit, []).append(self._key("decision"))
-        decision = json.loads(text)[0]
         if decision != COMMIT:
             self.complete()
         return decision
@@ -209,7 +204,7 @@ class Control:
         Raises:
             RefitError: It cannot be learnt.
         """
-        self.gather(step, dict.fromkeys(self.rendezvous.mine), watch)
+        self.gather(step, True, watch)
         if self.rendezvous.leads:
             return self.decide(COMMIT)
         try:
@@ -230,7 +225,7 @@ class Control:
         """This party knows how the refit ended."""
         self.under_way = False
         for party in self.rendezvous.mine:
-            self._set(f"over/{party}", self.refit, forget=False)
+            self.store.write(f"over/{party}", self.refit)
 
     def see_off(self, limit_s: float) -> None:
         """Where this process hosts the store: wait until the others know how the refit ended, or are dead."""
@@ -239,14 +234,9 @@ class Control:
         until = time.monotonic() + limit_s
         waiting = [party for party in self.rendezvous.parties if party not in self.rendezvous.mine]
         while waiting and time.monotonic() < until:
-            known = {party: (self._get(f"over/{party}") or [0])[0] for party in waiting}
+            known = {party: self.store.read(f"over/{party}") or 0 for party in waiting}
             waiting = [party for party in waiting if known[party] < self.refit and self._peers.has_process(party)]
             time.sleep(_LONGEST_NAP_S if waiting else 0)
-
-    def namespace(self, name: str) -> Store:
-        """The store under keys of its own, for a transport."""
-        assert self.store is not None
-        return self.store.namespace(name)
 
     def close(self) -> None:
         """Stop counting as alive; the others will see that this process has left."""
@@ -255,30 +245,33 @@ class Control:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-        if self.store is not None:
-            self.store.close()
+        if self._store is not None:
+            self._store.close()
 
     def forget(self) -> None:
         """Once closed, and used by no thread: let go of the store, which the thread that asks holds to its end."""
-        if self.store is not None:
-            self.store.close(wait_s=_FAREWELL_S)
-        self.store = self._peers = None
+        if self._store is not None:
+            self._store.close(wait_s=_FAREWELL_S)
+        self._store = self._peers = None
 
     def _key(self, name: str) -> str:
         return f"{self.refit}/{name}"
 
     def _wait(self, key: str, watch: Watch, *, peer: str) -> Any:
         watch.at(bucket=watch.bucket, tensor=watch.tensor, peer=peer)
-        nap_s = 5e-5
-        while True:
-            value = self._get(key)
-            if not value:
-                value = self._unless_said(key, watch)
-            if value:
-                watch.at(bucket=watch.bucket, tensor=watch.tensor)
-                return value[0]
-            time.sleep(nap_s)
-            nap_s = min(1.2 * nap_s, _LONGEST_NAP_S)
+        try:
+            value = watch.until(lambda: self.store.read(key))
+        except DeadlineError as late:
+            late.add_note(self._whereabouts(late.peer))
+            raise
+        except PeerError:  # a peer that spoke before it left or died has spoken
+            value = None
+            with contextlib.suppress(PeerError):  # of a store that is lost
+                value = self.store.read(key)
+            if value is None:
+                raise
+        watch.at(bucket=watch.bucket, tensor=watch.tensor)
+        return value
 
     def _whereabouts(self, party: str | None) -> str:
         """What is known of a party that was waited for in vain."""
@@ -290,48 +283,8 @@ class Control:
         call = "receive()" if party is not None and party.startswith("sink") else "its call of the refit"
         return f"{party} is {where}, and was alive a moment ago: is it in {call}?"
 
-    def _unless_said(self, key: str, watch: Watch) -> list[Any]:
-        """Look at the watch; a peer that spoke before it left or died has spoken."""
-        try:
-            watch.check()
-        except DeadlineError as late:
-            late.add_note(self._whereabouts(late.peer))
-            raise
-        except PeerError:
-            value = self._get(key)
-            if not value:
-                raise
-            return value
-        return []
-
-    def _set(self, key: str, value: object, *, forget: bool = True) -> None:
-        assert self.store is not None
-        data = json.dumps([value], separators=(",", ":"))
-        if forget:
-            self._posted.setdefault(self.refit, []).append(key)
-        if len(data) <= _CHUNK_BYTES:
-            self.store.set(key, f"={data}")
-            return
-        chunks = [data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES)]
-        for number, chunk in enumerate(chunks):
-            self.store.set(f"{key}/{number}", chunk)
-            self._posted[self.refit].append(f"{key}/{number}")
-        self.store.set(key, f"+{len(chunks)}")
-
-    def _get(self, key: str) -> list[Any]:
-        """The value of a key as a list of one, or an empty one where it is not set yet."""
-        assert self.store is not None
-        if not self.store.check([key]):
-            return []
-        text = self.store.get(key).decode()
-        if text.startswith("+"):
-            text = "=" + "".join(self.store.get(f"{key}/{number}").decode() for number in range(int(text[1:])))
-        value: list[Any] = json.loads(text.removeprefix("="))
-        return value
-
     def _forget(self, refit: int) -> None:
         """Delete what this process posted for an old refit, so that the store does not grow."""
-        assert self.store is not None
         for old in [number for number in self._posted if 0 < number <= refit]:
             for key in self._posted.pop(old):
                 if key != f"{old}/decision" or old in self._completed:

@@ -77,10 +77,9 @@ class Peers:
 
     Args:
         store: Where they count.
-        processes: What each said of its process, by party.
+        processes: What each said of its process, by party; with a "name" where errors call it otherwise.
         listen_to: Those whose counts are followed.
         liveness_s: Seconds of silence that a party may keep.
-        names: How errors call some of the parties.
     """
 
     def __init__(
@@ -90,10 +89,8 @@ class Peers:
         *,
         listen_to: Collection[str],
         liveness_s: float,
-        names: Mapping[str, str] | None = None,
     ) -> None:
         self._store, self._processes, self._liveness_s = store, processes, liveness_s
-        self._names = {party: party for party in processes} | dict(names or {})
         self._listen_to = listen_to
         self._counts: dict[str, tuple[bytes, float]] = {}
         self._heard = 0.0
@@ -106,7 +103,7 @@ class Peers:
         """
         for party, process in self._processes.items():
             if not self.has_process(party):
-                name = self._names[party]
+                name = process.get("name", party)
                 raise PeerError(f"{name} is dead: its process {process['pid']} on this host is gone", peer=name)
         now = monotonic()
         if now - self._heard > self._liveness_s:
@@ -121,7 +118,8 @@ class Peers:
 
     def _listen(self, now: float) -> None:
         for party in self._listen_to:
-            process, name = self._processes[party], self._names[party]
+            process = self._processes[party]
+            name = process.get("name", party)
             count = self._store.get(f"alive/{party}")
             if count == LEFT.encode():
                 raise PeerError(f"{name} has left: it closed its Refit", peer=name)

@@ -92,14 +92,21 @@ class Party:
             CoverageError: Source and sink do not hold the same tensors.
             RefitError: Parties differ in their settings, or ranks of one side contradict one another.
         """
-        bucket_bytes = config.bucket_bytes if self.transport.bounded else None
+        # In one process nothing is cut: the sink takes the source's own tensors.
+        bucket_bytes = config.bucket_bytes if self.transport.bounded and self.control is not None else None
         if self.control is None:
             assert self.source is not None
             self._held["source"] = self.source.manifest()
             self._held["sink"] = self._ask_sink(self._held["source"])
             self.plan = plan_refit(self._held["source"], self._held["sink"])
-            # Whatever ranks they call themselves.
-            self.source_rank, self.sink_rank = (*self.plan.source.ranks, 0)[0], (*self.plan.sink.ranks, 0)[0]
+            sources, sinks = self.plan.source.ranks, self.plan.sink.ranks
+            if len(sources) > 1 or len(sinks) > 1:
+                raise RefitError(
+                    f"a Refit of one process moves weights between one rank and one engine; the source spans ranks "
+                    f"{list(sources)} and the sink ranks {list(sinks)}; give all parties a rendezvous",
+                    phase="prepare",
+                )
+            self.source_rank, self.sink_rank = (*sources, 0)[0], (*sinks, 0)[0]  # whatever they call themselves
         else:
             settings: dict[str, Any] = {"transport": self.transport.name}
             settings |= {"bucket_bytes": bucket_bytes, "buckets": config.buckets} if bucket_bytes else {}
@@ -111,7 +118,7 @@ class Party:
             sink_rank=self.sink_rank,
             slots=config.buckets,
             device=self.device,
-            store=None if self.control is None else self.control.namespace(f"transport/{self.control.refit}"),
+            store=None if self.control is None else self.control.store.namespace(f"transport/{self.control.refit}"),
         )
         self.transport.open(channel, watch)
         if self.control is not None:
@@ -236,7 +243,7 @@ class Party:
                 )
         watch.check()
         if self.control is not None:
-            self.control.gather("prepared", dict.fromkeys(self.control.rendezvous.mine, version), watch)
+            self.control.gather("prepared", version, watch)
             self.control.announce("prepared", version, watch)
 
     def _require_unchanged(self, side: str, now: Manifest, *, rank: int | None) -> None:
@@ -325,7 +332,7 @@ class Party:
 
     def _say_committed(self, control: Control, digest: str | None, watch: Watch) -> str | None:
         """Say that this party has committed, and hear that all have, and one digest of what all have verified."""
-        said = control.gather("committed", {party: {"digest": digest} for party in control.rendezvous.mine}, watch)
+        said = control.gather("committed", {"digest": digest}, watch)
         answer: dict[str, Any] | None = None
         if said is not None:
             failed = {party: other["failed"] for party, other in said.items() if "failed" in other}

@@ -1,4 +1,4 @@
-"""What a transport is asked to do, and what it is given to do it with; and `InProcess`, the one that needs no wire.
+"""What a transport is asked to do, and what it is given to do it with.
 
 A transport moves the buckets of a schedule: it takes pieces from an `Outbox`, in the order of each stream, and gives
 them to an `Inbox`. It decides nothing, and compares nothing but what its own wire may confuse, such as the order of
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic, sleep
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from rl_refit.layout import Region
 from rl_refit.schedule import Schedule, Stream
 from rl_refit.stores import Store
 
-__all__ = ["PATIENCE_S", "Channel", "InProcess", "Inbox", "Numbers", "Outbox", "Transport", "Watch", "slot_view"]
+__all__ = ["PATIENCE_S", "Channel", "Inbox", "Numbers", "Outbox", "Transport", "Watch", "slot_view"]
+
+_T = TypeVar("_T")
 
 PATIENCE_S = 0.05
 """Longest wait, in seconds, between two looks at the watch."""
@@ -103,6 +105,19 @@ class Watch:
                 peer=self.peer,
                 seconds=now - self._began,
             )
+
+    def until(self, look: Callable[[], _T | None], *, longest_nap_s: float = 2e-3) -> _T:
+        """What `look` finds, as soon as that is something.
+
+        Raises:
+            RefitError: As `check`, before each pause.
+        """
+        nap_s = 5e-5
+        while (found := look()) is None:
+            self.check()
+            sleep(nap_s)
+            nap_s = min(1.2 * nap_s, longest_nap_s)
+        return found
 
     def await_reason(self, peer: str) -> None:
         """The connection to `peer` is broken: for a moment, look whether somebody says why, and raise that."""
@@ -223,6 +238,7 @@ class Outbox:
         shards, dtypes = self.source.shards(dict.fromkeys(cut.box.name for cut in cuts)), self.schedule.dtypes
         shard: tuple[Region, Tensor] | None = None
         for cut in cuts:
+            self.watch.check()
             while shard is None or shard[0] != cut.box:
                 shard = next(shards, None)
                 if shard is None:
@@ -281,42 +297,3 @@ class Inbox:
 def slot_view(slot: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """The place of `piece` in the bytes `slot`, uint8 [at least its end], as `dtype` and in the shape of the piece."""
     return slot[piece.start : piece.start + piece.nbytes].view(dtype).view(piece.region.shape)
-
-
-@final
-class InProcess:
-    """Hands the source's tensors to a sink of the same process, one rank on each side. A `Transport`.
-
-    Where the source's tensors stay as they are until the refit is over, the sink keeps them until its commit: one copy
-    in all.
-    """
-
-    name = medium = "in process"
-    bounded = False
-    extra_bytes = 0
-
-    def open(self, channel: Channel, watch: Watch) -> None:
-        """Refuse what is not in this process."""
-        source, sink = channel.schedule.plan.source.ranks, channel.schedule.plan.sink.ranks
-        if len(source) > 1 or len(sink) > 1:
-            raise RefitError(
-                f"the in-process transport moves weights between one rank and one engine; the source spans ranks "
-                f"{list(source)} and the sink ranks {list(sink)}; give Refit a transport and a rendezvous",
-                phase="prepare",
-            )
-        self._streams = channel.schedule.streams
-
-    def transfer(self, outbox: Outbox | None, inbox: Inbox | None, watch: Watch) -> None:
-        """Stage every piece, with a look at the deadline after each."""
-        assert outbox is not None
-        assert inbox is not None
-        for stream in self._streams:
-            for _, piece, tensor in outbox.pieces(stream):
-                inbox.put(piece.region, tensor, stays=outbox.stays)
-                watch.check()
-
-    def finish(self) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ Peer = tuple[int, str]
 """The number of a process, and the party there that is meant, such as "sink 1"."""
 
 DEVICES = ("cpu", "cuda")
-_MAX_POLL_INTERVAL_S = 2e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +148,6 @@ def join(channel: Channel, watch: Watch, *, maps: bool) -> Peers | None:
     Raises:
         RefitError: There are other processes and no store; a device has no medium; or `watch.check` raises.
     """
-    if channel.device.type not in DEVICES:
-        raise RefitError(f"weights travel between {' and '.join(DEVICES)}; got device={str(channel.device)!r}")
     streams = channel.schedule.streams
     sources = sorted({stream.source_rank for stream in streams})
     sinks = sorted({rank for stream in streams for rank in stream.sink_ranks})
@@ -160,9 +156,12 @@ def join(channel: Channel, watch: Watch, *, maps: bool) -> Peers | None:
     mine = tuple(party for party in me if party in parties)
     if not mine:
         return None
-    own = _this_process(mine, channel.device)
     if mine == parties:
+        own = Process(parties=mine, host="", device=channel.device.type, gpu=None, visible=())
         return Peers(processes=(own,), own=0, maps=maps, on_gpus=channel.device.type == "cuda")
+    if channel.device.type not in DEVICES:
+        raise RefitError(f"weights travel between {' and '.join(DEVICES)}; got device={str(channel.device)!r}")
+    own = _this_process(mine, channel.device)
     if channel.store is None:
         raise RefitError(
             f"the streams join {', '.join(parties)}, and this process is {' and '.join(mine)} alone: "
@@ -216,10 +215,6 @@ def _this_process(parties: tuple[str, ...], device: torch.device) -> Process:
 def read_key(store: Store, key: str, *, peer: str, watch: Watch) -> Any:
     """The JSON under `key`, which `peer` sets, once it is there."""
     watch.at(peer=peer)
-    pause_s = 1e-4
-    while not store.check([key]):
-        watch.check()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MAX_POLL_INTERVAL_S)
+    text = watch.until(lambda: store.get(key) if store.check([key]) else None)
     watch.at()
-    return json.loads(store.get(key))
+    return json.loads(text)

@@ -1,8 +1,8 @@
 """A real vLLM engine as the sink of weights: the old ones serve until all of the new ones have arrived.
 
 `VllmSink` is of the process that made the engine, an `LLM` or an `AsyncLLM`, and sees both as the same few blocking
-calls. It carries no weights: each worker is a rank of the sink of its own, see `rl_refit.vllm.worker`. It tells the
-workers what the engine needs of a source, and pauses it for a commit.
+calls. It carries no weights: each worker is a rank of the sink of its own, and finds out what it needs of a source; see
+`rl_refit.vllm.worker`.
 
 Imports no vLLM: it is handed the engine.
 """
@@ -14,13 +14,11 @@ import pkgutil
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Literal, TypeVar, final
 
 from rl_refit.engine import Answer, EngineSink
 from rl_refit.errors import RefitError
-from rl_refit.manifest import Manifest
-from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs
+from rl_refit.vllm.survey import DERIVED, NeedsConfig
 
 __all__ = ["WORKER_EXTENSION", "Pause", "VllmEngine", "VllmSink", "ask_replicas", "call_async", "loop_of"]
 
@@ -70,22 +68,15 @@ class VllmSink(EngineSink):
         cast: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(VllmEngine(engine, loop=loop, pause=pause, timeout_s=timeout_s), timeout_s=timeout_s)
-        self._config = NeedsConfig(derived=tuple(derived), constant=tuple(constant), cast=cast)
-        self._unreadable: dict[str, str] = {}
-
-    @property
-    def unreadable(self) -> Mapping[str, str]:
+        vllm = VllmEngine(engine, loop=loop, pause=pause, timeout_s=timeout_s)
+        declared = NeedsConfig(derived=tuple(derived), constant=tuple(constant), cast=cast)
+        super().__init__(vllm, timeout_s=timeout_s, options=asdict(declared))
+        self.unreadable: Mapping[str, str] = {}
         """The fed tensors that some worker cannot read back after a commit, with the reason; empty before a refit."""
-        return self._unreadable
 
-    def survey(self) -> None:
-        """Ask the workers what the engine needs of the source that they have been given, and have them make room."""
-        ask = partial(self.call, "rl_refit_ask")
-        (text,) = (answer["manifest"] for answer in ask("told") if answer["manifest"])
-        fed = find_needs(ask, Manifest.from_json(text), self._config)
-        settled = ask("settle", asdict(self._config), fed, True)
-        self._unreadable = {name: why for room in settled for name, why in room["unreadable"].items()}
+    def surveyed(self, found: Sequence[Mapping[str, str]]) -> None:
+        """Hear from the workers what they cannot read back."""
+        self.unreadable = {name: why for unreadable in found for name, why in unreadable.items()}
 
 
 @final

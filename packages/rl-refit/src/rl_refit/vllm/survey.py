@@ -1,22 +1,18 @@
 """What an engine needs of a source, proved by tracing `load_weights` on a model without memory.
 
-Each worker makes a second instance of the engine's model class on the meta device, from a copy of its configuration;
-its `load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine itself is only
-looked at. The driver combines the answers: what is to be sent, or an error that lists every problem. What an answer,
-plain data, says of the engine's tensors, by the names they have in vLLM:
-
-    never       nothing of a source is written there, and the engine does not make it itself: buffers that no checkpoint
-                holds, and what a layer of attention writes when it processes its weights after loading
-    partial     some elements are written by nobody: how many, of how many
+A worker makes a second instance of the engine's model class on the meta device, from a copy of its configuration; its
+`load_weights` is given the source's tensors, on meta as well, and every write is noted. The engine itself is only
+looked at. Each worker proves it for itself; that every tensor of the source has a place at some worker is the plan's to
+prove.
 """
 
 from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,17 +23,15 @@ from rl_refit.layout import Layout, Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.tracing.layouts import Landings, find_landings
 from rl_refit.tracing.memory import read_memory
-from rl_refit.tracing.writes import Recorder, record_writes, trace_writes
+from rl_refit.tracing.writes import record_writes, trace_writes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["DERIVED", "NeedsConfig", "find_needs", "offered", "prove_needs", "sink_meta", "survey"]
+__all__ = ["DERIVED", "NeedsConfig", "Survey", "find_needs", "offered", "prove_needs", "sink_manifest"]
 
 DERIVED = ("*inv_freq", "*embed_scale")
 """Buffers of Hugging Face models that no checkpoint holds: an engine computes its own from the configuration."""
-
-Answer = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,99 +59,110 @@ def offered(source: Manifest, config: NeedsConfig, *, ties: bool) -> Manifest:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a worker's engine does with the tensors that it was given. Tensors have the names that they have in vLLM."""
+
+    architecture: str
+
+    landings: Landings
+
+    unused: tuple[str, ...] = ()
+    """Source tensors of which nothing reaches the engine's memory."""
+
+    never: tuple[str, ...] = ()
+    """Where nothing of a source is written, and which the engine does not make itself, as it does buffers that no
+    checkpoint holds, and what a layer of attention writes when it processes its weights after loading."""
+
+    partial: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Where some elements are written by nobody: how many, of how many."""
+
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Names of memory that has another, with that."""
+
+
 def find_needs(
-    call: Callable[..., Sequence[Answer]],
+    engine: VllmConfig,
     source: Manifest,
     config: NeedsConfig,
     *,
+    live_ties: Mapping[str, str],
     ties: Sequence[bool] = (False, True),
-) -> tuple[str, ...]:
-    """The tensors that the engine needs of `source`, as its workers say, which `call` asks.
+) -> Survey:
+    """What an engine does with the tensors of `source` that it needs.
 
-    First without tied tensors; with them where that leaves something of the engine unwritten.
+    First without tied tensors; with them, as `ties` says, where that leaves something of the engine unwritten.
 
     Raises:
-        CoverageError: As for `prove_needs`.
+        CoverageError: As for `prove_needs`; or the loader refuses a tensor.
     """
     tied = any(meta.tied_to for meta in source.tensors)
     for given in ties:
-        answers = call("survey", asdict(config), given)
-        if not (tied and any(answer["never"] or answer["partial"] for answer in answers if not answer["refused"])):
+        found = survey(engine, offered(source, config, ties=given))
+        if not (tied and (found.never or found.partial)):
             break
-    return prove_needs(source, offered(source, config, ties=given), answers=answers, config=config)
+    parallel = engine.parallel_config
+    has_all = parallel.pipeline_parallel_size == 1 and not parallel.enable_expert_parallel
+    prove_needs(source, found, config, live_ties=live_ties, has_all=has_all)
+    return found
 
 
 def prove_needs(
-    source: Manifest, given: Manifest, *, answers: Sequence[Answer], config: NeedsConfig
-) -> tuple[str, ...]:
-    """The tensors that the engine needs of `source`, of which the workers' loaders were `given` some.
+    source: Manifest, found: Survey, config: NeedsConfig, *, live_ties: Mapping[str, str], has_all: bool
+) -> None:
+    """Pass if a worker's engine can be fed from `source`.
+
+    `live_ties` are those of the engine that runs; with `has_all` each tensor has a place at every worker.
 
     Raises:
         CoverageError: An engine tensor is not wholly written, the engine has no place for a source tensor, two are
             written to the same place, or one would be cast without leave.
     """
-    architecture = answers[0]["architecture"]
-    refused = [answer["refused"] for answer in answers if answer["refused"]]
-    if refused:
-        name, error = refused[0]
-        raise CoverageError(
-            f"the load_weights of vLLM's {architecture} refuses {name!r}: {error}\nGive the source the names of the "
-            f"checkpoint (rename=, bindings=), or say what the engine computes itself (derived=)",
-            unmapped=(name,),
+    lacking = {name: f"{name}: never written" for name in found.never}
+    for name, (missing, total) in found.partial.items():
+        lacking[name] = f"{name}: {missing:,} of {total:,} elements are never written"
+    unfed = tuple(line for name, line in lacking.items() if not _matches(name, config.constant))
+    unmapped = tuple(meta.name for meta in source.tensors if has_all and meta.name in found.unused and not meta.tied_to)
+    mismatched = list(found.landings.clashes)
+    for name, dtype in () if config.cast else found.landings.casts.items():
+        mismatched.append(
+            f"{name}: {source.by_name[name].dtype} in the source, {dtype} in the engine; cast=True allows it"
         )
-    unused = set.intersection(*(set(answer["unused"]) for answer in answers))
-    mismatched = _mismatches(answers, source, config)
-    lacking: dict[str, None] = {}  # of any worker, what is not wholly written
-    for answer in answers:
-        loose = {name: f"{name}: never written" for name in answer["never"]}
-        for name, (missing, total) in answer["partial"].items():
-            loose[name] = f"{name}: {missing:,} of {total:,} elements are never written"
-        lacking |= dict.fromkeys(line for name, line in loose.items() if not _matches(name, config.constant))
-    unfed = tuple(lacking)
-    unmapped = tuple(meta.name for meta in source.tensors if meta.name in unused and meta.tied_to is None)
+    for name, root in live_ties.items() - found.ties.items():
+        if _root(source, name) != _root(source, root):
+            mismatched.append(
+                f"{name}: the engine tied it to {root} when it loaded equal values for both; give its configuration "
+                f"tie_word_embeddings=False and load it again"
+            )
     if unfed or unmapped or mismatched:
         lists = {"are not fed": unfed, "have no place in the engine": unmapped, "cannot go as they are": mismatched}
         told = "\n".join(
             f"{len(lines)} {title}:" + "".join(f"\n  {x}" for x in lines) for title, lines in lists.items() if lines
         )
         raise CoverageError(
-            f"the source and vLLM's {architecture} do not hold the same tensors.\n{told}",
+            f"the source and vLLM's {found.architecture} do not hold the same tensors.\n{told}",
             unfed=unfed,
             unmapped=unmapped,
-            mismatched=mismatched,
+            mismatched=tuple(mismatched),
         )
-    return tuple(name for name in given.by_name if name not in unused)
 
 
-def sink_meta(
-    meta: TensorMeta, config: NeedsConfig, *, boxes: Sequence[Region] | None, fed: bool, rank: int
-) -> TensorMeta | None:
-    """A tensor of the source as worker `rank` holds it: `boxes` that are fed, tied, or derived; None for nothing."""
-    if fed:
-        assert boxes is not None
-        whole = Region.whole(meta.name, meta.shape)
-        layout = Layout.whole(rank) if list(boxes) == [whole] else Layout.from_boxes({rank: boxes})
-        return replace(meta, layout=layout, tied_to=None)
-    if _matches(meta.name, config.derived):
-        return replace(meta, layout=Layout.whole(rank), tied_to=None, feeding="derived")
-    return replace(meta, layout=Layout.whole(rank)) if meta.tied_to is not None else None
-
-
-def _mismatches(answers: Iterable[Answer], source: Manifest, config: NeedsConfig) -> tuple[str, ...]:
-    lines: dict[str, None] = {}
-    for answer in answers:
-        lines |= dict.fromkeys(answer["clashes"])
-        for name, dtype in () if config.cast else answer["casts"].items():
-            lines[f"{name}: {source.by_name[name].dtype} in the source, {dtype} in the engine; cast=True allows it"] = (
-                None
-            )
-        for name, root in answer["live_ties"].items() - answer["ties"].items():
-            if _root(source, name) != _root(source, root):
-                lines[
-                    f"{name}: the engine tied it to {root} when it loaded equal values for both; give its "
-                    f"configuration tie_word_embeddings=False and load it again"
-                ] = None
-    return tuple(lines)
+def sink_manifest(
+    source: Manifest, config: NeedsConfig, wanted: Mapping[str, Sequence[Region]], *, ties: Iterable[str], rank: int
+) -> Manifest:
+    """The source's tensors as worker `rank` holds them: the boxes `wanted` are fed; others are derived, or tied."""
+    metas: list[TensorMeta] = []
+    for meta in source.tensors:
+        whole = Layout.whole(rank)
+        if (boxes := wanted.get(meta.name)) is not None:
+            in_boxes = list(boxes) != [Region.whole(meta.name, meta.shape)]
+            layout = Layout.from_boxes({rank: boxes}) if in_boxes else whole
+            metas.append(replace(meta, layout=layout, tied_to=None))
+        elif _matches(meta.name, config.derived):
+            metas.append(replace(meta, layout=whole, tied_to=None, feeding="derived"))
+        elif meta.name in ties and meta.tied_to in wanted:
+            metas.append(replace(meta, layout=whole))
+    return Manifest(tuple(metas))
 
 
 def _root(source: Manifest, name: str) -> str:
@@ -169,21 +174,20 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-# -- In a worker -----------------------------------------------------------------------------------------------------
+# -- The trace ---------------------------------------------------------------------------------------------------------
 
 
-def survey(config: VllmConfig, sources: Manifest) -> tuple[dict[str, Any], Landings | None]:
+def survey(config: VllmConfig, sources: Manifest) -> Survey:
     """Trace what an engine of `config` does with the tensors of `sources`.
 
-    Returns:
-        The answer, and what stays in the worker: None where the loader refused a tensor.
+    Raises:
+        CoverageError: Its loader refuses one.
     """
     from vllm.config import set_current_vllm_config
 
     config = _copy_of(config)
     model: Any = _on_meta(config)
-    answer: dict[str, Any] = {"architecture": type(model).__name__, "ties": read_memory(model).tied}
-    latest = ""
+    architecture, latest = type(model).__name__, ""
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
         def offer() -> Iterator[tuple[str, Tensor]]:
@@ -197,14 +201,30 @@ def survey(config: VllmConfig, sources: Manifest) -> tuple[dict[str, Any], Landi
     try:
         with set_current_vllm_config(config):
             recorder = record_writes(load, model, sources)
-    except Exception as error:  # noqa: BLE001  (whatever a model's loader raises is the answer)
-        return {**answer, "refused": [latest, f"{type(error).__name__}: {error}"]}, None
-    found = find_landings(recorder, read_memory(model).tensors)
-    answer |= {"refused": None, "clashes": found.clashes, "casts": found.casts}
-    return answer | _sorted_out(recorder, model, config), found
-
-
-# -- The model that is traced ----------------------------------------------------------------------------------------
+    except Exception as error:
+        raise CoverageError(
+            f"the load_weights of vLLM's {architecture} refuses {latest!r}: {type(error).__name__}: {error}\nGive the "
+            f"source the names of the checkpoint (rename=, bindings=), or say what the engine computes itself "
+            f"(derived=)",
+            unmapped=(latest,),
+        ) from error
+    coverage, memory = recorder.coverage(), read_memory(model)
+    tensors = memory.tensors | {name: memory.tensors[root] for name, root in memory.tied.items()}
+    written = {*coverage.complete, *coverage.partial}
+    never = tuple(
+        name
+        for name, tensor in tensors.items()
+        if name not in written or not any(write.names for write in recorder.writes_to(tensor))
+        if not _makes_itself(model, config, name)
+    )
+    return Survey(
+        architecture=architecture,
+        landings=find_landings(recorder, memory.tensors),
+        unused=coverage.unused,
+        never=never,
+        partial={name: (n, tensors[name].numel()) for name, n in coverage.partial.items() if name not in never},
+        ties=memory.tied,
+    )
 
 
 def _copy_of(config: VllmConfig) -> VllmConfig:
@@ -240,23 +260,6 @@ def _own_rope_cache() -> Iterator[None]:
     finally:
         _ROPE_DICT.clear()
         _ROPE_DICT.update(kept)
-
-
-# -- What the writes come to -----------------------------------------------------------------------------------------
-
-
-def _sorted_out(recorder: Recorder, model: nn.Module, config: VllmConfig) -> dict[str, Any]:
-    coverage = recorder.coverage()
-    memory, written = read_memory(model), {*coverage.complete, *coverage.partial}
-    tensors = memory.tensors | {name: memory.tensors[root] for name, root in memory.tied.items()}
-    never = [
-        name
-        for name, tensor in tensors.items()
-        if name not in written or not any(write.names for write in recorder.writes_to(tensor))
-        if not _makes_itself(model, config, name)
-    ]
-    partial = {name: [n, tensors[name].numel()] for name, n in coverage.partial.items() if name not in never}
-    return {"never": never, "partial": partial, "unused": list(coverage.unused)}
 
 
 def _makes_itself(model: nn.Module, config: VllmConfig, name: str) -> bool:

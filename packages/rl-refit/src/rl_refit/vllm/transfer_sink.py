@@ -1,31 +1,21 @@
 """A vLLM engine that is reached by vLLM's own weight transfer, such as a server on other machines, as a sink.
 
-    info = NCCLTrainerInitInfo(rank=0, …)
-    sink = TransferSink(
-        HTTPVLLMWeightSyncClient("http://engine:8000"),
-        lambda client, source: WeightTransferTrainerFactory.trainer_init(info, client=client, source=source),
-        like="Qwen3-8B", paused=paused, device="cuda",
-    )
-    Refit(ModuleSource(policy), sink)(version=step)
-
 The new weights are staged in this process and verified there; only when all parties have decided to commit is vLLM's
 trainer engine given them. What it does then is vLLM's: it writes into the engine's weights, and cannot go back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from rl_refit.contracts import Coverage
 from rl_refit.digest import Digest
-from rl_refit.errors import PoisonedError, RefitError
+from rl_refit.errors import RefitError
 from rl_refit.layout import Region
-from rl_refit.manifest import Manifest
 from rl_refit.source import StateDictSource
 from rl_refit.staged import StagedSink, empty_like
 from rl_refit.vllm.weight_transfer import SourceForVllm, UpdateCheck
@@ -71,30 +61,13 @@ class TransferSink(StagedSink):
         self._check = None if engine is None else UpdateCheck(engine, self._source)
         self._client, self._make, self._paused = _Client(client), trainer, paused
         self._trainer: Any = None
-        self._torn = False
 
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction.
-
-        Raises:
-            RefitError: One is open already.
-            PoisonedError: An update broke off in the engine. vLLM 0.32 cannot give one up: layers keep what they had
-                received of it, and fill up with the next update's.
-        """
-        if self._torn:
-            raise PoisonedError(
-                f"{self._poison}; vLLM would bring what it had received of that into the next update: start the engine "
-                f"anew, and make a new TransferSink",
-                phase="prepare",
-            )
-        return super().prepare(manifest)
-
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+    def _digest_engine(self, regions: Sequence[Region]) -> Digest:
         """Of what was handed over and all workers were just found to hold; raises where they hold something else."""
         if self._check is None:
             return super()._digest_engine(regions)
         self._check()
-        return self._digest_staged(region for region in regions if region.name not in self._check.unreadable)
+        return self._digest_staged([region for region in regions if region.name not in self._check.unreadable])
 
     def _prepare_to_hand_over(self, version: int) -> None:
         if self._trainer is None:  # vLLM's two sides meet
@@ -110,7 +83,12 @@ class TransferSink(StagedSink):
                     raise RefitError("vLLM's trainer engine has not called finish_weight_update", phase="commit")  # noqa: TRY301
                 self._source.digest()  # raises where it has not taken all
         except BaseException:
-            self._trainer, self._torn = None, self._client.under_way  # where it has not ended, it is torn for good
+            self._trainer = None
+            if self._client.under_way:  # vLLM 0.32 cannot give an update up: layers fill up with the next one's
+                self._lost = (
+                    "vLLM would bring what it had received of that into the next update: start the engine anew, and "
+                    "make a new TransferSink"
+                )
             raise
 
 

@@ -1,14 +1,7 @@
 """vLLM's own weight transfer with rl-refit's checks: its trainer engines (NCCL, IPC …), its client, its `WeightSource`.
 
 Send our weights over vLLM's transport, from a trainer's process that has vLLM installed, and check that they arrived:
-
-    source = SourceForVllm(ModuleSource(policy))
-    check = UpdateCheck(llm, source)  # made with worker_extension_cls=WORKER_EXTENSION; proves coverage
-    trainer = WeightTransferTrainerFactory.trainer_init(NCCLTrainerInitInfo(…), client=client, source=source)
-    trainer.send_weights()
-    check()
-
-Refit from an existing vLLM `WeightSource`: `Refit(SourceFromVllm(theirs), sink)`.
+`SourceForVllm` and `UpdateCheck`. Refit from an existing vLLM `WeightSource`: `Refit(SourceFromVllm(theirs), sink)`.
 
 vLLM's update writes into the weights that serve, so `UpdateCheck` finds wrong weights, and does not keep the old ones:
 that takes a `VllmSink`.
@@ -22,7 +15,6 @@ import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -35,12 +27,12 @@ from vllm.distributed.weight_transfer.base import WeightSource as TransferSource
 from rl_refit.contracts import WeightSource
 from rl_refit.digest import Digest, combine_digests, digest_tensor
 from rl_refit.engine import raise_errors
-from rl_refit.errors import DigestError, RefitError
+from rl_refit.errors import CoverageError, DigestError, RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest
-from rl_refit.sink import assemble
+from rl_refit.staged import assemble
 from rl_refit.vllm.sink import VllmEngine
-from rl_refit.vllm.survey import DERIVED, NeedsConfig, find_needs, offered
+from rl_refit.vllm.survey import DERIVED, NeedsConfig, offered
 
 __all__ = ["SourceForVllm", "SourceFromVllm", "UpdateCheck"]
 
@@ -146,10 +138,13 @@ class UpdateCheck:
         self._engine, self._source = VllmEngine(engine, loop=loop, pause=None, timeout_s=timeout_s), source
         self._token = uuid.uuid4().hex
         manifest, config = source.source.manifest(), replace(source.config, constant=tuple(constant))
-        self._call("rl_refit_inspect", manifest.to_json())
-        ask = partial(self._call, "rl_refit_ask")
-        fed = find_needs(ask, manifest, config, ties=[source.ties])
-        settled = ask("settle", asdict(config), fed, False)
+        settled = self._call("rl_refit_inspect", manifest.to_json(), asdict(config), source.ties)
+        used = {name for each in settled for name, *_ in each["boxes"]}
+        if unmapped := tuple(meta.name for meta in source.metadata() if meta.name not in used):
+            raise CoverageError(
+                f"{len(unmapped)} tensors of the source have no place in the engine: {', '.join(unmapped)}",
+                unmapped=unmapped,
+            )
         self._boxes = [
             tuple(Region(name, tuple(offsets), tuple(shape)) for name, offsets, shape in each["boxes"])
             for each in settled
@@ -167,7 +162,7 @@ class UpdateCheck:
         """
         sent = [self._source.digest(boxes) for boxes in self._boxes]
         differing: dict[str, None] = {}
-        for ours, answer in zip(sent, self._call("rl_refit_ask", "digests"), strict=True):
+        for ours, answer in zip(sent, self._call("rl_refit_read"), strict=True):
             held = answer["digests"]
             differing |= {
                 name: None

@@ -8,27 +8,24 @@ model's `load_weights` in vLLM's layerwise reload. Arguments and answers are pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from rl_refit import gpu
-from rl_refit.contracts import Coverage
-from rl_refit.digest import Digest, digest_regions
+from rl_refit.digest import Digest
 from rl_refit.engine import Answer, InMainThread, WorkerEnd, answering
 from rl_refit.errors import RefitError
 from rl_refit.layout import Region
 from rl_refit.manifest import Manifest, TensorMeta
 from rl_refit.module_tensors import Holding
-from rl_refit.sink import places_of, read_box
-from rl_refit.staged import StagedSink
+from rl_refit.staged import StagedSink, digest_held, places_of
 from rl_refit.tracing.layouts import Landing, Landings
 from rl_refit.tracing.memory import read_memory
 from rl_refit.vllm import reload
-from rl_refit.vllm.survey import NeedsConfig, offered, sink_meta, survey
+from rl_refit.vllm.survey import NeedsConfig, find_needs, sink_manifest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,16 +45,16 @@ class WorkerSink(StagedSink):
 
     Args:
         worker: vLLM's.
-        ask: See `WorkerEnd.ask`.
+        config: What the user declares.
+        ask: See `WorkerEnd.ask`; None where nothing is refitted, and the engine is only read.
     """
 
-    def __init__(self, worker: RefitWorker, ask: Callable[[str], Any]) -> None:
+    def __init__(self, worker: RefitWorker, config: NeedsConfig, ask: Callable[..., Any] | None) -> None:
         super().__init__({}, engine="the engine")  # what it needs is known after a survey
-        self._worker, self._ask = worker, ask
-        self.source: Manifest | None = None
-        """The source that is being asked about, or was last."""
-        self._found: Landings | None = None
+        self._worker, self._config, self._ask = worker, config, ask
         self._known = ""
+        self.unreadable: dict[str, str] = {}
+        """The fed tensors that cannot be read back after a commit, with the reason."""
         self._direct: dict[str, tuple[Landing, ...]] = {}
         self._reloaded: dict[str, TensorMeta] = {}
         self.received = 0
@@ -68,18 +65,13 @@ class WorkerSink(StagedSink):
         """The worker's."""
         return torch.device(self._worker.device)
 
-    def prepare(self, manifest: Manifest) -> Coverage:
-        """Open a transaction; the first time for a source, have the driver survey the engine.
-
-        Raises:
-            RefitError: A transaction is open already, or a worker failed.
-            CoverageError: The engine needs what the source does not have, or has no place for what it has.
-        """
-        if self._missing is None and self._known != manifest.hash():
-            self.source = manifest
-            self._ask("survey")
+    def _begin(self, manifest: Manifest) -> dict[str, int]:
+        """The first time for a source, look at the engine in the main thread, which may raise a `CoverageError`."""
+        if self._known != manifest.hash():
+            assert self._ask is not None
+            self._ask("survey", lambda: self.look_at(manifest))
             self._known = manifest.hash()
-        return super().prepare(manifest)
+        return super()._begin(manifest)
 
     @torch.no_grad()
     def _hand_over(self, version: int) -> None:
@@ -89,50 +81,47 @@ class WorkerSink(StagedSink):
             reload.reload_from(self._offer(), model, self._worker.reload_weights)
         for name, landings in self._direct.items():
             for landing in landings:
-                self._live(model, landing).copy_(read_box(self._bank[name], landing.box))
+                self._live(model, landing).copy_(places_of(self._bank[name], landing.box)[0])
         if self.device.type == "cpu" and reload.must_repair():
             reload.repack_vocabulary(model)
         gpu.synchronize(self.device, COPIES_S)
         self.received = sum(tensor.nbytes for held in self._bank.values() for _, tensor in held)
 
-    def _digest_engine(self, regions: Iterable[Region]) -> Digest:
+    def _digest_engine(self, regions: Sequence[Region]) -> Digest:
         """Of what the parameters hold. What the engine has packed, cast or rearranged is left out."""
-        return digest_regions(regions, self._resident)
+        model = self._worker.model_runner.get_model()
+        held = {
+            name: [(landing.box, self._live(model, landing)) for landing in landings]
+            for name, landings in self._direct.items()
+            if landings and all(landing.same_dtype for landing in landings)
+        }
+        return digest_held([region for region in regions if region.name in held], held)
 
     # -- The survey, in the main thread -------------------------------------------------------------------------
 
-    def told(self) -> Answer:
-        """The source that the engine has been given, of the first worker."""
-        told = self.source if self._worker.rl_refit_rank == 0 else None
-        return {"manifest": "" if told is None else told.to_json()}
-
-    def survey(self, config: Mapping[str, Any], ties: bool) -> Answer:  # noqa: FBT001  (over RPC)
-        """Trace what the engine does with the source's tensors, without memory; `config` is a `NeedsConfig`."""
-        assert self.source is not None
-        reload.must_repair()  # or refuse now what cannot be repaired later
-        given = offered(self.source, NeedsConfig(**config), ties=ties)
-        answer, self._found = survey(self._worker.vllm_config, given)
-        model = self._worker.model_runner.get_model()
-        return {**answer, "live_ties": read_memory(model).tied}
-
-    def settle(self, config: Mapping[str, Any], fed: Sequence[str], room: bool) -> Answer:  # noqa: FBT001  (over RPC)
-        """Allocate room for the boxes that this worker needs of `fed`, the tensors that the engine needs of the source.
+    def look_at(self, source: Manifest, *, ties: Sequence[bool] = (False, True), room: bool = True) -> dict[str, str]:
+        """Find out what the engine needs of `source`, and allocate room for the boxes that this worker needs.
 
         Without `room` nothing can be staged, and only `digest` is of use.
 
         Returns:
-            The tensors that cannot be read back after a commit, with the reason; and without `room` the boxes, as name,
-            offsets and shape.
+            `unreadable`.
+
+        Raises:
+            CoverageError: The engine needs what the source does not have, or has no place for what it has.
+            RefitError: A fault of this release of vLLM cannot be repaired.
         """
-        assert self.source is not None
-        assert self._found is not None
-        found, model = self._found, self._worker.model_runner.get_model()
+        reload.must_repair()  # or refuse now what cannot be repaired later
+        model = self._worker.model_runner.get_model()
+        survey = find_needs(
+            self._worker.vllm_config, source, self._config, live_ties=read_memory(model).tied, ties=ties
+        )
+        found = survey.landings
         reasons, through = _reloaded(found, model)
-        self._direct, self._reloaded = {}, {}
+        self._direct, self._reloaded, self.unreadable = {}, {}, {}
         wanted: dict[str, list[Region]] = {}
-        unreadable: dict[str, str] = {}
-        for meta in self.source.tensors:
-            if meta.name not in set(fed) or meta.name not in found.users:
+        for meta in source.tensors:
+            if meta.name not in found.users:
                 continue
             landings = found.by_source.get(meta.name, ())
             boxes = list(dict.fromkeys(landing.box for landing in landings))
@@ -142,40 +131,16 @@ class WorkerSink(StagedSink):
             if meta.name in through:
                 self._reloaded[meta.name] = meta
                 why = next((reasons[name] for name in found.users[meta.name] if name in reasons), "")
-                unreadable[meta.name] = why or "changed by the loader"
+                self.unreadable[meta.name] = why or "changed by the loader"
             else:
                 self._direct[meta.name] = landings
                 if not all(landing.same_dtype for landing in landings):
-                    unreadable[meta.name] = "cast by the engine"
+                    self.unreadable[meta.name] = "cast by the engine"
         rank = self._worker.rl_refit_rank
-        metas = (
-            sink_meta(meta, NeedsConfig(**config), boxes=wanted.get(meta.name), fed=meta.name in wanted, rank=rank)
-            for meta in self.source.tensors
-        )
-        kept = [meta for meta in metas if meta is not None]
-        roots = {meta.name for meta in kept if meta.tied_to is None}
-        self._manifest = Manifest(tuple(meta for meta in kept if meta.tied_to is None or meta.tied_to in roots))
-        self._allocate(wanted if room else {})
-        fed_boxes = [] if room else self._fed_boxes()
-        return {
-            "unreadable": unreadable,
-            "boxes": [[box.name, list(box.offsets), list(box.shape)] for box in fed_boxes],
-        }
-
-    def digests(self) -> Answer:
-        """By tensor, the digest of what the parameters now hold of its boxes, without what cannot be read."""
-        return {"digests": dict(self.digest(self._fed_boxes()).tensors)}
-
-    def _fed_boxes(self) -> list[Region]:
-        """Those that this worker holds of the tensors which must be sent."""
-        fed = (meta for meta in self._manifest.tensors if meta.travels)
-        return [box for meta in fed for box in meta.regions_on(self._worker.rl_refit_rank)]
-
-    def _allocate(self, wanted: Mapping[str, Sequence[Region]]) -> None:
-        assert self.source is not None
+        self._manifest = sink_manifest(source, self._config, wanted, ties=survey.ties, rank=rank)
         bank: dict[str, list[Holding]] = {}
-        for name, boxes in wanted.items():
-            before, dtype = dict(self._bank.get(name, ())), self.source.by_name[name].torch_dtype
+        for name, boxes in wanted.items() if room else ():
+            before, dtype = dict(self._bank.get(name, ())), source.by_name[name].torch_dtype
             bank[name] = [
                 (box, before[box])
                 if box in before and before[box].dtype == dtype
@@ -183,6 +148,12 @@ class WorkerSink(StagedSink):
                 for box in boxes
             ]
         self._bank = bank
+        return self.unreadable
+
+    def fed_boxes(self) -> list[Region]:
+        """Those that this worker holds of the tensors which must be sent."""
+        fed = (meta for meta in self._manifest.tensors if meta.travels)
+        return [box for meta in fed for box in meta.regions_on(self._worker.rl_refit_rank)]
 
     # -- Where things are ----------------------------------------------------------------------------------------
 
@@ -204,18 +175,6 @@ class WorkerSink(StagedSink):
         owner, _, name = landing.name.rpartition(".")
         tensor: Tensor = getattr(model.get_submodule(owner), name).detach()
         return landing.view_in(tensor)
-
-    def _resident(self, region: Region) -> Tensor | None:
-        """What the engine's own memory holds of a box; None where that cannot be read."""
-        landings = self._direct.get(region.name, ())
-        if not landings or not all(landing.same_dtype for landing in landings):
-            return None
-        model = self._worker.model_runner.get_model()
-        held = [(landing.box, self._live(model, landing)) for landing in landings]
-        places = places_of(held, region)
-        if any(not torch.equal(place, places[0]) for place in places[1:]):
-            raise RefitError(f"{region} lies in several places of the engine, which differ", tensor=region.name)
-        return read_box(held, region)
 
 
 def _reloaded(found: Landings, model: nn.Module) -> tuple[dict[str, str], set[str]]:
@@ -281,8 +240,8 @@ class RefitWorker:
 
     _rl_refit_end: WorkerEnd | None = None
     _rl_refit_sink: WorkerSink
-    _rl_refit_check: Mapping[str, WorkerSink] = MappingProxyType({})
-    """The latest `UpdateCheck`'s, by its token."""
+    _rl_refit_check: tuple[str, WorkerSink] | None = None
+    """The latest `UpdateCheck`'s, after its token."""
 
     @property
     def rl_refit_rank(self) -> int:
@@ -298,36 +257,31 @@ class RefitWorker:
         return self._rl_refit_end.do(token, what, *args)
 
     def _rl_refit_make_sink(self, end: WorkerEnd) -> InMainThread:
-        self._rl_refit_sink = WorkerSink(self, end.ask)
+        self._rl_refit_sink = WorkerSink(self, NeedsConfig(**end.options), end.ask)
         return InMainThread(self._rl_refit_sink, end)
 
     @answering
-    def rl_refit_inspect(self, token: str, source: str) -> Answer:
+    def rl_refit_inspect(  # noqa: PLR0917  (over RPC)
+        self,
+        token: str,
+        source: str,
+        config: Mapping[str, Any],
+        ties: bool,  # noqa: FBT001
+    ) -> Answer:
         """Look at the engine beside the source that has this manifest, for weights that come by another way.
 
         From now on `token` is the engine's check; see `rl_refit.vllm.weight_transfer`.
         """
-
-        def ask(what: str) -> None:
-            raise RefitError(f"nothing is refitted here, so there is no driver to {what}")
-
-        reader = WorkerSink(self, ask)
-        reader.source = Manifest.from_json(source)
-        self._rl_refit_check = {token: reader}
-        return {}
+        reader = WorkerSink(self, NeedsConfig(**config), None)
+        reader.look_at(Manifest.from_json(source), ties=[ties], room=False)
+        self._rl_refit_check = token, reader
+        boxes = [[box.name, list(box.offsets), list(box.shape)] for box in reader.fed_boxes()]
+        return {"unreadable": reader.unreadable, "boxes": boxes}
 
     @answering
-    def rl_refit_ask(self, token: str, what: str, *args: Any) -> Answer:
-        """What the worker's sink for the driver's sink, or check, `token` answers to one of its methods."""
-        sink = self._rl_refit_check.get(token)
-        if sink is None:
-            if self._rl_refit_end is None or not self._rl_refit_end.belongs(token):
-                raise RefitError("another sink or UpdateCheck was made of this engine since this one; make a new one")
-            sink = self._rl_refit_sink
-        methods: dict[str, Callable[..., Answer]] = {
-            "told": sink.told,
-            "survey": sink.survey,
-            "settle": sink.settle,
-            "digests": sink.digests,
-        }
-        return methods[what](*args)
+    def rl_refit_read(self, token: str) -> Answer:
+        """By tensor, the digest of what the parameters now hold of its boxes, without what cannot be read."""
+        if self._rl_refit_check is None or self._rl_refit_check[0] != token:
+            raise RefitError("another UpdateCheck was made of this engine since this one; make a new one")
+        reader = self._rl_refit_check[1]
+        return {"digests": dict(reader.digest(reader.fed_boxes()).tensors)}
