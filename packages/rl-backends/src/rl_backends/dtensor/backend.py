@@ -150,7 +150,7 @@ class DTensorBackend(Backend):
             sums = add_up(loss_of.sums, sharded.row_group)
             return sums_of_last_rank(sums, sharded.pipeline.group, device=torch.device(config.device))
 
-        context = sharded.group("cp")
+        context = sharded.context_group
         for number, microbatch in enumerate(microbatches):
             # Forward: the output of the asked tokens, and the loss of the routers, if that is weighed.
             rows = microbatch.of(examples, device="cpu")
@@ -194,7 +194,7 @@ class DTensorBackend(Backend):
     def _router_metrics(self) -> Mapping[str, float]:
         counts = {} if self._routers is None else self._routers.take_counts()
         for count in counts.values():
-            for group in (self._distributed.group("rows"), self._distributed.group("cp")):
+            for group in (self._distributed.row_group, self._distributed.context_group):
                 if group is not None:
                     dist.all_reduce(count, group=group)
         return router_metrics(counts) if counts else {}

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,6 +186,8 @@ class ShardedModel(DistributedModel):
         """The ranks among which rows are dealt."""
         # Once: taking an axis out of a mesh costs a millisecond or two.
         context = self._context = self.mesh["cp"] if config.context_parallel_size > 1 else None
+        self.context_group = None if context is None else context.get_group()
+        """The ranks with other tokens of the same rows; None where there are no others."""
         self.sequence_shard = None if context is None else SequenceShard(context.get_local_rank(), context.size())
         self.token_multiple = 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
 
@@ -198,11 +200,6 @@ class ShardedModel(DistributedModel):
     def closed(self) -> bool:
         """Whether it has left the process group."""
         return self.membership.left
-
-    def group(self, axis: Literal["rows", "cp"]) -> dist.ProcessGroup | None:
-        """The ranks with other rows, or with other tokens of the same rows; None where there are no others."""
-        mesh = self.rows if axis == "rows" else self._context
-        return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
     def read(
         self, inputs: ModelInputs, reader: Reader, *, shape: tuple[int, int], stage: Any = None
