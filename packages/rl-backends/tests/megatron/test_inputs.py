@@ -156,17 +156,17 @@ def test_megatron_turns_packed_rows_by_the_same_positions(imported, ranks):
 def test_a_pack_that_needs_padding_ends_with_a_row_of_it():
     tokens = torch.tensor([[3, 4, 5], [6, 0, 0]])
     asked = torch.tensor([[False, True, True], [False, False, False]])
-    given_ = {"layout": "packed", "multiple": 4, "pad_token_id": 9}
+    given_ = {"layout": "packed", "multiple": 4}
     inputs = make_inputs(tokens, torch.tensor([3, 1]), asked, **given_)
     assert inputs.cu_seq_lens.tolist() == [0, 3, 4]  # a multiple already
     inputs = make_inputs(tokens[:1], torch.tensor([3]), asked[:1], **given_)
-    assert inputs.tokens.tolist() == [[3, 4, 5, 9]]
+    assert inputs.tokens.tolist() == [[3, 4, 5, 0]]
     assert inputs.cu_seq_lens.tolist() == [0, 3, 4]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 0]]
     ranks = [
         make_inputs(tokens, torch.tensor([3, 1]), asked, shard=SequenceShard(rank, 2), **given_) for rank in (0, 1)
     ]
-    assert [inputs.tokens.tolist() for inputs in ranks] == [[[3, 9, 6, 9]], [[4, 5, 9, 9]]]
+    assert [inputs.tokens.tolist() for inputs in ranks] == [[[3, 0, 6, 0]], [[4, 5, 0, 0]]]
     assert [inputs.position_ids.tolist() for inputs in ranks] == [[[0, 3, 0, 3]], [[1, 2, 1, 2]]]
     assert ranks[0].cu_seq_lens.tolist() == [0, 4, 8]
     assert [inputs.at.tolist() for inputs in ranks] == [[0], [0]]
