@@ -19,7 +19,7 @@ from rl_backends.backend import asked_of
 from rl_backends.batching.microbatches import Microbatch
 from rl_backends.examples import BatchT
 from rl_backends.losses import LossFunction, LossOverMicrobatches, Output, Sums
-from rl_backends.megatron.cpu_compat import cpu_compat, user_code
+from rl_backends.megatron.cpu_compat import cpu_compat, no_cuda_calls, user_code
 from rl_backends.megatron.model import MegatronModel, adds_in_place, bucket_groups
 from rl_backends.megatron.optimizer import MegatronOptimizers, masters_of
 from rl_backends.megatron.passes import run_passes
@@ -52,7 +52,8 @@ def accumulate(
         # Also after a failure: ranks that share this row's vocabulary or tokens read and go back together.
         shape = rows[number].tokens.shape[0], rows[number].tokens.shape[1]
         try:
-            outputs = model.read(hidden, inputs[number], reader, shape=shape)[0]
+            with no_cuda_calls():
+                outputs = model.read(hidden, inputs[number], reader, shape=shape)[0]
         except Exception as error:  # noqa: BLE001 - raised below, once every rank knows
             loss_of.failure = loss_of.failure or error
             return hidden.sum() * 0.0
@@ -107,7 +108,8 @@ def clip_and_step(
         NonFiniteGradientError: a gradient is not finite on some rank and `on_nonfinite_gradient` is "raise". Weights
             and optimizers are as they were, and the gradients are cleared.
     """
-    with cpu_compat():
+    several = dist.get_world_size() > 1
+    with cpu_compat(), contextlib.nullcontext() if several else no_cuda_calls():
         _sum_over_ranks(ddp, optimizers)
         norm = _agree_on_norm(optimizers, next(ddp[0].parameters()).device)
         if not math.isfinite(norm):
