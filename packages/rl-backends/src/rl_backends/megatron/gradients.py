@@ -75,9 +75,11 @@ def _added_to_buffer(model: MegatronModel) -> Iterator[None]:
     trained = [each for chunk in model.ddp for each in chunk.params_with_grad] if adds_in_place(model.config) else []
     for each in trained:
         each.grad = each.main_grad
-    yield
-    for each in trained:
-        each.grad = None
+    try:
+        yield
+    finally:
+        for each in trained:
+            each.grad = None
 
 
 def discard(model: MegatronModel) -> None:
