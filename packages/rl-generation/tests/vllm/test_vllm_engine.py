@@ -303,7 +303,6 @@ def test_a_blocking_call_on_the_loop_that_it_waits_for_is_refused(engine):
 def test_it_is_what_servers_and_trainers_ask_for(engine):
     assert isinstance(engine, Engine)
     assert isinstance(engine, StreamingEngine)
-    assert engine.engine is engine
     before = engine.metrics()
     engine.generate([[5] * 20, [6] * 30], SHORT)
     after = engine.metrics()
