@@ -575,7 +575,8 @@ class TransformersEngine:
             self._arrived.clear()
             lost = [*self._calls]
         for call in lost:
-            call.error = call.error or error
+            if not call.over:  # else another thread is about to end it
+                call.error = error
         return lost
 
     def _end(self, calls: Sequence[Call]) -> None:
