@@ -22,6 +22,11 @@ class Stepwise:
         """Wait before the step that follows the next `after` ones."""
         self._set(after)
 
+    @property
+    def is_held(self):
+        """Whether no step is left before it waits."""
+        return self._steps_left == 0
+
     def go_on(self):
         self._set(None)
 
