@@ -14,6 +14,8 @@ class Stepwise:
     def __init__(self, engine):
         self._engine = engine
         self._steps_left = None
+        self.is_held = False
+        """Whether a step waits now."""
         self._changed = threading.Condition()
         self._advance = engine._runner.advance
         engine._runner.advance = self._advance_when_let
@@ -21,11 +23,6 @@ class Stepwise:
     def hold(self, *, after):
         """Wait before the step that follows the next `after` ones."""
         self._set(after)
-
-    @property
-    def is_held(self):
-        """Whether no step is left before it waits."""
-        return self._steps_left == 0
 
     def go_on(self):
         self._set(None)
@@ -41,11 +38,14 @@ class Stepwise:
     def _set(self, steps):
         with self._changed:
             self._steps_left = steps
+            self.is_held = self.is_held and steps == 0
             self._changed.notify_all()
 
     def _advance_when_let(self, *, stream):
         with self._changed:
+            self.is_held = self._steps_left == 0
             assert self._changed.wait_for(lambda: self._steps_left != 0, DEADLINE_S)
+            self.is_held = False
         news = self._advance(stream=stream)
         with self._changed:
             if self._steps_left and news:  # a step may also only clear away what has ended
