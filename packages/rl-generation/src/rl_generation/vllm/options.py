@@ -105,6 +105,12 @@ class BasicVllmOptions:
             if key in ELSEWHERE:
                 raise EngineOptionError(f"vllm_kwargs sets {key!r}, which the engine does; use {ELSEWHERE[key]}")
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What `estimate_memory` takes of these options, by its names."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs")
+        return {name: getattr(self, name) for name in (*names, "kv_cache_memory_bytes")}
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
