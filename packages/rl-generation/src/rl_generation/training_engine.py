@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from rl_generation.checkpoints import load_config, load_tokenizer
+from rl_generation.checkpoints import ModelSource, load_config, load_tokenizer
 from rl_generation.errors import EngineOptionError, ModelError
 from rl_generation.requests import BasicSampling, Sampling
 from rl_generation.vllm.options import BasicVllmOptions, VllmOptions
@@ -76,8 +76,10 @@ class EngineConfig(BasicSampling):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingEngineSpec:
+class TrainingEngineSpec(ModelSource):
     """What one such engine is made of: what a recipe says, and what a run adds. Can be pickled and sent elsewhere.
+
+    Of the model only the configuration is read.
 
     Raises:
         EngineOptionError: An option is impossible, or belongs to another engine.
@@ -85,15 +87,6 @@ class TrainingEngineSpec:
 
     config: EngineConfig
     """Which engine, and with which options; how it samples is said to the engine with each call."""
-
-    model: str
-    """A Hugging Face folder or hub id; only its configuration is used."""
-
-    revision: str | None = None
-    """Of a hub id."""
-
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
 
     device: str = "cpu"
     """`cpu` or `cuda`."""

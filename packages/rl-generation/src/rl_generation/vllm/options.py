@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from rl_generation.checkpoints import ModelSource
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
 
@@ -114,25 +115,16 @@ class BasicVllmOptions:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions(BasicVllmOptions):
+class VllmOptions(BasicVllmOptions, ModelSource):
     """A vLLM engine: the model, how it is cut, and what memory it may take.
 
     Raises:
         EngineOptionError: A value is impossible, or `vllm_kwargs` repeats a field.
     """
 
-    model: str
-    """Folder of a checkpoint, or its id on the Hugging Face hub."""
-
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer behind stop strings and bad words; None takes the one beside the model, and
     does without where there is none."""
-
-    revision: str | None = None
-    """Branch, tag or commit of the model on the hub; None is its main branch, which may move under you."""
-
-    trust_remote_code: bool = False
-    """True runs Python code that comes with the checkpoint, as you."""
 
     dtype: str = "auto"
     """Of weights and activations: "auto" is the checkpoint's unless it is float32, of which vLLM makes a
