@@ -13,6 +13,7 @@ import pytest
 
 from rl_generation.checkpoints import stop_token_ids_of
 from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
+from rl_generation.model_flags import flags_for
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import VersionSpan
 from rl_generation.vllm import LoraAdapter, VllmOptions, preparing
@@ -141,13 +142,13 @@ def test_the_nearest_known_name_is_offered_where_there_is_one():
 
 def test_dummy_weights_are_for_training_where_the_model_admits_them():
     for_training, plain = VllmOptions(model="m", for_training=True), VllmOptions(model="m")
-    llama, mistral = {"model_type": "llama"}, {"model_type": "mistral3"}
-    assert load_format_of(for_training, llama, version="0.32.0") == "dummy"
-    assert load_format_of(plain, llama, version="0.32.0") == "auto"
-    assert load_format_of(for_training, mistral, version="0.32.0+cpu") == "auto"
-    assert load_format_of(for_training, mistral, version="0.30.0") == "dummy"
+    llama, mistral = flags_for("llama", version="0.32.0"), flags_for("mistral3", version="0.32.0+cpu")
+    assert load_format_of(for_training, llama) == "dummy"
+    assert load_format_of(plain, llama) == "auto"
+    assert load_format_of(for_training, mistral) == "auto"
+    assert load_format_of(for_training, flags_for("mistral3", version="0.30.0")) == "dummy"
     asked = VllmOptions(model="m", for_training=True, load_format="safetensors")
-    assert load_format_of(asked, llama, version="0.32.0") == "safetensors"
+    assert load_format_of(asked, llama) == "safetensors"
 
 
 def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint):
@@ -159,7 +160,7 @@ def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint)
 
 
 def _prepared(options):
-    given = {"arguments": {}, "load_format": "auto", "quirks": (), "stop_token_ids": (2,)}
+    given = {"arguments": {"load_format": "auto"}, "quirks": (), "stop_token_ids": (2,)}
     return Prepared(options=options, **given)
 
 

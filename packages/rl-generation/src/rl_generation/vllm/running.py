@@ -170,8 +170,7 @@ class Health:
             if error is None:
                 return task.result()
             if not isinstance(error, EngineDeadError):
-                self._look()
-                await self._wait_for_a_process_to_blame()
+                await self._look()
             if self.death is None:
                 raise error
         raise EngineDeadError(self.death or "the call was cancelled")
@@ -186,24 +185,21 @@ class Health:
 
     async def _look_now_and_then(self) -> None:
         while self.death is None:
-            self._look()
-            await self._wait_for_a_process_to_blame()
+            await self._look()
             await asyncio.sleep(PERIOD_S)
 
-    def _look(self) -> None:
-        found = self._processes.dead()
-        if found is not None:
-            self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
-
-    async def _wait_for_a_process_to_blame(self) -> None:
-        """Where vLLM says that its engine failed, which may come before a process has ended, or without that."""
+    async def _look(self) -> None:
+        """End what waits if a process is dead; vLLM may say that its engine failed before one has, or without that."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
-        while self.death is None and self._llm.errored:
-            if asyncio.get_running_loop().time() > deadline:
-                self.end("vLLM's engine failed, and its log says why; restart() makes a new engine")
+        while self.death is None:
+            if (found := self._processes.dead()) is not None:
+                self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
+            elif not self._llm.errored:
                 return
-            await asyncio.sleep(PERIOD_S)
-            self._look()
+            elif asyncio.get_running_loop().time() > deadline:
+                self.end("vLLM's engine failed, and its log says why; restart() makes a new engine")
+            else:
+                await asyncio.sleep(PERIOD_S)
 
 
 class Statistics:
