@@ -41,15 +41,11 @@ class EngineConfig(BasicSampling):
     """Arguments of vLLM; only with `backend: vllm`."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_batch_size"):
-            if (value := getattr(self, name)) < 1:
-                raise EngineOptionError(f"{name}={value} must be >= 1")
-        if not 0.0 < self.temperature < float("inf"):
+        if self.max_batch_size < 1:
+            raise EngineOptionError(f"max_batch_size={self.max_batch_size} must be >= 1")
+        if not self.temperature > 0.0:
             raise EngineOptionError(f"temperature={self.temperature} must be > 0; evaluation also decodes greedily")
-        try:
-            self.sampling()
-        except ValueError as error:
-            raise EngineOptionError(str(error)) from error
+        self.sampling()  # which refuses with a ValueError what no engine does
         if self.backend != "vllm" and self.vllm_cfg != VllmConfig():
             raise EngineOptionError(f"vllm_cfg is given, and backend={self.backend} does not use it; set backend=vllm")
 
