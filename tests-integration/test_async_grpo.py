@@ -72,7 +72,6 @@ def test_it_learns_while_the_engine_takes_weights_in_flight(imitated: Mapping[st
     in_flight = InFlightEngine(setup)
     config = AsyncGRPOConfig(**STEPS, max_staleness=AHEAD, weights="in_flight", num_collectors=2, groups_per_call=16)
     steps = learn(setup, async_grpo.train, config, engine=in_flight, weight_sync=in_flight)
-    in_flight.close()
     check(steps, setup.accuracy(), synchronous)
     assert in_flight.mixed > 0
 

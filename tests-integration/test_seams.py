@@ -19,8 +19,6 @@ from rl_generation import (
     RemoteEngine,
     Rollout,
     Sampling,
-    SteppingEngine,
-    Streamer,
     StreamingEngine,
     TransformersEngine,
     VllmEngine,
@@ -53,10 +51,7 @@ if TYPE_CHECKING:
     ) -> tuple[contracts.Engine[Sampling], contracts.Engine[Sampling], contracts.Engine[Sampling]]:
         return a, b, c
 
-    def stepping_of(a: TransformersEngine) -> SteppingEngine:
-        return a
-
-    def streaming_of(a: Streamer, b: VllmEngine) -> tuple[StreamingEngine, StreamingEngine]:
+    def streaming_of(a: TransformersEngine, b: VllmEngine) -> tuple[StreamingEngine, StreamingEngine]:
         return a, b
 
     def rollout_of(rollout: Rollout) -> contracts.Rollout:

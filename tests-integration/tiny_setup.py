@@ -5,7 +5,6 @@ A DTensor policy, an engine with its own weights, and a refit between them. `Tin
 `InFlightEngine` is the same engine, refitted while it generates.
 """
 
-import asyncio
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from rl_algorithms.chat import Chat, Prompt
 from rl_algorithms.data import batches
 from rl_algorithms.environments import RewardFunctionEnvironment
 from rl_backends import DTensorBackend, DTensorConfig, OptimizerConfig
-from rl_generation import Rollout, Sampling, Streamer, TransformersEngine
+from rl_generation import Rollout, Sampling, TransformersEngine
 from rl_launcher.build.engines import weight_source
 from rl_launcher.quickstart.sort_digits import dataset, reward
 from rl_launcher.quickstart.tiny_model import character_tokenizer
@@ -92,33 +91,23 @@ class TinySetup:
 
 
 class InFlightEngine:
-    """An `Engine` for several threads and a `WeightSync` that does not wait for them, both with one `Streamer`."""
+    """An `Engine` for several threads and a `WeightSync` that does not wait for them."""
 
     def __init__(self, setup: TinySetup) -> None:
-        self._streamer, self._weight_sync = Streamer(setup.engine), setup.weight_sync
+        self._engine, self._weight_sync = setup.engine, setup.weight_sync
         self.mixed = 0
         """Rollouts that were sampled from weights of several versions."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """Generate as the engine does, in the streamer's thread."""
-        rollouts = asyncio.run(self._all(prompts, sampling))
+        """Generate as the engine does, and count the rollouts of mixed weights."""
+        rollouts = self._engine.generate(prompts, sampling)
         self.mixed += sum(len({span.version for span in rollout.versions}) > 1 for rollout in rollouts)
         return rollouts
 
     def __call__(self, *, version: int) -> RefitReport:
         """Refit between two steps of the engine, without waiting for requests."""
-        return self._streamer.between_steps(lambda: self._weight_sync(version=version)).result()
-
-    def close(self) -> None:
-        """Stop the streamer's thread; the engine can be used directly again."""
-        self._streamer.close()
-
-    async def _all(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        return await asyncio.gather(*(self._one(prompt, sampling) for prompt in prompts))
-
-    async def _one(self, prompt: Sequence[int], sampling: Sampling) -> Rollout:
-        ended = [delta.rollout async for delta in self._streamer.stream(prompt, sampling) if delta.rollout is not None]
-        return ended[0]
+        with self._engine.between_steps():
+            return self._weight_sync(version=version)
 
 
 def _chat() -> Chat:

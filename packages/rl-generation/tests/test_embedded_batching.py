@@ -1,20 +1,24 @@
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_generation import Sampling, SteppingEngine, TransformersEngine
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+from stepwise import Steps
+
+from rl_generation import Sampling, TransformersEngine
 
 PROMPTS = [[1, 5, 6], [1, 7], [3, 4, 5, 6, 7, 8, 9, 10, 11], [1, 5, 6], [9], [1, 22, 30, 4], [1, 5, 6], [8, 8]]
 STOPS = [2, 11, 12, 13]
 
 
 def engine(model, **options):
-    return TransformersEngine(
-        model, **({"stop_token_ids": STOPS, "pad_token_id": 0, "continuous_batching": "required"} | options)
-    )
+    options = {"stop_token_ids": STOPS, "pad_token_id": 0, "continuous_batching": "required"} | options
+    return Steps(TransformersEngine(model, **options))
 
 
 def finish(served):
@@ -149,7 +153,6 @@ def test_the_cache_stays_within_its_bound_and_rows_that_give_way_lose_nothing(qw
 
 def test_a_step_returns_every_new_token_once(qwen3):
     served = engine(qwen3)
-    assert isinstance(served, SteppingEngine)
     for index, prompt in enumerate(PROMPTS):
         served.add_request(str(index), prompt, Sampling(max_new_tokens=12, n=2, seed=index))
     rollouts, streamed = finish(served)

@@ -1,7 +1,13 @@
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from rl_generation import ModelError, Sampling, SteppingEngine, TransformersEngine
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
+from stepwise import Steps
+
+from rl_generation import ModelError, Sampling, TransformersEngine
 
 PROMPTS = [[1, 5, 6], [1, 7], [3, 4, 5, 6, 7, 8, 9, 10, 11], [1, 5, 6], [9], [1, 22, 30, 4], [1, 5, 6], [8, 8]]
 SAMPLINGS = [
@@ -68,8 +74,7 @@ def test_what_the_models_generation_config_asks_for_is_not_done_and_stays(tiny):
 
 
 def test_it_steps_by_whole_batches_and_aborts_what_has_not_begun(tiny):
-    served = engine(tiny("lfm2"), continuous_batching="off", version=2)
-    assert isinstance(served, SteppingEngine)
+    served = Steps(engine(tiny("lfm2"), continuous_batching="off", version=2))
     served.add_request("a", [1, 5, 6], Sampling(max_new_tokens=6, n=2, seed=0))
     served.add_request("b", [1, 7], Sampling(max_new_tokens=6, seed=0))
     first = served.step()

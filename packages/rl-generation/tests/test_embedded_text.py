@@ -120,7 +120,7 @@ def test_a_request_that_is_refused_draws_nothing_from_the_generator(served):
     with pytest.raises(PromptError, match="bad_words"):
         served.generate([[1], [1]], [sound, refused])
     with pytest.raises(PromptError, match="bad_words"):
-        served.add_request("a", [1], refused)
+        served.submit([1], refused, seed=0).result(60)
     assert served._generator.get_state().equal(state)
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from rl_generation.errors import EngineDeadError
-from rl_generation.event_loop import EventLoop
+from rl_generation.event_loop import MOST_UNREAD, EventLoop
 
 PATIENCE_S = 60
 
@@ -25,11 +25,13 @@ class Source:
 
     def __init__(self, numbers=None, error=None):
         self.numbers, self.error, self.closed = numbers, error, threading.Event()
+        self.asked = 0
 
     async def __call__(self):
         try:
             number = 0
             while number != self.numbers:
+                self.asked += 1
                 yield number
                 await asyncio.sleep(0)
                 number += 1
@@ -50,6 +52,20 @@ def test_it_runs_elsewhere_whoever_calls(events):
         return await events.wait(where())
 
     assert asyncio.run(inside()) == "rl-generation-test"
+
+
+def test_a_slow_consumer_holds_the_source_back_and_loses_nothing(events):
+    source = Source(100)
+
+    async def slowly():
+        numbers = events.iterate(source)
+        first = await anext(numbers)
+        await asyncio.sleep(0.2)
+        return first, source.asked, [number async for number in numbers]
+
+    first, asked, others = asyncio.run(slowly())
+    assert asked <= MOST_UNREAD + 1
+    assert [first, *others] == list(range(100))
 
 
 def test_errors_come_back_as_they_are(events):

@@ -137,12 +137,3 @@ def test_a_request_that_the_cache_can_never_hold_is_refused(tiny):
 def test_text_without_a_tokenizer_is_refused(tiny, words):
     with pytest.raises(PromptError, match=r"no tokenizer"):
         engine(tiny("llama")).generate([[1]], Sampling(max_new_tokens=4, **words))
-
-
-def test_generate_is_refused_while_requests_are_underway(tiny):
-    served = engine(tiny("llama"))
-    served.add_request("a", [1, 5], SAMPLING)
-    with pytest.raises(RuntimeError, match="1 requests of add_request are unfinished"):
-        served.generate([[1]], SAMPLING)
-    with pytest.raises(ValueError, match="request_id='a'"):
-        served.add_request("a", [1, 5], SAMPLING)

@@ -3,6 +3,7 @@
 What it does with vLLM's and SGLang's answers is in test_remote_servers.py, and with a real `vllm serve` in tests/vllm.
 """
 
+import asyncio
 import contextlib
 import os
 import re
@@ -126,7 +127,7 @@ def test_submitted_requests_are_answered_beside_one_another_and_can_be_cancelled
     ]
     assert [future.result(serving.DEADLINE_S).tokens for future in futures] == expected
     long.cancel()
-    served.wait_until(lambda engine: not engine.has_unfinished_requests())
+    served.wait_until(lambda engine: not serving.under_way(engine))
     refused = remote.submit([5], Sampling(max_new_tokens=5, n=2), seed=0)
     with pytest.raises(PromptError, match="submit it 2 times"):
         refused.result(serving.DEADLINE_S)
@@ -140,7 +141,7 @@ def test_verify_logp_takes_it_like_any_engine(remote, embedded):
 def test_the_version_is_that_of_the_weights_which_made_the_tokens():
     with serving.serving() as served, RemoteEngine(served.server.url) as engine:
         assert (engine.version, engine.generate([[5]], GREEDY)[0].version) == (0, 0)
-        served.streamer.between_steps(lambda: served.engine.commit_version(12)).result(serving.DEADLINE_S)
+        served.engine.commit_version(12)
         assert engine.generate([[5]], GREEDY)[0].version == 12
         assert engine.version == engine.metrics().version == 12
         with pytest.raises(EngineOptionError, match="commit it there"):
@@ -283,15 +284,16 @@ class StuckAtLong:
         self._engine = engine
         self.stuck = set()
 
-    def add_request(self, request_id, prompt, sampling):
-        if sampling.max_new_tokens == 99:
-            self.stuck.add(request_id)
-        else:
-            self._engine.add_request(request_id, prompt, sampling)
-
-    def abort_request(self, request_id):
-        self.stuck.discard(request_id)
-        self._engine.abort_request(request_id)
+    async def stream(self, prompt, sampling):
+        async with contextlib.aclosing(self._engine.stream(prompt, sampling)) as deltas:
+            if sampling.max_new_tokens == 99:
+                self.stuck.add(prompt)
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.stuck.discard(prompt)
+            async for delta in deltas:
+                yield delta
 
     def __getattr__(self, name):
         return getattr(self._engine, name)

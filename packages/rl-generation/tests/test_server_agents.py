@@ -20,7 +20,7 @@ import speaking
 from clients import *  # noqa: F403  (the claims that hold for vLLM's server too)
 from clients import SCHEMA
 
-from rl_generation import PromptError, Sampling, Streamer, TransformersEngine
+from rl_generation import PromptError, Sampling, TransformersEngine
 from rl_generation.server import Server
 from rl_generation.server.tools import ReplyStream, ToolUse
 
@@ -39,8 +39,7 @@ def engine():
 def url(engine):
     tokenizer = speaking.tokenizer()
     with (
-        Streamer(engine) as streamer,
-        Server(streamer, tokenizer=tokenizer, model_name="tiny", tool_format="hermes") as server,
+        Server(engine, tokenizer=tokenizer, model_name="tiny", tool_format="hermes") as server,
     ):
         yield f"{server.url}/v1"
 

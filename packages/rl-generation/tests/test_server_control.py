@@ -33,7 +33,7 @@ def served():
 @pytest.fixture
 def control(served):
     with (
-        ControlServer(served.streamer, token=TOKEN) as server,
+        ControlServer(served.engine, token=TOKEN) as server,
         httpx.Client(base_url=server.url, headers=HEADERS, timeout=serving.DEADLINE_S) as client,
     ):
         yield client
@@ -45,12 +45,12 @@ def test_a_pause_freezes_what_is_under_way_and_its_tokens_stay_the_same(served, 
     expected = served.post("/v1/completions", body).json()["choices"][0]["token_ids"]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         under_way = pool.submit(served.post, "/v1/completions", body)
-        served.wait_until(lambda engine: engine.has_unfinished_requests())
+        served.wait_until(serving.under_way)
         assert control.post("/pause", json={}).json() == {"paused": True, "weight_version": 0}
-        before = served.streamer.between_steps(served.engine.metrics).result(serving.DEADLINE_S).generated_tokens
+        before = served.engine.metrics().generated_tokens
         asked_meanwhile = pool.submit(served.post, "/v1/completions", serving.ANSWER | {"max_tokens": 2})
         done, _ = concurrent.futures.wait([under_way, asked_meanwhile], timeout=0.5)
-        after = served.streamer.between_steps(served.engine.metrics).result(serving.DEADLINE_S).generated_tokens
+        after = served.engine.metrics().generated_tokens
         assert (done, after) == (set(), before)
         assert control.get("/state").json()["paused"]
         assert control.post("/resume", json={}).json() == {"paused": False, "weight_version": 0}
@@ -59,15 +59,15 @@ def test_a_pause_freezes_what_is_under_way_and_its_tokens_stay_the_same(served, 
 
 
 def test_the_state_tells_the_version_of_the_weights():
-    with serving.serving() as served, ControlServer(served.streamer, token=TOKEN) as server:
-        served.streamer.between_steps(lambda: served.engine.commit_version(9)).result(serving.DEADLINE_S)
+    with serving.serving() as served, ControlServer(served.engine, token=TOKEN) as server:
+        served.engine.commit_version(9)
         assert httpx.get(f"{server.url}/state", headers=HEADERS).json() == {"paused": False, "weight_version": 9}
 
 
 def test_a_paused_engine_can_be_closed():
     with serving.serving() as served:
-        served.streamer.pause()
-    assert not served.engine.has_unfinished_requests()
+        served.engine.pause()
+    assert not serving.under_way(served.engine)
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {TOKEN}x"}])
@@ -75,7 +75,7 @@ def test_nobody_is_answered_without_the_token(served, control, headers):
     for method, path in (("GET", "/state"), ("POST", "/pause"), ("POST", "/resume")):
         response = httpx.request(method, f"{control.base_url}{path}", headers=headers, json={})
         assert response.status_code == 401
-    assert not served.streamer.is_paused
+    assert not served.engine.is_paused
 
 
 def test_the_public_port_knows_nothing_of_it(served):

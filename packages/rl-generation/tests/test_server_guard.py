@@ -20,7 +20,7 @@ for needed in ("httpx", "openai", "starlette", "uvicorn"):
 import openai
 import serving
 
-from rl_generation.errors import EngineOptionError
+from rl_generation.errors import EngineDeadError, EngineOptionError
 from rl_generation.server import API_KEY_VARIABLE, Server, ServerLimits, answers, create_app
 
 KEY = "a-key-of-the-test"
@@ -43,7 +43,7 @@ def keyed():
 
 
 def idle(engine):
-    return not engine.has_unfinished_requests()
+    return not serving.under_way(engine)
 
 
 def finished(engine, reason):
@@ -108,7 +108,7 @@ def test_the_key_can_come_from_the_environment(monkeypatch):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.com"])
 def test_another_address_than_loopback_needs_a_key(served, host):
     with pytest.raises(EngineOptionError, match=f"host='{host}' is open to other machines"):
-        Server(served.streamer, tokenizer=served.tokenizer, model_name="tiny", host=host)
+        Server(served.engine, tokenizer=served.tokenizer, model_name="tiny", host=host)
 
 
 def test_with_a_key_every_address_is_served():
@@ -120,20 +120,15 @@ def test_with_a_key_every_address_is_served():
 @pytest.mark.parametrize("key", ["", "  ", "ключ", "a\nb"])
 def test_a_key_that_no_header_can_hold_is_refused(served, key):
     with pytest.raises(ValueError, match="api_key must be printable ASCII"):
-        create_app(served.streamer, tokenizer=served.tokenizer, model_name="tiny", api_key=key)
+        create_app(served.engine, tokenizer=served.tokenizer, model_name="tiny", api_key=key)
 
 
 def test_what_does_not_stream_is_refused_when_the_server_is_made(served):
     options = {"tokenizer": served.tokenizer, "model_name": "tiny"}
-    steps = serving.plain_engine(served.tokenizer)
-    with pytest.raises(
-        EngineOptionError, match=r"TransformersEngine steps but does not stream: pass Streamer\(engine\)"
-    ):
-        Server(steps, **options)
-    with pytest.raises(EngineOptionError, match="list is no StreamingEngine: it has no engine, stream, abort"):
+    with pytest.raises(EngineOptionError, match="list is no StreamingEngine: it has no limits, logp_of, version, metr"):
         create_app([], **options)
     with pytest.raises(EngineOptionError, match="tokenizer=None"):
-        create_app(served.streamer, **options | {"tokenizer": None})
+        create_app(served.engine, **options | {"tokenizer": None})
 
 
 def test_without_a_key_a_foreign_host_name_is_refused(served):
@@ -175,7 +170,7 @@ def test_a_body_that_does_not_arrive_is_given_up():
 
 
 def test_one_request_too_many_is_told_to_come_again(served):
-    forget(served.streamer.closed)
+    forget(served.watched.closed)
     served.engine.hold(after=1)
     with served.http as http, http.stream("POST", "/v1/completions", json=STREAM) as response:
         lines = response.iter_lines()  # kept: the stream ends with it
@@ -195,7 +190,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(served, n):
     before = finished(served.engine, "abort")
     served.engine.hold(after=1)
     with served.http as http, http.stream("POST", "/v1/completions", json=STREAM | {"n": n}) as response:
-        forget(served.streamer.closed)
+        forget(served.watched.closed)
         next(response.iter_lines())
     go_on_without_the_client(served)
     assert finished(served.engine, "abort") == before + n
@@ -204,11 +199,11 @@ def test_a_client_that_leaves_a_stream_frees_the_engine(served, n):
 def test_a_client_that_leaves_before_its_answer_frees_the_engine(served):
     before = [finished(served.engine, reason) for reason in ("length", "stop")]
     served.engine.hold(after=0)
-    forget(served.streamer.opened)
-    forget(served.streamer.closed)
+    forget(served.watched.opened)
+    forget(served.watched.closed)
     made = connection(served, json.dumps(LONG | {"prompt": [[5], [6]]}).encode())
     for _ in range(2):
-        assert served.streamer.opened.acquire(timeout=serving.DEADLINE_S)
+        assert served.watched.opened.acquire(timeout=serving.DEADLINE_S)
     made.close()
     go_on_without_the_client(served, streams=2)
     assert [finished(served.engine, reason) for reason in ("length", "stop")] == before
@@ -223,7 +218,7 @@ def forget(semaphore):
 def go_on_without_the_client(served, *, streams=1):
     """Once the server has seen that the client left, and no longer counts its request; until nothing is under way."""
     for _ in range(streams):
-        assert served.streamer.closed.acquire(timeout=serving.DEADLINE_S)
+        assert served.watched.closed.acquire(timeout=serving.DEADLINE_S)
     served.engine.go_on()
     served.wait_until(idle)
 
@@ -276,8 +271,23 @@ def test_broken_logits_underway_end_the_stream_with_an_error():
 
 
 def test_a_dead_engine_is_service_unavailable():
-    with serving.serving() as served:
-        served.streamer.close()
+    class Dead:
+        """A stand-in: an engine in this process dies with its server."""
+
+        def __init__(self, engine):
+            self._engine = engine
+
+        async def check_health(self):
+            raise EngineDeadError("killed")
+
+        async def stream(self, prompt, sampling):
+            await self.check_health()
+            yield
+
+        def __getattr__(self, name):
+            return getattr(self._engine, name)
+
+    with serving.serving(wrap=Dead) as served:
         with served.http as http:
             assert http.get("/health").status_code == 503
             response = http.post("/v1/completions", json=SHORT)
@@ -288,7 +298,7 @@ def test_a_dead_engine_is_service_unavailable():
 
 def test_an_unforeseen_error_says_nothing_of_the_inside(caplog):
     with serving.serving() as served:
-        served.streamer.between_steps(lambda: setattr(served.engine, "_ready", explode)).result()
+        served.engine._ready = explode
         error = served.refused("/v1/completions", SHORT, status=500)
         assert error["message"] == "internal error: the server's log says more"
     assert "a secret of the inside" in caplog.text
@@ -324,7 +334,7 @@ def test_nothing_is_left_behind_by_many_servers(served):
     before = set(threading.enumerate())
     for _ in range(3):
         with (
-            Server(served.streamer, tokenizer=served.tokenizer, model_name="tiny") as server,
+            Server(served.engine, tokenizer=served.tokenizer, model_name="tiny") as server,
             socket.create_connection(("127.0.0.1", server.port), timeout=serving.DEADLINE_S),
         ):
             pass
@@ -339,7 +349,7 @@ def test_what_only_begins_like_health_needs_the_key(keyed, path):
 
 
 def test_texts_that_are_encoded_count_as_in_flight(served):
-    forget(served.streamer.closed)
+    forget(served.watched.closed)
     served.engine.hold(after=1)
     with served.http as http, http.stream("POST", "/v1/completions", json=STREAM) as response:
         lines = response.iter_lines()

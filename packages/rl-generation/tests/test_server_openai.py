@@ -272,7 +272,7 @@ def test_requests_of_one_moment_share_the_batch_and_nothing_else():
 
 
 def test_every_answer_says_which_weights_made_it(served):
-    served.streamer.between_steps(lambda: served.engine.commit_version(7)).result()
+    served.engine.commit_version(7)
     try:
         response = complete(served, max_tokens=4, extra_body={"ignore_eos": True})
         assert response.weight_version == 7
@@ -281,15 +281,14 @@ def test_every_answer_says_which_weights_made_it(served):
         served.engine.hold(after=3)
         stream = complete(served, max_tokens=20, stream=True, extra_body={"ignore_eos": True})
         chunks = [next(stream)]
-        served.streamer.between_steps(lambda: served.engine.commit_version(8))
-        served.engine.go_on()
+        served.engine.go_on_after(lambda: served.engine.commit_version(8))
         chunks += stream
         first, second = chunks[-1].choices[0].weight_versions
         assert (first["version"], second["version"]) == (7, 8)
         assert (first["start"], first["end"], second["end"]) == (0, second["start"], 20)
         assert chunks[-1].weight_version == 7
     finally:
-        served.streamer.between_steps(lambda: served.engine.commit_version(0)).result()
+        served.engine.commit_version(0)
 
 
 def test_the_model_is_listed_and_another_name_is_not_found(served):

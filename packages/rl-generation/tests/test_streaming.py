@@ -1,19 +1,22 @@
+"""Streams of the embedded engine: whatever is generated beside them, each gets what it would have got alone."""
+
 import asyncio
 import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
-from stepwise import Stepwise
+from stepwise import Stepwise, under_way, wait_for_turn
 
-from rl_generation.engine import Engine, SteppingEngine, StreamingEngine
-from rl_generation.errors import EngineDeadError, LogpError, PromptError
+from rl_generation.engine import RequestEngine, StreamingEngine
+from rl_generation.errors import EngineDeadError, EngineOptionError, LogpError, PromptError
 from rl_generation.requests import Sampling
 from rl_generation.rollout import VersionSpan
-from rl_generation.streaming import Streamer
 from rl_generation.transformers_engine import TransformersEngine
 
 SAMPLING = Sampling(max_new_tokens=12, n=2, seed=3)
@@ -23,21 +26,21 @@ PATIENCE_S = 60
 
 @pytest.fixture
 def served(tiny):
-    """A streamer, and an engine of the same weights that nothing else uses."""
-    streamer = Streamer(Stepwise(engine(tiny("llama"))))
-    yield streamer, engine(tiny("llama"))
-    streamer.engine.go_on()
-    streamer.close()
+    """An engine that streams, and one of the same weights that nothing else uses."""
+    streaming = Stepwise(engine(tiny("llama")))
+    yield streaming, engine(tiny("llama"))
+    streaming.go_on()
+    streaming.close()
 
 
 def engine(model):
     return TransformersEngine(model, stop_token_ids=[2], pad_token_id=0)
 
 
-async def collect(streamer, prompt, sampling):
+async def collect(streaming, prompt, sampling):
     """The rollouts of one request; each is what its deltas say."""
     tokens, logp, rollouts = {}, {}, {}
-    async for delta in streamer.stream(prompt, sampling):
+    async for delta in streaming.stream(prompt, sampling):
         tokens[delta.sample_index] = tokens.get(delta.sample_index, ()) + delta.tokens
         logp[delta.sample_index] = logp.get(delta.sample_index, ()) + delta.logp
         if delta.rollout is not None:
@@ -47,15 +50,20 @@ async def collect(streamer, prompt, sampling):
     return [rollouts[index] for index in sorted(rollouts)]
 
 
-async def under_way(streamer, *tokens):
-    """Ask for a long answer after each of these, and hold the engine in the midst of all, until `engine.go_on()`."""
-    streamer.engine.hold(after=0)
-    requests = [asyncio.create_task(collect(streamer, [1, token], LONG)) for token in tokens]
-    await asyncio.sleep(0)  # all of them are in the worker's queue
-    streamer.engine.hold(after=3)
-    while streamer.engine.metrics().generated_tokens < 3:  # noqa: ASYNC110  (an engine has no event to wait for)
+async def in_the_midst(streaming, *tokens):
+    """Ask for a long answer after each of these, and hold the engine in the midst of all, until `go_on()`."""
+    streaming.hold(after=0)
+    requests = [asyncio.create_task(collect(streaming, [1, token], LONG)) for token in tokens]
+    await asyncio.sleep(0)  # all of them have arrived
+    streaming.hold(after=3)
+    while streaming.metrics().generated_tokens < 3 * len(tokens):  # noqa: ASYNC110  (an engine has no event)
         await asyncio.sleep(0.001)
     return requests
+
+
+async def nothing_is_under_way(streaming):
+    while under_way(streaming):  # noqa: ASYNC110  (an engine has no event to wait for)
+        await asyncio.sleep(0.001)
 
 
 def run(what):
@@ -68,31 +76,53 @@ def same(ours, theirs):
     ]
 
 
-def test_both_are_what_the_protocols_ask_for(served):
-    streamer, plain = served
-    assert isinstance(streamer, StreamingEngine)
-    assert isinstance(plain, Engine)
-    assert isinstance(plain, SteppingEngine)
+def test_it_is_what_the_protocols_ask_for(served):
+    _, plain = served
+    assert isinstance(plain, RequestEngine)
+    assert isinstance(plain, StreamingEngine)
 
 
 def test_what_is_streamed_together_is_what_is_generated_alone(served):
-    streamer, plain = served
+    streaming, plain = served
     prompts = [[1, token, 4][: 1 + token % 3] for token in range(5, 21)]
     samplings = [Sampling(max_new_tokens=3 + index, n=1 + index % 3, seed=index) for index in range(16)]
 
     async def together():
-        return await asyncio.gather(*(collect(streamer, *pair) for pair in zip(prompts, samplings, strict=True)))
+        return await asyncio.gather(*(collect(streaming, *pair) for pair in zip(prompts, samplings, strict=True)))
 
     for prompt, sampling, rollouts in zip(prompts, samplings, run(together()), strict=True):
         assert same(rollouts, plain.generate([prompt], [sampling]))
 
 
-def test_one_refused_request_does_not_touch_the_others(served):
-    streamer, plain = served
+def test_streams_submitted_requests_and_generate_share_the_engine(served):
+    streaming, plain = served
+
+    async def all_three():
+        (request,) = await in_the_midst(streaming, 5)
+        future = streaming.submit([1, 6], LONG, seed=6)
+        generating = asyncio.create_task(asyncio.to_thread(streaming.generate, [[1, 7]], LONG))
+        await asyncio.to_thread(wait_for_turn, streaming)
+        streaming.go_on()
+        return await request, [await asyncio.wrap_future(future)], await generating
+
+    streamed, submitted, generated = run(all_three())
+    assert same(streamed, plain.generate([[1, 5]], LONG))
+    assert same(submitted, plain.generate([[1, 6]], [LONG.for_request(6)]))
+    assert same(generated, plain.generate([[1, 7]], LONG))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wrong"), [([99], {}), ([1], {"regex": "a"})], ids=["at once", "once its turn has come"]
+)
+def test_one_refused_request_does_not_touch_the_others(served, monkeypatch, prompt, wrong):
+    streaming, plain = served
+    monkeypatch.setattr(streaming._engine, "limits", replace(streaming.limits, tokenizer=object()))
 
     async def both():
         return await asyncio.gather(
-            collect(streamer, [1, 5], SAMPLING), collect(streamer, [99], SAMPLING), return_exceptions=True
+            collect(streaming, [1, 5], SAMPLING),
+            collect(streaming, prompt, replace(SAMPLING, ignore_eos=True, **wrong)),
+            return_exceptions=True,
         )
 
     good, bad = run(both())
@@ -101,14 +131,13 @@ def test_one_refused_request_does_not_touch_the_others(served):
 
 
 def test_a_slow_consumer_gets_several_tokens_at_once_and_loses_none(served):
-    streamer, plain = served
+    streaming, plain = served
 
     async def slowly():
-        stream = streamer.stream([1, 5], LONG)
+        stream = streaming.stream([1, 5], LONG)
         first = await anext(stream)
-        # The engine gets to the end while nobody takes anything.
-        while await asyncio.wrap_future(streamer.between_steps(streamer.engine.has_unfinished_requests)):
-            pass
+        while under_way(streaming):  # the engine gets to the end while nobody takes anything
+            time.sleep(0.001)  # noqa: ASYNC251
         return [first, *[delta async for delta in stream]]
 
     deltas = run(slowly())
@@ -118,89 +147,125 @@ def test_a_slow_consumer_gets_several_tokens_at_once_and_loses_none(served):
 
 
 def test_closing_the_iterator_aborts_the_request(served):
-    streamer, _ = served
+    streaming, _ = served
 
     async def one_token():
-        streamer.engine.hold(after=3)
-        stream = streamer.stream([1, 5], LONG)
+        streaming.hold(after=3)
+        stream = streaming.stream([1, 5], LONG)
         await anext(stream)
         await stream.aclose()
-        streamer.engine.go_on()
-        # Behind the abort in the worker's queue.
-        return await asyncio.wrap_future(streamer.between_steps(lambda: streamer.engine.metrics().running))
+        streaming.go_on()
+        await nothing_is_under_way(streaming)
 
     run(one_token())
-    metrics = streamer.between_steps(streamer.engine.step).result(PATIENCE_S), streamer.engine.metrics()
-    assert metrics[1].running == 0
-    assert metrics[1].generated_tokens < 60
+    metrics = streaming.metrics()
+    assert metrics.finished == {"abort": 1}
+    assert metrics.generated_tokens < 60
 
 
-def test_abort_ends_every_stream_and_says_so(served):
-    streamer, _ = served
+def test_abort_ends_whatever_is_under_way_and_says_so(served):
+    streaming, _ = served
 
-    async def abort_after_the_first_tokens():
-        requests = await under_way(streamer, 5, 6, 7)
-        aborting = asyncio.create_task(streamer.abort())
-        await asyncio.sleep(0)  # it is in the worker's queue, behind the step that is held
-        streamer.engine.go_on()
-        return await aborting, await asyncio.gather(*requests)
+    async def abort_in_the_midst():
+        requests = await in_the_midst(streaming, 5, 6, 7)
+        future = streaming.submit([1, 8], LONG, seed=0)
+        aborting = asyncio.create_task(streaming.abort())
+        await asyncio.to_thread(wait_for_turn, streaming)
+        streaming.go_on()
+        return await aborting, [*await asyncio.gather(*requests), [await asyncio.wrap_future(future)]]
 
-    count, answers = run(abort_after_the_first_tokens())
-    assert count == 3
-    for (rollout,) in answers:
-        assert rollout.finish_reason == "abort"
-        assert 0 < len(rollout.tokens) < 60
+    count, answers = run(abort_in_the_midst())
+    assert count == 4
+    assert {rollout.finish_reason for (rollout,) in answers} == {"abort"}
+    assert all(0 < len(rollout.tokens) < 60 for (rollout,) in answers[:3])
 
 
 def test_weights_may_change_between_two_steps_and_rollouts_say_where(served):
-    streamer, _ = served
+    streaming, _ = served
 
     def new_weights():
-        with torch.no_grad():
-            streamer.engine.model.lm_head.weight.mul_(0.5)
-        streamer.engine.commit_version(4)
+        with streaming.between_steps(), torch.no_grad():
+            streaming.model.lm_head.weight.mul_(0.5)
+            streaming.commit_version(4)
 
-    async def change_under_way():
-        (request,) = await under_way(streamer, 5)
-        changed = streamer.between_steps(new_weights)
-        streamer.engine.go_on()
-        await asyncio.wrap_future(changed)
+    async def change_in_the_midst():
+        (request,) = await in_the_midst(streaming, 5)
+        await asyncio.to_thread(streaming.go_on_after, new_weights)
         return await request
 
-    (rollout,) = run(change_under_way())
+    (rollout,) = run(change_in_the_midst())
     first, second = rollout.versions
     assert (first, second.version, second.end) == (VersionSpan(version=0, start=0, end=second.start), 4, 60)
     assert 0 < second.start < 60
     assert rollout.version == 0
 
 
-def test_broken_logits_end_every_stream_and_the_engine_serves_the_next_ones(served):
-    streamer, plain = served
-    head = streamer.engine.model.lm_head.weight
-    kept = head.detach().clone()
+def test_a_pause_freezes_all_and_what_is_asked_for_meanwhile_waits(served):
+    streaming, plain = served
 
-    def fill(values):
-        with torch.no_grad():
-            head.copy_(values)
+    async def pause_in_the_midst():
+        (request,) = await in_the_midst(streaming, 5)
+        await asyncio.to_thread(streaming.go_on_after, streaming.pause)
+        assert streaming.is_paused
+        before = streaming.metrics().generated_tokens
+        future = streaming.submit([1, 6], LONG, seed=6)
+        generating = asyncio.create_task(asyncio.to_thread(streaming.generate, [[1, 7]], LONG))
+        await asyncio.wait([request, generating], timeout=0.5)
+        assert [each.done() for each in (request, future, generating)] == [False] * 3
+        assert streaming.metrics().generated_tokens == before
+        streaming.resume()
+        return await request, [await asyncio.wrap_future(future)], await generating
 
-    streamer.between_steps(lambda: fill(torch.full_like(kept, torch.nan))).result(PATIENCE_S)
+    streamed, submitted, generated = run(pause_in_the_midst())
+    assert not streaming.is_paused
+    assert same(streamed, plain.generate([[1, 5]], LONG))
+    assert same(submitted, plain.generate([[1, 6]], [LONG.for_request(6)]))
+    assert same(generated, plain.generate([[1, 7]], LONG))
+    with pytest.raises(EngineOptionError, match="mode='keep' alone; got mode='abort'"):
+        plain.pause(mode="abort")
+
+
+def test_broken_logits_end_the_streams_that_met_them_and_the_engine_serves_the_next_ones(served):
+    """Token 9 has an embedding of NaN: only requests that hold it are lost."""
+    streaming, plain = served
+    embedding = streaming.model.get_input_embeddings().weight
+    kept = embedding[9].detach().clone()
+    with torch.no_grad():
+        embedding[9] = torch.nan
+    sampling = Sampling(max_new_tokens=4, n=2, top_k=1)
 
     async def broken():
-        return await asyncio.gather(
-            *(collect(streamer, [1, token], SAMPLING) for token in (5, 6)), return_exceptions=True
-        )
+        requests = (collect(streaming, [1, token], sampling) for token in (5, 9, 6))
+        return await asyncio.gather(*requests, return_exceptions=True)
 
-    assert all(isinstance(error, LogpError) for error in run(broken()))
-    streamer.between_steps(lambda: fill(kept)).result(PATIENCE_S)
-    assert same(run(collect(streamer, [1, 5], SAMPLING)), plain.generate([[1, 5]], SAMPLING))
+    first, lost, second = run(broken())
+    assert isinstance(lost, LogpError)
+    assert same(first + second, plain.generate([[1, 5], [1, 6]], sampling))
+    with torch.no_grad():
+        embedding[9] = kept
+    assert same(run(collect(streaming, [1, 9], sampling)), plain.generate([[1, 9]], sampling))
+
+
+def test_a_forward_that_fails_ends_every_stream_and_the_engine_goes_on(served, monkeypatch):
+    streaming, plain = served
+    forward = streaming.model.forward
+    monkeypatch.setattr(streaming.model, "forward", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
+
+    async def broken():
+        requests = (collect(streaming, [1, token], SAMPLING) for token in (5, 6))
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    assert all(isinstance(error, MemoryError) for error in run(broken()))
+    monkeypatch.setattr(streaming.model, "forward", forward)
+    assert same(run(collect(streaming, [1, 5], SAMPLING)), plain.generate([[1, 5]], SAMPLING))
 
 
 def test_several_event_loops_may_stream_at_once(served):
-    streamer, plain = served
+    streaming, plain = served
     answers = {}
 
     def one(token):
-        answers[token] = run(collect(streamer, [1, token], SAMPLING))
+        answers[token] = run(collect(streaming, [1, token], SAMPLING))
 
     threads = [threading.Thread(target=one, args=(token,)) for token in (5, 6, 7)]
     for thread in threads:
@@ -210,82 +275,41 @@ def test_several_event_loops_may_stream_at_once(served):
     assert all(same(answers[token], plain.generate([[1, token]], SAMPLING)) for token in (5, 6, 7))
 
 
-def test_health_is_an_answer_within_its_deadline(served):
-    streamer, plain = served
-    run(streamer.check_health())
-    impatient = Streamer(plain, health_timeout_s=0.05)
-    held = threading.Event()
-    impatient.between_steps(lambda: held.wait(PATIENCE_S))
-    with pytest.raises(EngineDeadError, match=r"in one step for 0\.05 s"):
-        run(impatient.check_health())
-    held.set()
-    impatient.close()
+def test_a_step_that_does_not_end_is_no_health(served):
+    streaming, _ = served
+    run(streaming.check_health(timeout_s=0.05))
+
+    async def held():
+        (request,) = await in_the_midst(streaming, 5)
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineDeadError, match=r"in one step for more than 0\.05 s"):
+            await streaming.check_health(timeout_s=0.05)
+        await streaming.check_health()
+        streaming.go_on()
+        await request
+
+    run(held())
+    run(streaming.check_health(timeout_s=0.05))
 
 
-class Failing:
-    """An engine of which every step fails, though not for ever."""
-
-    def __init__(self, error, then):
-        self.error, self.then, self.steps, self.unfinished = error, then, 0, False
-
-    def add_request(self, *request):
-        self.unfinished = True
-        if self.steps:
-            self.then.add_request(*request)
-
-    def step(self):
-        self.steps += 1
-        if self.steps > 1:
-            return self.then.step()
-        raise self.error
-
-    def abort_request(self, request_id):
-        self.unfinished = False
-        self.then.abort_request(request_id)
-
-    def has_unfinished_requests(self):
-        return self.then.has_unfinished_requests() if self.steps > 1 else self.unfinished
-
-
-def test_what_does_not_step_is_refused_when_the_streamer_is_made():
-    with pytest.raises(TypeError, match=r"object has no add_request, step, .*: a Streamer needs an engine that steps"):
-        Streamer(object())
-
-
-@pytest.mark.parametrize("error", [EngineDeadError("killed"), RuntimeError("broken")], ids=["dead", "broken"])
-def test_an_engine_that_fails_is_not_stepped_until_somebody_asks_again(served, error):
-    _, plain = served
-    failing = Failing(error, plain)
-    streamer = Streamer(failing)
-    with pytest.raises(type(error), match=str(error)):
-        run(collect(streamer, [1, 5], SAMPLING))
-    for _ in range(20):
-        streamer.between_steps(lambda: None).result(PATIENCE_S)
-    assert failing.steps == 1
-    if isinstance(error, EngineDeadError):
-        with pytest.raises(EngineDeadError, match="killed"):
-            run(streamer.check_health())
-    assert len(run(collect(streamer, [1, 5], SAMPLING))) == 2
-    run(streamer.check_health())
-    streamer.close()
-
-
-def test_closing_ends_open_streams_and_leaves_no_thread(tiny):
+@pytest.mark.parametrize("paused", [False, True])
+def test_closing_ends_open_streams_and_leaves_no_thread(tiny, paused):
     before = set(threading.enumerate())
-    streamer = Streamer(Stepwise(engine(tiny("llama"))))
+    streaming = Stepwise(engine(tiny("llama")))
 
-    async def close_under_way():
-        (request,) = await under_way(streamer, 5)
-        closing = asyncio.create_task(asyncio.to_thread(streamer.close))
-        while not streamer._closed:  # noqa: ASYNC110  (it has no event to wait for)
-            await asyncio.sleep(0.001)
-        streamer.engine.go_on()
-        await closing
-        return await request
+    def close():
+        if paused:
+            streaming.pause()
+        streaming.close()
 
-    (rollout,) = run(close_under_way())
-    assert rollout.finish_reason == "abort"
-    streamer.close()
-    with pytest.raises(EngineDeadError, match="closed"):
-        run(collect(streamer, [1, 5], LONG))
+    async def close_in_the_midst():
+        (request,) = await in_the_midst(streaming, 5)
+        await asyncio.to_thread(streaming.go_on_after, close)
+        with pytest.raises(EngineDeadError, match="closed while this request was under way"):
+            await request
+
+    run(close_in_the_midst())
+    streaming.close()
     assert set(threading.enumerate()) <= before
+    streaming.resume()
+    assert len(run(collect(streaming, [1, 5], LONG))) == 1

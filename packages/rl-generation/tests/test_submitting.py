@@ -12,7 +12,6 @@ import torch
 from rl_generation.engine import RequestEngine
 from rl_generation.errors import EngineDeadError, LogpError, ModelError, PromptError
 from rl_generation.requests import Sampling
-from rl_generation.streaming import Streamer
 from rl_generation.transformers_engine import TransformersEngine, Turns
 
 PATIENCE_S = 120
@@ -122,22 +121,6 @@ def test_generate_and_submit_share_the_engine(served):
         same(ours, theirs)
     for token, future in zip((5, 6), futures, strict=True):
         same(future.result(PATIENCE_S), alone(plain, [1, token], LONG, token))
-
-
-def test_a_streamer_and_submit_share_the_engine(served):
-    serving, plain = served
-    serving.add_request("stepped", [1, 7], replace(LONG, seed=1))
-    future = serving.submit([1, 5], LONG, seed=5)
-    tokens = ()
-    while serving.has_unfinished_requests():
-        for request_id, delta in serving.step():
-            assert request_id == "stepped"
-            tokens += delta.tokens
-    assert tokens == plain.generate([[1, 7]], replace(LONG, seed=1))[0].tokens
-    same(future.result(PATIENCE_S), alone(plain, [1, 5], LONG, 5))
-    with Streamer(serving):
-        same(serving.submit([1, 5], LONG, seed=5).result(PATIENCE_S), future.result())
-    assert serving.metrics().running == 0
 
 
 def test_models_without_continuous_batching_answer_too(tiny):

@@ -4,7 +4,7 @@ Knows language models, sampling and token ids. Does not know rewards, training o
 """
 
 from rl_generation.chat import decode_rollout, encode_chat, encode_text, with_required_prefix
-from rl_generation.engine import Engine, EngineMetrics, RequestEngine, RolloutDelta, SteppingEngine, StreamingEngine
+from rl_generation.engine import Engine, EngineMetrics, RequestEngine, RolloutDelta, StreamingEngine
 from rl_generation.errors import (
     EngineDeadError,
     EngineOptionError,
@@ -20,7 +20,6 @@ from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_
 from rl_generation.remote import RemoteEngine
 from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.streaming import Streamer
 from rl_generation.training_engine import EngineConfig, TrainingEngineSpec, VllmConfig, make_training_engine
 from rl_generation.transformers_engine import TransformersEngine
 from rl_generation.verify import (
@@ -61,8 +60,6 @@ __all__ = [
     "RolloutDelta",
     "SampleTimeoutError",
     "Sampling",
-    "SteppingEngine",
-    "Streamer",
     "StreamingEngine",
     "TimedOutSample",
     "TokenDifference",

@@ -1,5 +1,6 @@
 """What servers, commands and checks ask of an engine; every engine here answers it."""
 
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,27 +37,27 @@ class RolloutDelta:
 class EngineMetrics:
     """What an engine is doing, and has done since it was made."""
 
-    time_s: float
+    time_s: float = field(default_factory=time.monotonic)
     """When this was read, by `time.monotonic`."""
 
-    running: int
+    running: int = 0
     """Answers being generated now."""
 
-    waiting: int
+    waiting: int = 0
     """Answers that wait for a place in the batch."""
 
-    prompt_tokens: int
+    prompt_tokens: int = 0
     """Prefilled, or found in the prefix cache."""
 
-    cached_prompt_tokens: int
+    cached_prompt_tokens: int = 0
     """Of these, found in the prefix cache, or shared with another answer to the same prompt."""
 
-    generated_tokens: int
+    generated_tokens: int = 0
 
-    preemptions: int
+    preemptions: int = 0
     """Answers that had to give up their place in the cache and start again."""
 
-    cache_usage: float
+    cache_usage: float = 0.0
     """Share of the key/value cache in use, 0 to 1."""
 
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -160,41 +161,14 @@ class RequestEngine(Engine, Protocol):
 
 
 @runtime_checkable
-class SteppingEngine(Engine, Protocol):
-    """What generates a token at a time, in the caller's thread; `TransformersEngine` is one."""
-
-    def add_request(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Take a request in; raise what `generate` would raise of it."""
-
-    def step(self) -> list[tuple[str, RolloutDelta]]:
-        """Generate the next tokens of what is running, and return them with the ids of their requests."""
-
-    def abort_request(self, request_id: str) -> None:
-        """End a request: the next step returns its answers as they are, with finish reason `"abort"`."""
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do."""
-
-
-@runtime_checkable
-class StreamingEngine(Protocol):
-    """What also answers one prompt at a time, many at once, from any thread's event loop.
-
-    `VllmEngine` is one; `Streamer` makes one of an engine that steps.
-    """
-
-    @property
-    def engine(self) -> Engine:
-        """The engine behind it; itself where it is one."""
+class StreamingEngine(RequestEngine, Protocol):
+    """What also hands new tokens out as they come: `TransformersEngine` and `VllmEngine`."""
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[RolloutDelta, None]:
-        """Yield new tokens of the `n` answers as they come; closing the iterator aborts what is unfinished."""
+        """Yield new tokens of the `n` answers, on any event loop; closing the iterator aborts what is unfinished."""
 
     async def abort(self) -> int:
-        """Abort every request that is under way, and return how many; their streams end with reason `"abort"`."""
+        """Abort whatever is under way, and return how much that was; answers end with reason `"abort"`."""
 
     async def check_health(self) -> None:
         """Return where the engine answers; raise EngineDeadError where it does not."""
-
-    async def read_metrics(self) -> EngineMetrics:
-        """What the engine is doing, from any thread's event loop; its version is that of the weights now."""

@@ -17,6 +17,12 @@ T = TypeVar("T")
 _END = object()
 _PATIENCE_S = 10.0
 
+MOST_UNREAD = 16
+"""Items that wait for a consumer on another loop; then whoever yields them is held back, and may put some together."""
+
+UNREAD_PERIOD_S = 0.01
+"""Between two looks whether a consumer has read on."""
+
 
 class EventLoop:
     """Runs until it is closed; a daemon thread, which keeps no program from ending."""
@@ -67,22 +73,31 @@ class EventLoop:
         return await asyncio.wrap_future(self.start(what))
 
     async def iterate(self, items: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-        """Yield what `items` yields on this loop, from any loop; closing this iterator closes that one."""
+        """Yield what `items` yields on this loop, from any loop; closing this iterator closes that one.
+
+        `items` is asked for more once all but `MOST_UNREAD` were read.
+        """
         here, received = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        handed_over = read = 0
 
         def hand_over(item: object) -> None:
             with contextlib.suppress(RuntimeError):  # whoever iterated has ended, and its loop with it
                 here.call_soon_threadsafe(received.put_nowait, item)
 
         async def pump() -> None:
+            nonlocal handed_over
             async with contextlib.aclosing(items()) as source:
                 async for item in source:
                     hand_over(item)
+                    handed_over += 1
+                    while handed_over - read >= MOST_UNREAD and not here.is_closed():  # noqa: ASYNC110
+                        await asyncio.sleep(UNREAD_PERIOD_S)
 
         pumping = self.start(pump())
         pumping.add_done_callback(lambda _: hand_over(_END))
         try:
             while (item := await received.get()) is not _END:
+                read += 1
                 yield item
             pumping.result()
         finally:

@@ -1,10 +1,10 @@
 """The embedded engine: a Hugging Face model in the caller's process.
 
 New weights are written into `model` in place by the caller, between two calls or steps, who then calls
-`commit_version`; while requests of `submit` are under way, within `between_steps`.
+`commit_version`; while requests of `submit` or `stream` are under way, within `between_steps`.
 
-Whoever has the turn steps for all: a caller of `generate` or `step`, or the thread that lives as long as requests of
-`submit` are under way. An idle engine has no thread.
+Whoever has the turn steps for all: a caller of `generate`, or the thread that lives as long as requests of `submit` or
+`stream` are under way. An idle engine has no thread.
 
 Randomness: each answer has a seed, and its token t is drawn by a number that is a function of that seed and t alone. An
 answer to a seeded request therefore depends on the weights, its prompt and its Sampling; not on `max_batch_size`, on
@@ -13,13 +13,15 @@ about 1e-6 in a logit of a float32 model, by enough to change drawn tokens of a 
 take one each from the engine's generator.
 """
 
+import asyncio
+import contextlib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -27,7 +29,7 @@ import torch
 
 from rl_generation.constraints import make_constraints
 from rl_generation.embedded.continuous_batching import ContinuousBatching
-from rl_generation.embedded.rows import Row, Runner
+from rl_generation.embedded.rows import News, Row, Runner
 from rl_generation.embedded.slot_model import SlotModel, inspect_model, why_not_continuous
 from rl_generation.embedded.whole_batches import WholeBatches
 from rl_generation.engine import EngineMetrics, RolloutDelta, check_single, check_version, failed_request
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 
 CPU_CACHE_BYTES = 4 << 30
 
-Outcome = tuple["Future[Rollout]", Rollout | BaseException]
-"""A request of `submit`, and what has become of it."""
+PAUSE_PERIOD_S = 0.1
+"""Between two looks of a thread whether a paused engine may go on, or has lost what the thread waits for."""
 
 
 class Turns(AbstractContextManager[None]):
@@ -74,28 +76,118 @@ class Turns(AbstractContextManager[None]):
             self._room.release()
 
 
-@dataclass(slots=True, eq=False)
 class Call:
-    """A call of `generate`, whose answers may come in another thread's step."""
+    """The answers that a call of `generate` waits for; they may come in another thread's step."""
 
-    missing: int
-    """Answers that are not there yet."""
+    steps = True
+    """Whether the caller's thread generates, and not one of the engine's own."""
 
-    rollouts: list[Rollout] = field(default_factory=list)
-    error: BaseException | None = None
+    def __init__(self, missing: int) -> None:
+        self.missing = missing
+        """Answers that are not there yet."""
+        self.rollouts: list[Rollout] = []
+        self.error: BaseException | None = None
 
     @property
     def over(self) -> bool:
         """Whether there is nothing to wait for."""
         return not self.missing or self.error is not None
 
+    def take(self, news: RolloutDelta | LogpError) -> None:
+        """Note what has become of one of the answers."""
+        if isinstance(news, LogpError):
+            self.error = self.error or news
+        elif news.rollout is not None:
+            self.rollouts.append(news.rollout)
+            self.missing -= 1
+
+    def end(self) -> None:
+        """Say that it is over; not in a turn, for whoever hears of it may do anything."""
+
+
+class SubmitCall(Call):
+    """A request of `submit`."""
+
+    steps = False
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.future: Future[Rollout] = Future()
+
+    def end(self) -> None:
+        """Complete the future; a cancelled one too, or `Future.wait` would not count it."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.rollouts[0])
+
+
+class StreamCall(Call):
+    """A request of `stream`, whose consumer lives in the event loop where this is made.
+
+    A consumer that is slower than the engine gets several deltas of an answer as one: no more than one of each answer
+    ever waits.
+    """
+
+    steps = False
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self._lock = threading.Lock()
+        self._news: dict[int, list[RolloutDelta]] = {}
+        """Of each answer what its consumer has not seen."""
+        self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
+        self.unseen = samples
+        """Answers whose end the consumer has not seen."""
+
+    def take(self, news: RolloutDelta | LogpError) -> None:
+        """Hand new tokens over."""
+        super().take(news)
+        if isinstance(news, RolloutDelta):
+            with self._lock:
+                known = bool(self._news)
+                self._news.setdefault(news.sample_index, []).append(news)
+            if not known:
+                self._wake()
+
+    def end(self) -> None:
+        """Have the consumer look for an error."""
+        self._wake()
+
+    async def next(self) -> RolloutDelta:
+        """Return what has come, or raise what prevents the rest."""
+        while True:
+            await self._ready.wait()
+            with self._lock:
+                if self._news:
+                    index = next(iter(self._news))
+                    news = self._news.pop(index)
+                    break
+                if self.error is not None:
+                    raise self.error
+                self._ready.clear()
+        self.unseen -= news[-1].rollout is not None
+        return RolloutDelta(
+            sample_index=index,
+            tokens=tuple(chain.from_iterable(delta.tokens for delta in news)),
+            logp=tuple(chain.from_iterable(delta.logp for delta in news)),
+            top_logp=tuple(chain.from_iterable(delta.top_logp for delta in news)),
+            rollout=news[-1].rollout,
+        )
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumer any more
+            self._loop.call_soon_threadsafe(self._ready.set)
+
 
 @final
 class TransformersEngine:
     """Generates with a `transformers` causal language model, on whatever device the model is.
 
-    Any thread may call `submit` and `generate`, at any time: all requests share the running batch. The token-wise
-    methods, from `add_request` to `has_unfinished_requests`, are for one thread.
+    Any thread may call `generate` and `submit`, and any event loop `stream`, at any time: all requests share the
+    running batch.
 
     Args:
         model: Has its own weights, which nothing else trains or uses. The engine switches it to eval mode.
@@ -114,8 +206,7 @@ class TransformersEngine:
             are, and `explain` says why. False is for work on the model itself, whose Python a replay leaves out.
         seed: Of the generator behind answers whose `Sampling.seed` is None.
         version: Number of optimizer steps that `model`'s weights have seen already.
-        ready: Called at the start of every `generate` and `add_request`; raises to refuse, as when the last refit left
-            torn weights.
+        ready: Called before each request is taken; raises to refuse, as when the last refit left torn weights.
 
     Raises:
         ModelError: The model cannot be served, or not with continuous batching where that is required.
@@ -162,18 +253,16 @@ class TransformersEngine:
         self._generator = torch.Generator().manual_seed(seed)
         self._finished: Counter[str] = Counter()
         self._turns = Turns()
+        # Of all calls under way, guarded by a lock of their own, for which nobody waits as long as for a turn. Whoever
+        # takes a call out ends it.
+        self._lock = threading.Lock()
         self._calls: set[Call] = set()
-        # Of submit, guarded by a lock of their own, for which nobody waits as long as for a turn. Whoever takes a
-        # future out of those under way completes it; cancelled ones too, or `Future.wait` would not count them.
-        self._submitting = threading.Lock()
-        self._submitted: set[Future[Rollout]] = set()
-        self._arrived: list[tuple[Future[Rollout], Request]] = []
-        self._cancelled: list[Future[Rollout]] = []
+        self._arrived: list[tuple[Call, Request]] = []
+        self._dropped: list[Call] = []
         self._thread: threading.Thread | None = None
-        # Of add_request: its requests, what the next step returns of them, and why they were lost.
-        self._unfinished: Counter[str] = Counter()
-        self._news: list[tuple[str, RolloutDelta]] = []
-        self._lost: BaseException | None = None
+        self._step_began_s: float | None = None
+        self._going = threading.Event()  # it is not paused
+        self._going.set()
 
         # How it generates.
         slots = SlotModel(model, pad_token_id=pad_token_id, record_decoding=record_decoding)
@@ -230,6 +319,31 @@ class TransformersEngine:
         """
         return self._turns
 
+    def pause(self, *, mode: Literal["keep"] = "keep") -> None:
+        """Stop generating until `resume`; what is under way is frozen, and what is asked for meanwhile waits.
+
+        Returns between two steps. The keys and values of what is frozen stay: a refit meanwhile is one underway.
+
+        Raises:
+            EngineOptionError: Another mode than "keep".
+        """
+        if mode != "keep":
+            raise EngineOptionError(f"a TransformersEngine pauses with mode='keep' alone; got mode={mode!r}")
+        self._going.clear()
+        with self._turns:
+            pass  # the step that was under way has ended
+
+    def resume(self) -> None:
+        """Generate again."""
+        self._going.set()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it is paused, by anybody."""
+        return not self._going.is_set()
+
+    # -- answers
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
         """Answer each prompt `n` times; all answers to prompt 0 come first. No prompts, no rollouts.
 
@@ -239,14 +353,9 @@ class TransformersEngine:
             PromptError: Before generation: a prompt or its Sampling cannot be served.
             LogpError: The logits of a generated token are not finite.
             ModelError: The model was put into training mode.
-            RuntimeError: Requests that `add_request` brought are unfinished.
+            EngineDeadError: The engine was closed meanwhile.
         """
         with self._turns:
-            if self._unfinished:
-                raise RuntimeError(
-                    f"generate was called while {len(self._unfinished)} requests of add_request are unfinished: step "
-                    f"until has_unfinished_requests() is False, or abort them"
-                )
             self._check_weights()
             requests = make_requests(prompts, sampling, self.limits)
             call = Call(sum(request.sampling.n for request in requests))
@@ -259,20 +368,19 @@ class TransformersEngine:
             ]
             queue = [row for index in sorted(range(len(answers)), key=keys.__getitem__) for row in answers[index]]
             self._runner.add(queue)
-            self._calls.add(call)
+            with self._lock:
+                self._calls.add(call)
         try:
             while not call.over:
                 self._advance(call)
-            if call.error is not None:
-                raise call.error
         finally:
             with self._turns:
-                self._calls.discard(call)
                 if call.missing:
-                    self._runner.abort(call)  # leave nothing of a call that failed
+                    self._runner.abort(call)  # leave nothing of a call that was interrupted
+            self._end([call])
+        if call.error is not None:
+            raise call.error
         return in_order(call.rollouts)
-
-    # -- one request at a time
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
         """Begin to answer one prompt, beside whatever is under way; from any thread.
@@ -284,89 +392,52 @@ class TransformersEngine:
         its tokens were not finite, and EngineDeadError where the engine was closed. Any error touches no other request,
         unless the model's forward fails, which loses all.
         """
+        call = SubmitCall()
         try:
-            self._check_weights()
             check_single(sampling)
-            (request,) = make_requests([prompt], [sampling.for_request(seed)], self.limits)
-            future: Future[Rollout] = Future()
-            with self._submitting:
-                self._submitted.add(future)
-                self._arrived.append((future, request))
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name="rl-generation submitted")
-                    self._thread.start()
+            self._bring(call, prompt, sampling.for_request(seed))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
             return failed_request(error)
+        call.future.add_done_callback(lambda future: self._drop(call) if future.cancelled() else None)
+        return call.future
 
-        def notice_cancelled(done: "Future[Rollout]") -> None:
-            if done.cancelled():
-                with self._submitting:
-                    self._cancelled.append(done)
+    async def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[RolloutDelta, None]:
+        """Yield new tokens of the `n` answers as they come, on any event loop; closing it aborts what is unfinished.
 
-        future.add_done_callback(notice_cancelled)
-        return future
-
-    # -- a token at a time
-
-    def add_request(self, request_id: str, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Take a request in.
-
-        Raises:
-            ValueError: A request of this id is unfinished.
-            PromptError: As `generate`.
-            ModelError: As `generate`.
+        It raises what the future of `submit` raises. A consumer that is slower than the engine gets several tokens at
+        once.
         """
-        with self._turns:
-            if request_id in self._unfinished:
-                raise ValueError(f"request_id={request_id!r} is of a request that is unfinished: give each its own")
-            self._check_weights()
-            (rows,) = self._rows_of(make_requests([prompt], [sampling], self.limits), request_id)
-            self._unfinished[request_id] = len(rows)
-            self._runner.add(rows)
+        call = StreamCall(sampling.n)
+        self._bring(call, prompt, sampling)
+        try:
+            while call.unseen:
+                yield await call.next()
+        finally:
+            self._drop(call)
 
-    def step(self) -> list[tuple[str, RolloutDelta]]:
-        """Generate the next tokens of what is running, and return them with the ids of their requests.
+    async def abort(self) -> int:
+        """Abort every call that is under way, and return how many; their answers end with reason `"abort"`."""
+        return await asyncio.to_thread(self._abort_all)
 
-        Raises:
-            LogpError: The logits of a generated token are not finite; every request of `add_request` is lost.
-        """
-        if not self._news and self._lost is None:
-            self._advance()
-        with self._turns:
-            lost, self._lost = self._lost, None
-            if lost is not None:
-                raise lost
-            news, self._news = self._news, []
-        return news
-
-    def abort_request(self, request_id: str) -> None:
-        """End a request: the next step returns its answers as they are, with finish reason `"abort"`.
-
-        A request that is unknown, or has finished, stays as it is.
-        """
-        with self._turns:
-            for item in self._runner.abort(request_id):
-                self._route(*item)
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to do."""
-        return bool(self._unfinished or self._news or self._lost)
+    async def check_health(self, *, timeout_s: float = 60.0) -> None:
+        """Return where no step is under way, or one that is younger than `timeout_s`; else raise EngineDeadError."""
+        began_s = self._step_began_s
+        if began_s is not None and monotonic() - began_s > timeout_s:
+            raise EngineDeadError(f"the engine has been in one step for more than {timeout_s:g} s")
 
     # -- what people and dashboards ask
 
     def metrics(self) -> EngineMetrics:
-        """What it is doing now."""
+        """What it is doing now, without waiting for a step to end."""
         runner = self._runner
-        with self._turns:
-            return EngineMetrics(
-                time_s=monotonic(),
-                running=len(runner.running),
-                waiting=len(runner.waiting),
-                **runner.counters,
-                cache_usage=runner.cache_usage,
-                finished=dict(self._finished),
-                version=self.version,
-            )
+        return EngineMetrics(
+            running=len(runner.running),
+            waiting=len(runner.waiting),
+            **runner.counters,
+            cache_usage=runner.cache_usage,
+            finished=dict(self._finished),
+            version=self.version,
+        )
 
     def explain(self) -> str:
         """Say which engine this is, how it decodes, and what is special about this model. For people."""
@@ -386,134 +457,136 @@ class TransformersEngine:
     def close(self) -> None:
         """Drop every request, and give the cache back; the engine can go on afterwards, and be closed again.
 
-        Requests of `submit` and calls of `generate` in other threads end with EngineDeadError.
+        Requests of `submit` and `stream`, and calls of `generate` in other threads, end with EngineDeadError.
         """
-        with self._turns:
-            self._lose(EngineDeadError("the engine was closed while this request was under way"))
-            self._lost = None
+        self._lose(EngineDeadError("the engine was closed while this request was under way"))
         thread = self._thread
         if thread is not None and not self._turns.mine and thread is not threading.current_thread():
             thread.join()  # it ends once no request is under way
 
-    # -- inside: all of it in a turn, `_serve`, `_advance` and `_settle` excepted
+    # -- inside
+
+    def _bring(self, call: Call, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Have the engine's own thread answer a request."""
+        self._check_weights()
+        (request,) = make_requests([prompt], [sampling], self.limits)
+        with self._lock:
+            self._calls.add(call)
+            self._arrived.append((call, request))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="rl-generation requests")
+                self._thread.start()
+
+    def _drop(self, call: Call) -> None:
+        """Abort what is unfinished of a call for which nobody waits any more."""
+        with self._lock:
+            if call in self._calls:
+                self._dropped.append(call)
 
     def _serve(self) -> None:
-        """Step as long as requests of `submit` are under way."""
+        """Step as long as there are calls that do not step themselves."""
         while True:
-            with self._submitting:
-                if not self._submitted:
+            with self._lock:
+                if all(call.steps for call in self._calls):
                     self._thread = None
                     return
             # Nobody is left to read the answers, and the interpreter waits for this thread before it ends.
             if not threading.main_thread().is_alive():
-                self._fail_submitted(EngineDeadError("the program ended while this request was under way"))
-                continue
-            try:
+                self._lose(EngineDeadError("the program ended while this request was under way"))
+            with contextlib.suppress(BaseException):  # it is raised again where the answers are taken
                 self._advance()
-            except BaseException as error:  # noqa: BLE001 - raised again where the answers are taken
-                self._fail_submitted(error)
 
     def _advance(self, call: Call | None = None) -> None:
         """Generate some more for all, and tell who waits for it; nothing, where `call` was served meanwhile."""
-        with self._turns:
-            if call is not None and call.over:
-                return
-            outcomes = self._admit()
-            try:
-                news = self._runner.advance(stream=bool(self._unfinished))
-            except BaseException as error:
-                # An interrupt is this thread's own; the others only learn that their requests are lost.
-                interrupt = EngineDeadError(f"a step was interrupted by {type(error).__name__}: the requests are lost")
-                self._lose(error if isinstance(error, Exception) else interrupt)
-                raise
-            for item in news:
-                outcomes += self._route(*item)
-        for outcome in outcomes:
-            self._settle(*outcome)
+        if not self._going.wait(PAUSE_PERIOD_S):
+            return
+        over: list[Call] = []
+        try:
+            with self._turns:
+                if self.is_paused or (call is not None and call.over):
+                    return
+                self._step_began_s = monotonic()
+                try:
+                    over += self._admit()
+                    with self._lock:
+                        streaming = any(isinstance(each, StreamCall) for each in self._calls)
+                    over += self._tell(self._runner.advance(stream=streaming))
+                except BaseException as error:
+                    # An interrupt is this thread's own; the others only learn that their requests are lost.
+                    why = f"a step was interrupted by {type(error).__name__}: the requests are lost"
+                    over += self._forget(error if isinstance(error, Exception) else EngineDeadError(why))
+                    raise
+                finally:
+                    self._step_began_s = None
+        finally:
+            self._end(over)
 
-    def _admit(self) -> list[Outcome]:
-        """Take in the requests of `submit` that have arrived, and out those that were cancelled."""
-        with self._submitting:
+    def _admit(self) -> list[Call]:
+        """Take in the requests that have arrived, and out those that were dropped; return the calls that are over."""
+        with self._lock:
             arrived, self._arrived = self._arrived, []
-            cancelled, self._cancelled = self._cancelled, []
-        outcomes: list[Outcome] = []
-        for future, request in arrived:
+            dropped, self._dropped = self._dropped, []
+        over = [*dropped]
+        for call, request in arrived:
             try:
-                (rows,) = self._rows_of([request], future)
+                (rows,) = self._rows_of([request], call)
                 self._runner.add(rows)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer to this request
-                outcomes.append((future, error))
-        for future in cancelled:
-            for item in self._runner.abort(future):
-                self._route(*item)
-            outcomes.append((future, CancelledError()))
-        return outcomes
+                call.error = error
+                over.append(call)
+        for call in dropped:
+            self._tell(self._runner.abort(call))
+        return over
 
-    def _route(self, row: Row, news: RolloutDelta | LogpError) -> list[Outcome]:
-        """Note what has become of a row where its owner finds it, or return it where that is a future."""
-        owner, rollout = row.owner, None if isinstance(news, LogpError) else news.rollout
-        if rollout is not None:
-            self._finished[rollout.finish_reason] += 1
-        if isinstance(owner, str):
-            if isinstance(news, LogpError):
-                self._lose_stepwise(news)
-            elif owner in self._unfinished:
-                self._news.append((owner, news))
-                self._unfinished[owner] -= rollout is not None
-                if not self._unfinished[owner]:
-                    del self._unfinished[owner]
-            return []
-        result = news if isinstance(news, LogpError) else rollout
-        if result is None:
-            return []  # it goes on, and nobody asked for its tokens one by one
-        if isinstance(owner, Future):
-            return [(owner, result)]
-        assert isinstance(owner, Call)
-        if isinstance(result, Rollout):
-            owner.rollouts.append(result)
-            owner.missing -= 1
-        else:
-            owner.error = owner.error or result
-        return []
+    def _tell(self, news: Sequence[News]) -> list[Call]:
+        """Have calls know what has become of their rows; return those that are over by that."""
+        over: list[Call] = []
+        for row, item in news:
+            if isinstance(item, RolloutDelta) and item.rollout is not None:
+                self._finished[item.rollout.finish_reason] += 1
+            call = row.owner
+            assert isinstance(call, Call)
+            call.take(item)
+            if call.over:
+                over.append(call)
+                if call.missing:
+                    self._runner.abort(call)  # the others of a call that has failed
+        return over
 
-    def _settle(self, future: "Future[Rollout]", result: Rollout | BaseException) -> None:
-        """Complete a future; not in a turn, for its callbacks may do anything."""
-        with self._submitting:
-            mine = future in self._submitted
-            self._submitted.discard(future)
-        if not mine or not future.set_running_or_notify_cancel():
-            return
-        if isinstance(result, Rollout):
-            future.set_result(result)
-        else:
-            future.set_exception(result)
-
-    def _fail_submitted(self, error: BaseException) -> None:
-        """End all requests of `submit`; the engine has forgotten them, or is about to."""
-        with self._submitting:
-            lost = list(self._submitted)
-            self._arrived.clear()
-        for future in lost:
-            self._settle(future, error)
-
-    def _lose_stepwise(self, error: BaseException) -> None:
-        """Drop the requests of `add_request`; the next `step` raises `error`."""
-        for request_id in self._unfinished:
-            self._runner.abort(request_id)
-        self._unfinished.clear()
-        self._news.clear()
-        self._lost = error
+    def _abort_all(self) -> int:
+        with self._turns:
+            over = self._admit()
+            with self._lock:
+                calls = [*self._calls]
+            for call in calls:
+                over += self._tell(self._runner.abort(call))
+        self._end(over)
+        return len(calls)
 
     def _lose(self, error: BaseException) -> None:
         """Drop everything that is under way, and have whoever waits for it get `error`."""
+        with self._turns:
+            lost = self._forget(error)
+        self._end(lost)
+
+    def _forget(self, error: BaseException) -> list[Call]:
         self._runner.clear()
-        if self._unfinished:
-            self._lose_stepwise(error)
-        self._news.clear()
-        for call in self._calls:
-            call.error = error
-        self._calls.clear()
-        self._fail_submitted(error)
+        with self._lock:
+            self._arrived.clear()
+            lost = [*self._calls]
+        for call in lost:
+            if not call.over:  # else another thread is about to end it
+                call.error = error
+        return lost
+
+    def _end(self, calls: Sequence[Call]) -> None:
+        """Take calls that are over out of those under way, each once; not in a turn."""
+        for call in calls:
+            with self._lock:
+                mine = call in self._calls
+                self._calls.discard(call)
+            if mine:
+                call.end()
 
     def _check_weights(self) -> None:
         """Refuse to generate with torn weights, or with a model that somebody trains."""

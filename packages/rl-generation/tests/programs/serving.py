@@ -2,16 +2,16 @@
 
 import contextlib
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import openai
 import speaking
-from stepwise import DEADLINE_S, Stepwise  # noqa: F401  (tests take it from here)
+from stepwise import DEADLINE_S, Stepwise, under_way  # noqa: F401  (tests take them from here)
 
 from rl_generation.server import Server
-from rl_generation.streaming import Streamer
 from rl_generation.transformers_engine import TransformersEngine
 
 MODEL = "tiny"
@@ -23,7 +23,7 @@ class Served:
     """Everything about one server."""
 
     server: Server
-    streamer: Streamer
+    watched: "Watched"
     engine: Any
     tokenizer: Any
     key: str
@@ -55,8 +55,9 @@ class Served:
     def wait_until(self, holds):
         """Look at the engine between steps until `holds(engine)`; each look waits for a step, and none sleeps."""
         for _ in range(100_000):
-            if self.streamer.between_steps(lambda: holds(self.engine)).result(DEADLINE_S):
-                return
+            with self.engine.between_steps():
+                if holds(self.engine):
+                    return
         raise AssertionError("it never came")
 
 
@@ -71,33 +72,33 @@ def serving(*, api_key=None, wrap=lambda engine: engine, **options):
     """A server of `wrap(engine)` on a free port, until the end of the block."""
     tokenizer = speaking.tokenizer()
     engine = wrap(plain_engine(tokenizer))
-    streamer = Watched(engine)
+    watched = Watched(engine)
     try:
-        with Server(streamer, tokenizer=tokenizer, model_name=MODEL, api_key=api_key, **options) as server:
-            yield Served(server, streamer, engine, tokenizer, api_key or "none")
+        with Server(watched, tokenizer=tokenizer, model_name=MODEL, api_key=api_key, **options) as server:
+            yield Served(server, watched, engine, tokenizer, api_key or "none")
     finally:
-        streamer.close()
+        engine.close()
 
 
 class Watched:
-    """A streamer that tells when streams were opened and closed."""
+    """An engine that tells when streams were opened and closed."""
 
     def __init__(self, engine):
-        self._streamer = Streamer(engine)
+        self._engine = engine
         self.opened = threading.Semaphore(0)
         self.closed = threading.Semaphore(0)
 
     async def stream(self, prompt, sampling):
         self.opened.release()
         try:
-            async with contextlib.aclosing(self._streamer.stream(prompt, sampling)) as deltas:
+            async with contextlib.aclosing(self._engine.stream(prompt, sampling)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
             self.closed.release()
 
     def __getattr__(self, name):
-        return getattr(self._streamer, name)
+        return getattr(self._engine, name)
 
 
 class Gathering:
@@ -105,19 +106,18 @@ class Gathering:
 
     def __init__(self, engine, count):
         self._engine = engine
-        self._missing = count
+        self._count = count
+        self._advance = engine._runner.advance
+        engine._runner.advance = self._advance_once_all_are_there
         self.steps = 0
 
-    def add_request(self, request_id, prompt, sampling):
-        self._engine.add_request(request_id, prompt, sampling)
-        self._missing -= 1
-
-    def has_unfinished_requests(self):
-        return self._missing <= 0 and self._engine.has_unfinished_requests()
-
-    def step(self):
+    def _advance_once_all_are_there(self, *, stream):
+        if under_way(self._engine) < self._count:
+            time.sleep(0.001)
+            return []
+        self._count = 0
         self.steps += 1
-        return self._engine.step()
+        return self._advance(stream=stream)
 
     def __getattr__(self, name):
         return getattr(self._engine, name)

@@ -2,7 +2,7 @@
 
     python start_stop.py KIND CYCLES MODEL
 
-KIND: `embedded` (and a `Streamer` over it) or `vllm`. MODEL: the folder of a checkpoint.
+KIND: `embedded` or `vllm`. MODEL: the folder of a checkpoint.
 Prints one line of JSON: what was held before the first time and after each, and which objects outlived theirs.
 """
 
@@ -33,22 +33,18 @@ seen: set[int] = set()
 
 
 def embedded(path: str) -> list[object]:
-    """One alone, stopped while it works; and one with a `Streamer`, some of whose streams nobody reads to the end."""
-    from rl_generation.streaming import Streamer
+    """One stopped while it works; and one some of whose streams nobody reads to the end."""
     from rl_generation.transformers_engine import TransformersEngine
 
     models = [copy.deepcopy(load(path)) for _ in range(2)]
     alone, streamed = (TransformersEngine(model, stop_token_ids=[2], pad_token_id=0) for model in models)
     check(alone.generate(PROMPTS, SAMPLING))
-    alone.add_request("under way", PROMPTS[0], ENDLESS)
-    alone.step()
+    alone.submit(PROMPTS[0], ENDLESS, seed=0)
     seen.update(mapped_by_family())
     alone.close()
-    streamer = Streamer(streamed)
-    asyncio.run(read(streamer))
-    streamer.close()
+    asyncio.run(read(streamed))
     streamed.close()
-    return [alone, streamed, streamer, *models]
+    return [alone, streamed, *models]
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from rl_generation.errors import (
     PromptError,
     SampleTimeoutError,
 )
+from rl_generation.event_loop import MOST_UNREAD
 from rl_generation.requests import Sampling
 from rl_generation.rollout import VersionSpan
 from rl_generation.vllm import VllmEngine
@@ -303,7 +304,6 @@ def test_a_blocking_call_on_the_loop_that_it_waits_for_is_refused(engine):
 def test_it_is_what_servers_and_trainers_ask_for(engine):
     assert isinstance(engine, Engine)
     assert isinstance(engine, StreamingEngine)
-    assert engine.engine is engine
     before = engine.metrics()
     engine.generate([[5] * 20, [6] * 30], SHORT)
     after = engine.metrics()
@@ -363,6 +363,20 @@ def test_leaving_early_aborts_what_is_unfinished(engine):
     assert asyncio.run(cancel())
     until(lambda: unfinished(engine) == 0)
     until(lambda: engine.metrics().finished["abort"] == before + 2)
+
+
+def test_a_slow_consumer_gets_tokens_together_and_loses_none(engine):
+    async def slowly():
+        stream = engine.stream([5, 6], replace(LONG, seed=3))
+        first = await anext(stream)
+        until(lambda: unfinished(engine) == 0)  # nobody reads meanwhile: this loop is blocked
+        return [first, *[delta async for delta in stream]]
+
+    found = asyncio.run(slowly())
+    assert len(found) <= 4 * MOST_UNREAD
+    (whole,) = engine.generate([[5, 6]], [replace(LONG, seed=3)])
+    assert tuple(token for delta in found for token in delta.tokens) == found[-1].rollout.tokens == whole.tokens
+    assert sum((delta.logp for delta in found), ()) == found[-1].rollout.logp
 
 
 def test_an_abort_ends_answers_as_they_are(engine):

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_backends.loading.source import pad_token_id
-from rl_generation import ModelError, make_training_engine
-from rl_generation.engine import StreamingEngine
+from rl_generation import ModelError, TransformersEngine, make_training_engine
 from rl_generation.server import Server
-from rl_generation.streaming import Streamer
 from rl_launcher.build.engines import engine_spec, make_sink
 from rl_launcher.build.inputs import ending_token_ids
 from rl_launcher.build.models import read_skeleton
@@ -103,14 +101,17 @@ def serving(
 
         engine = make_training_engine(spec, ready=ready)
         stack.callback(engine.close)
-        streaming: Any = engine
         in_turn: dict[str, Any] = {}
-        if not isinstance(engine, StreamingEngine):  # one thread computes all, and refits between two of its steps
-            streaming = stack.enter_context(Streamer(engine))
-            in_turn = {"in_turn": lambda refit: streaming.between_steps(refit).result()}
+        if isinstance(engine, TransformersEngine):  # which is refitted between two of its steps
+
+            def between_steps(refit: Callable[[], Any]) -> Any:
+                with engine.between_steps():
+                    return refit()
+
+            in_turn = {"in_turn": between_steps}
         sinks.append(make_sink(spec, engine))
         server = Server(
-            streaming,
+            engine,
             tokenizer=skeleton.tokenizer,
             model_name=policy.model_name,
             host=host,

@@ -10,9 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 from rl_generation.commands import CommandError, say, show
 from rl_generation.commands.flags import add_engine_arguments, spec_of, start_engine
-from rl_generation.engine import SteppingEngine, StreamingEngine
+from rl_generation.engine import StreamingEngine
 from rl_generation.loading import check_available
-from rl_generation.streaming import Streamer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         engine, tokenizer = start_engine(spec)
         stack.callback(engine.close)  # with all of its processes
-        if isinstance(engine, StreamingEngine):
-            streaming: StreamingEngine = engine
-        else:
-            assert isinstance(engine, SteppingEngine), f"{type(engine).__name__} neither streams nor steps"
-            streaming = stack.enter_context(Streamer(engine))
+        assert isinstance(engine, StreamingEngine), f"{type(engine).__name__} does not stream"
         with _refusing(f"cannot serve at {arguments.host}:{arguments.port}"):
             server = Server(
-                streaming,
+                engine,
                 tokenizer=tokenizer,
                 model_name=arguments.served_model_name or spec.model,
                 tool_format=arguments.tool_format,
@@ -77,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
                 port=arguments.port,
                 api_key=api_key,
             )
-        say(streaming.engine.explain())
+        say(engine.explain())
         if token is not None:
             with _refusing("cannot serve the control port"):
-                at = stack.enter_context(ControlServer(streaming, token=token, port=arguments.control_port))
+                at = stack.enter_context(ControlServer(engine, token=token, port=arguments.control_port))
             say(f"control port: {at.url}")
         show(server.url)
         try:

@@ -54,7 +54,6 @@ from rl_generation.server.guard import (
 )
 from rl_generation.server.responses_api import ResponsesRequest
 from rl_generation.server.tools import tool_format_of
-from rl_generation.streaming import STEPS
 from rl_generation.vllm.engine import VllmEngine
 
 API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
@@ -63,12 +62,12 @@ API_KEY_VARIABLE = "RL_GENERATION_API_KEY"
 T = TypeVar("T")
 R = TypeVar("R")
 
-STREAMING = ("engine", "stream", "abort", "check_health")
-"""What a StreamingEngine has."""
+SERVED = ("limits", "logp_of", "version", "metrics", "stream", "check_health")
+"""What is asked of an engine here."""
 
 
 def create_app(
-    streaming_engine: StreamingEngine,
+    engine: StreamingEngine,
     *,
     tokenizer: Tokenizer,
     model_name: str,
@@ -79,7 +78,7 @@ def create_app(
     """Make the ASGI application that serves an engine; the engine stays the caller's to close.
 
     Args:
-        streaming_engine: A `VllmEngine`, or `Streamer(engine)` of one that steps.
+        engine: A `TransformersEngine`, a `VllmEngine`, or one of your own that streams.
         tokenizer: The model's; copied, since it is used beside the engine's thread.
         model_name: What clients must call the model, where they name it.
         api_key: Clients must send it, but for `/health`; None answers clients of this machine alone.
@@ -88,41 +87,36 @@ def create_app(
             parser of vLLM's; None takes what its chat template or vocabulary names.
 
     Raises:
-        EngineOptionError: `streaming_engine` does not stream, there is no tokenizer, the format is not known, or the
+        EngineOptionError: The engine does not stream, there is no tokenizer, the format is not known, or the
             vLLM that is installed has no app that this can serve.
         ValueError: The API key is empty, or no text that a header can hold.
     """
     check_api_key(api_key)
     # By its attributes, since an engine that wraps another may pass them on.
-    if missing := [name for name in STREAMING if not hasattr(streaming_engine, name)]:
-        name = type(streaming_engine).__name__
-        if all(hasattr(streaming_engine, each) for each in STEPS):
-            raise EngineOptionError(f"{name} steps but does not stream: pass Streamer(engine)")
-        raise EngineOptionError(f"{name} is no StreamingEngine: it has no {', '.join(missing)}")
+    if missing := [name for name in SERVED if not hasattr(engine, name)]:
+        raise EngineOptionError(f"{type(engine).__name__} is no StreamingEngine: it has no {', '.join(missing)}")
     if tokenizer is None:
         raise EngineOptionError("tokenizer=None: a server of texts needs the model's tokenizer")
     bounds = ServerLimits() if limits is None else limits
     reader = None
-    if not isinstance(streaming_engine, VllmEngine):
+    if not isinstance(engine, VllmEngine):
         reader = RequestReader(
             tokenizer=copy.deepcopy(tokenizer),
-            limits=streaming_engine.engine.limits,
+            limits=engine.limits,
             bounds=bounds,
             tool_format=tool_format_of(tokenizer, tool_format),
         )
-    ours = _Routes(streaming_engine, model_name, reader)
+    ours = _Routes(engine, model_name, reader)
     routes = [
         Route("/v1/models", ours.models, methods=["GET"]),
         Route("/v1/models/{model:path}", ours.model, methods=["GET"]),
         Route("/health", ours.health, methods=["GET"]),
         Route("/metrics", ours.metrics, methods=["GET"]),
     ]
-    if isinstance(streaming_engine, VllmEngine):
+    if isinstance(engine, VllmEngine):
         from rl_generation.vllm.openai_app import VllmApp
 
-        app = VllmApp(
-            streaming_engine, tokenizer=tokenizer, model_name=model_name, bounds=bounds, tool_parser=tool_format
-        )
+        app = VllmApp(engine, tokenizer=tokenizer, model_name=model_name, bounds=bounds, tool_parser=tool_format)
         routes += app.routes()
     else:
         routes += [
@@ -141,25 +135,24 @@ def create_app(
 class _Routes:
     """Answers requests; those for text, of an engine that is not vLLM's, which has a `reader`."""
 
-    def __init__(self, streaming: StreamingEngine, model_name: str, reader: RequestReader | None) -> None:
-        self._streaming, self._model_name = streaming, model_name
+    def __init__(self, engine: StreamingEngine, model_name: str, reader: RequestReader | None) -> None:
+        self._engine, self._model_name = engine, model_name
         self._reader: Any = reader
         self._encoding = asyncio.Lock()
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [await self.card()]})
+        return JSONResponse({"object": "list", "data": [self.card()]})
 
     async def model(self, request: Request) -> Response:
         self.check_model(request.path_params["model"])
-        return JSONResponse(await self.card())
+        return JSONResponse(self.card())
 
     async def health(self, request: Request) -> Response:
-        await self._streaming.check_health()
-        metrics = await self._streaming.read_metrics()
-        return JSONResponse({"status": "ok", "weight_version": metrics.version})
+        await self._engine.check_health()
+        return JSONResponse({"status": "ok", "weight_version": self._engine.version})
 
     async def metrics(self, request: Request) -> Response:
-        text = to_prometheus(await self._streaming.read_metrics(), model_name=self._model_name)
+        text = to_prometheus(self._engine.metrics(), model_name=self._model_name)
         return PlainTextResponse(text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def check_model(self, name: str | None) -> None:
@@ -167,8 +160,8 @@ class _Routes:
             message = f"the model here is {self._model_name!r}; got {name[:100]!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
-    async def card(self) -> dict[str, Any]:
-        engine = self._streaming.engine
+    def card(self) -> dict[str, Any]:
+        engine = self._engine
         return {
             "id": self._model_name,
             "object": "model",
@@ -177,7 +170,7 @@ class _Routes:
             "max_model_len": engine.limits.max_length,
             "vocab_size": engine.limits.vocab_size,
             "logp_of": engine.logp_of,
-            "weight_version": (await self._streaming.read_metrics()).version,
+            "weight_version": engine.version,
         }
 
     async def chat(self, request: Request) -> Response:
@@ -213,24 +206,24 @@ class _Routes:
         *,
         responses: ResponsesRequest | None = None,
     ) -> Response:
-        streaming = self._streaming
+        engine = self._engine
         asked = await self._encode(read, body)
         shapes = Shapes(
             kind="completion" if isinstance(body, CompletionBody) else "chat",
             model_name=self._model_name,
             tokenizer=self._reader.tokenizer,
-            logp_of=streaming.engine.logp_of,
+            logp_of=engine.logp_of,
             asked=asked,
         )
         if responses is not None:
-            events = responses.events(shapes.chunks(stream(streaming, asked.requests), count=True))
+            events = responses.events(shapes.chunks(stream(engine, asked.requests), count=True))
             if not asked.body.stream:
                 last = await unless_disconnected(request.receive, _last(events))
                 return JSONResponse(last["response"])
         elif asked.body.stream:
-            events = shapes.chunks(stream(streaming, asked.requests))
+            events = shapes.chunks(stream(engine, asked.requests))
         else:
-            items = await unless_disconnected(request.receive, generate(streaming, asked.requests))
+            items = await unless_disconnected(request.receive, generate(engine, asked.requests))
             return JSONResponse(shapes.whole(items))
         # Errors that the first token brings to light still have a status of their own.
         first = await unless_disconnected(request.receive, anext(events))
@@ -310,7 +303,7 @@ class Server(HttpThread):
     Its end lets requests finish for `shutdown_timeout_s`, then aborts them in the engine.
 
     Args:
-        streaming_engine: See `create_app`, as for `tokenizer`, `model_name`, `tool_format` and `limits`.
+        engine: See `create_app`, as for `tokenizer`, `model_name`, `tool_format` and `limits`.
         host: Address to listen on; other than loopback needs an API key.
         port: To listen on; 0 takes a free one, which `port` then says.
         api_key: None takes it from the environment variable `RL_GENERATION_API_KEY`, where it is set.
@@ -329,7 +322,7 @@ class Server(HttpThread):
 
     def __init__(
         self,
-        streaming_engine: StreamingEngine,
+        engine: StreamingEngine,
         *,
         tokenizer: Tokenizer,
         model_name: str,
@@ -343,7 +336,7 @@ class Server(HttpThread):
     ) -> None:
         key = _key_for(host, api_key)
         app = create_app(
-            streaming_engine,
+            engine,
             tokenizer=tokenizer,
             model_name=model_name,
             api_key=key,
@@ -398,7 +391,7 @@ class ControlServer(HttpThread):
     A pause freezes what is under way between two tokens; what is asked for meanwhile waits, and its time runs.
 
     Args:
-        streaming_engine: A `Streamer` or a `VllmEngine`, as it is served; it is not closed here.
+        engine: As it is served; it is not closed here.
         token: Clients send it as `Authorization: Bearer …`; see `read_token`.
         host: Address to listen on. Beyond loopback the token travels as it is: use a network of your own, or a tunnel.
         port: To listen on; 0 takes a free one.
@@ -412,7 +405,7 @@ class ControlServer(HttpThread):
 
     def __init__(
         self,
-        streaming_engine: StreamingEngine,
+        engine: StreamingEngine,
         *,
         token: str,
         host: str = "127.0.0.1",
@@ -420,13 +413,13 @@ class ControlServer(HttpThread):
         routes: Sequence[Route] = (),
     ) -> None:
         check_api_key(token)
-        engine: Any = streaming_engine
-        if not all(hasattr(engine, name) for name in ("pause", "resume", "is_paused")):
+        given: Any = engine
+        if not all(hasattr(given, name) for name in ("pause", "resume", "is_paused")):
             raise EngineOptionError(f"{type(engine).__name__} cannot pause: a control port needs one that can")
 
         async def state(_request: Request) -> Response:
-            paused = await asyncio.to_thread(lambda: bool(engine.is_paused))
-            return JSONResponse({"paused": paused, "weight_version": (await engine.read_metrics()).version})
+            paused = await asyncio.to_thread(lambda: bool(given.is_paused))
+            return JSONResponse({"paused": paused, "weight_version": engine.version})
 
         def after(act: Callable[[], None]) -> Callable[[Request], Any]:
             async def route(request: Request) -> Response:
@@ -442,11 +435,11 @@ class ControlServer(HttpThread):
             raise EngineOptionError(f"{type(engine).__name__} cannot sleep: vLLM's engine can")
 
         own = [
-            Route("/sleep", after(getattr(engine, "sleep", cannot)), methods=["POST"]),
-            Route("/wake_up", after(getattr(engine, "wake_up", cannot)), methods=["POST"]),
+            Route("/sleep", after(getattr(given, "sleep", cannot)), methods=["POST"]),
+            Route("/wake_up", after(getattr(given, "wake_up", cannot)), methods=["POST"]),
             Route("/state", state, methods=["GET"]),
-            Route("/pause", after(lambda: engine.pause(mode="keep")), methods=["POST"]),
-            Route("/resume", after(engine.resume), methods=["POST"]),
+            Route("/pause", after(lambda: given.pause(mode="keep")), methods=["POST"]),
+            Route("/resume", after(given.resume), methods=["POST"]),
         ]
         guard = Middleware(Guard, api_key=token, bounds=ServerLimits())  # compares in constant time
         app = Starlette(routes=[*own, *routes], middleware=[guard], exception_handlers=error_handlers())

@@ -104,11 +104,6 @@ class VllmEngine:
     # -- What it is ----------------------------------------------------------------------------------------------
 
     @property
-    def engine(self) -> Self:
-        """Itself."""
-        return self
-
-    @property
     def vllm(self) -> Any:
         """The `AsyncLLM`, for whoever refits it; another one after `restart`."""
         return self._running.llm
@@ -172,10 +167,6 @@ class VllmEngine:
         running = self._running
         busy = running.llm.output_processor.has_unfinished_requests()  # what vLLM said last is that of a step before
         return running.statistics.metrics(version=running.version, busy=busy)
-
-    async def read_metrics(self) -> EngineMetrics:
-        """`metrics`, for who has any `StreamingEngine`."""
-        return self.metrics()
 
     # -- Answers -------------------------------------------------------------------------------------------------
 

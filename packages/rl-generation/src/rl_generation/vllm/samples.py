@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from rl_generation.errors import (
     SampleTimeoutError,
     TimedOutSample,
 )
+from rl_generation.event_loop import MOST_UNREAD, UNREAD_PERIOD_S
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, VersionSpan, in_order
 from rl_generation.vllm.options import VllmOptions
@@ -130,7 +131,7 @@ class Samples:
     async def outputs(self, samples: Sequence[Sample]) -> AsyncGenerator[tuple[Sample, Any, tuple[float, ...]], None]:
         """Run samples beside one another; yield each `vllm.RequestOutput`, whose it is, and the logp of its tokens."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        tasks = [self._running.health.start(self._run(sample, queue.put_nowait)) for sample in samples]
+        tasks = [self._running.health.start(self._run(sample, queue, len(samples))) for sample in samples]
         for task in tasks:
             task.add_done_callback(queue.put_nowait)
         ended = 0
@@ -159,8 +160,8 @@ class Samples:
         if late := [sample for sample in samples if sample.late]:
             raise timeout_error(late, _rollouts(samples))
 
-    async def _run(self, sample: Sample, put: Callable[[tuple[Sample, Any, tuple[float, ...]]], None]) -> None:
-        """Submit a sample, and put what comes of it, until it is finished, aborted or expired."""
+    async def _run(self, sample: Sample, queue: asyncio.Queue[Any], count: int) -> None:
+        """Submit a sample, one of `count`, and put what comes of it, until it is finished, aborted or expired."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -184,7 +185,10 @@ class Samples:
                         sample.versions = spans_of(completion, len(sample.tokens), running.version, seams=seams)
                         sample.late = sample.expired and completion.finish_reason == "abort"
                     if not sample.late:
-                        put((sample, output, logp))
+                        queue.put_nowait((sample, output, logp))
+                    # A slow consumer: meanwhile vLLM puts new tokens together.
+                    while not output.finished and queue.qsize() >= MOST_UNREAD * count:  # noqa: ASYNC110
+                        await asyncio.sleep(UNREAD_PERIOD_S)
         except asyncio.CancelledError:
             running.statistics.count_aborted(1)
             raise

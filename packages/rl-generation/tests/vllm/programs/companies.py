@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from rl_generation import Sampling, StreamingEngine
+from rl_generation import Sampling
 
 TOLERANCE = 1e-4
 STORY = list(families.successors())
@@ -113,22 +113,9 @@ def check_company(engine, company, alone):
 
 
 def run(engine, schedule):
-    """Step through a schedule; return the deltas of each request, by its index."""
+    """Stream through a schedule; return the deltas of each request, by its index."""
     deltas = {str(index): [] for index in range(len(schedule))}
-    if isinstance(engine, StreamingEngine):
-        asyncio.run(stream(engine, schedule, deltas))
-        return deltas
-    last = max(start + (patience or 0) for _, start, patience in schedule)
-    step = 0
-    while step <= last or engine.has_unfinished_requests():
-        for index, ((prompt, sampling), start, patience) in enumerate(schedule):
-            if step == start:
-                engine.add_request(str(index), prompt, sampling)
-            if patience is not None and step == start + patience:
-                engine.abort_request(str(index))
-        for request_id, delta in engine.step():
-            deltas[request_id].append(delta)
-        step += 1
+    asyncio.run(stream(engine, schedule, deltas))
     return deltas
 
 
