@@ -347,7 +347,7 @@ def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int, ke
             f"counted: {error}"
         ) from error
     embedding = model.get_input_embeddings()
-    whole, in_layers, before, after = 0, dict[int, int](), 0, 0
+    whole, in_layers, before, after = 0, Counter[int](), 0, 0
     for name, parameter in model.named_parameters():
         module = name.split(".")[-2] if "." in name else name
         cut = min(ranks, key_value_heads) if module in KEYS_AND_VALUES else ranks
@@ -356,16 +356,14 @@ def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int, ke
         whole += parameter.numel()
         of_a_rank = -(-parameter.numel() // cut)
         if layer := LAYER.search(name):
-            in_layers[int(layer[1])] = in_layers.get(int(layer[1]), 0) + of_a_rank
+            in_layers[int(layer[1])] += of_a_rank
         elif parameter is getattr(embedding, "weight", None):
             before += of_a_rank
         else:
             after += of_a_rank
-    if stages == 1:
-        return whole, before + sum(in_layers.values()) + after
-    if len(in_layers) < stages:
+    if stages > max(len(in_layers), 1):
         raise EngineOptionError(f"{len(in_layers)} layers are fewer than the stages of pipeline_parallel_size={stages}")
-    if getattr(text, "tie_word_embeddings", False):
+    if stages > 1 and getattr(text, "tie_word_embeddings", False):
         after += before
     layers, of_stages = iter([in_layers[index] for index in sorted(in_layers)]), []
     for stage, size in enumerate(_stage_sizes(len(in_layers), stages)):

@@ -5,9 +5,8 @@ import getpass
 import os
 import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +70,21 @@ class RunningLLM:
                 f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy "
                 f"or hangs; give it longer, or restart()"
             ) from None
+
+    async def ask_workers(
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object], *, timeout_s: float, name: str
+    ) -> list[Any]:
+        """What each worker answers to `method`, those of replica 0 first; as `call`."""
+        core, asked = self.llm.engine_core, ("collective_rpc", method, timeout_s, tuple(args), dict(kwargs))
+
+        async def ask() -> Any:
+            if hasattr(core, "call_utility_all_async"):
+                return await core.call_utility_all_async(*asked)
+            # Before 0.32 vLLM's client had the answer of the first replica alone.
+            calls = [core._call_utility_async(*asked, engine=each) for each in core.core_engines]  # noqa: SLF001
+            return await asyncio.gather(*calls)
+
+        return [answer for replica in await self.call(ask, timeout_s=timeout_s, name=name) for answer in replica]
 
     def stop(self) -> None:
         """End what waits, then all processes, and remove what they leave behind; not from the loop."""
@@ -233,7 +247,6 @@ class Statistics:
         """Return all of it, with the mean usage of the replicas' caches; nothing runs or waits where none is `busy`."""
         now = self._now.values() if busy else ()
         return EngineMetrics(
-            time_s=time.monotonic(),
             running=sum(running for running, _, _ in now),
             waiting=sum(waiting for _, waiting, _ in now),
             **self._done,
@@ -256,15 +269,6 @@ def version_of(label: str) -> int:
         f"the engine's weights are labelled {label!r}, which is no number of optimizer steps; whoever updates them "
         f"calls commit_version(steps), or vLLM's update_weight_version(str(steps))"
     )
-
-
-async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
-    """What the core of each replica answers; before 0.32 vLLM's client had the answer of the first alone."""
-    if hasattr(core, "call_utility_all_async"):
-        answers: list[Any] = await core.call_utility_all_async(method, *arguments)
-        return answers
-    asked = [core._call_utility_async(method, *arguments, engine=each) for each in core.core_engines]  # noqa: SLF001
-    return list(await asyncio.gather(*asked))
 
 
 def check_not_importing_main() -> None:
