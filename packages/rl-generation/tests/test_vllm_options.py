@@ -76,9 +76,7 @@ def test_options_reach_vllm_under_its_names_and_what_is_none_is_left_to_it():
     options = VllmOptions(
         model="m",
         tensor_parallel_size=4,
-        quantization="fp8",
-        speculative_config={"method": "ngram"},
-        vllm_kwargs={"block_size": 32},
+        vllm_kwargs={"quantization": "fp8", "speculative_config": {"method": "ngram"}, "block_size": 32},
     )
     given = arguments(options)
     assert given["tensor_parallel_size"] == 4
@@ -114,7 +112,7 @@ def test_logp_of_decides_which_log_probabilities_vllm_returns():
         ({"enforce_eager": 1}, "enforce_eager must be True or False; got enforce_eager=1"),
         ({"trust_remote_code": "no"}, "trust_remote_code='no'"),
         ({"tokenizer": ""}, "or be None; got tokenizer=''"),
-        ({"speculative_config": "ngram"}, "speculative_config must be a dictionary; got speculative_config='ngram'"),
+        ({"vllm_kwargs": "ngram"}, "vllm_kwargs must be a dictionary; got vllm_kwargs='ngram'"),
         ({"max_loras": 2}, "max_loras=2 needs enable_lora=True"),
         ({"max_lora_rank": 8}, "max_lora_rank=8 needs enable_lora=True"),
         ({"vllm_kwargs": {"max_model_len": 8}}, "vllm_kwargs repeats 'max_model_len', .* give max_model_len=8"),
@@ -357,7 +355,8 @@ def test_a_label_that_is_no_number_of_steps_is_refused():
 
 def test_speculative_decoding_is_named_where_a_log_probability_is_broken():
     assert not logp_hint(VllmOptions(model="m"))
-    assert "it is speculative decoding" in logp_hint(VllmOptions(model="m", speculative_config={"method": "ngram"}))
+    speculates = VllmOptions(model="m", vllm_kwargs={"speculative_config": {"method": "ngram"}})
+    assert "it is speculative decoding" in logp_hint(speculates)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, math.inf, math.nan])

@@ -34,8 +34,6 @@ COUNTS: Mapping[str, int] = {
 }
 """The least value of each whole number."""
 
-MAPPINGS = ("speculative_config", "vllm_kwargs")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BasicVllmOptions:
@@ -79,7 +77,8 @@ class BasicVllmOptions:
     """Prefill what prompts begin with alike only once, and not anew for every response."""
 
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Any other arguments of vLLM's EngineArgs, by its names; one it does not know is refused."""
+    """Any other arguments of vLLM's EngineArgs, by its names (`speculative_config`, `quantization`, …); one it does not
+    know is refused."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -87,8 +86,6 @@ class BasicVllmOptions:
             missing = value is None and each.default is None
             if each.type is bool and not isinstance(value, bool):
                 raise EngineOptionError(f"{each.name} must be True or False; got {each.name}={value!r}")
-            if each.name in MAPPINGS and not (isinstance(value, Mapping) or missing):
-                raise EngineOptionError(f"{each.name} must be a dictionary; got {each.name}={value!r}")
             whole = isinstance(value, int) and not isinstance(value, bool)
             if least is not None and not missing and not (whole and value >= least):
                 raise EngineOptionError(
@@ -97,6 +94,8 @@ class BasicVllmOptions:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or (share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0)):
             raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got gpu_memory_utilization={share!r}")
+        if not isinstance(self.vllm_kwargs, Mapping):
+            raise EngineOptionError(f"vllm_kwargs must be a dictionary; got vllm_kwargs={self.vllm_kwargs!r}")
         own = {each.name for each in fields(self)}
         for key, value in self.vllm_kwargs.items():
             if key in own:
@@ -144,12 +143,6 @@ class VllmOptions(BasicVllmOptions, ModelSource):
     enable_sleep_mode: bool = False
     """True lets `sleep` free the device's memory for a trainer; vLLM refuses it on a CPU, which has no such memory."""
 
-    quantization: str | None = None
-    """Method by which weights are quantised, as in vLLM; None takes what the checkpoint says."""
-
-    speculative_config: Mapping[str, object] | None = None
-    """vLLM's dictionary for speculative decoding; None generates a token a step."""
-
     enable_lora: bool = False
     """True lets requests name an adapter, which vLLM loads then; costs memory for `max_loras` of them."""
 
@@ -193,8 +186,6 @@ def engine_arguments(
     if not options.enable_lora:
         left_out |= {"max_loras", "max_lora_rank"}
     given = {each.name: getattr(options, each.name) for each in fields(options) if each.name not in left_out}
-    if options.speculative_config is not None:
-        given["speculative_config"] = dict(options.speculative_config)
     return {
         **{name: value for name, value in given.items() if value is not None},
         "load_format": load_format,

@@ -124,7 +124,7 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
             f"{workers} workers (tensor × pipeline × data parallel) need as many NUMA nodes on a CPU, and this machine "
             f"has {nodes}; set VLLM_CPU_OMP_THREADS_BIND=nobind before the engine is made, and OMP_NUM_THREADS"
         )
-    if options.speculative_config is not None and current_platform.is_cpu() and version.startswith("0.30."):
+    if arguments.get("speculative_config") and current_platform.is_cpu() and version.startswith("0.30."):
         raise EngineOptionError(
             f"speculative_config needs vLLM 0.31 or later on a CPU: the rejection sampler of {version} is a Triton "
             f"kernel, which ends the engine at its first step; leave speculative_config out, or upgrade vLLM"

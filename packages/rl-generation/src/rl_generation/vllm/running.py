@@ -1,6 +1,7 @@
 """An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
+import copy
 import getpass
 import os
 import tempfile
@@ -293,7 +294,8 @@ async def start(events: EventLoop, prepared: Prepared, *, version: int) -> Runni
 
     check_interface(AsyncLLM)
     statistics, folder = Statistics(), EngineFolder()
-    arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
+    given = copy.deepcopy(dict(prepared.arguments))  # vLLM writes into dictionaries that it is given
+    arguments = AsyncEngineArgs(**{**given, "disable_log_stats": True})  # vLLM's own loggers alone
     kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     variables = {
         "VLLM_RPC_BASE_PATH": str(folder.path),
