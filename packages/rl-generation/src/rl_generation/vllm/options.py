@@ -191,7 +191,7 @@ def engine_arguments(
         "load_format": load_format,
         "logprobs_mode": MODES[logp_of],
         "skip_tokenizer_init": skip_tokenizer_init,
-        "disable_log_stats": False,
+        "disable_log_stats": True,  # by vLLM's own loggers: the engine's get them all the same
         "generation_config": "vllm",  # else what a client leaves out would be the checkpoint's, and not neutral
         **options.vllm_kwargs,
     }

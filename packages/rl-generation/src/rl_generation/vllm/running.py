@@ -294,8 +294,7 @@ async def start(events: EventLoop, prepared: Prepared, *, version: int) -> Runni
 
     check_interface(AsyncLLM)
     statistics, folder = Statistics(), EngineFolder()
-    given = copy.deepcopy(dict(prepared.arguments))  # vLLM writes into dictionaries that it is given
-    arguments = AsyncEngineArgs(**{**given, "disable_log_stats": True})  # vLLM's own loggers alone
+    arguments = AsyncEngineArgs(**copy.deepcopy(dict(prepared.arguments)))  # vLLM writes into what it is given
     kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     variables = {
         "VLLM_RPC_BASE_PATH": str(folder.path),
