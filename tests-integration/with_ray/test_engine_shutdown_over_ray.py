@@ -12,7 +12,7 @@ import threading
 from launched_run import gone
 from ray_setup import ENV, PATIENCE_S, in_thread, kill, wait_until
 
-from rl_generation import TrainingEngineSpec
+from rl_generation import EngineConfig, TrainingEngineSpec
 from rl_launcher.errors import Refusal
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.cluster import LOOPBACK, ClusterError, RayRuntime
@@ -53,7 +53,8 @@ def replacing(runtime, tmp_path):
     model, tokenizer = build(0)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    spec = TrainingEngineSpec(model=str(tmp_path / "model"), stop_token_ids=(2,), pad_token_id=0)
+    config = EngineConfig(max_new_tokens=8)
+    spec = TrainingEngineSpec(config=config, model=str(tmp_path / "model"), stop_token_ids=(2,), pad_token_id=0)
     limits = {"max_restarts": 1, "start_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S}
     starting = Starting(runtime)
     engines = EnginePool(spec=spec, start_actor=starting, hosts=[LOOPBACK], **limits)

@@ -56,9 +56,7 @@ def launch(tmp_path):
 
 def shared_memory_of(run):
     """The files in shared memory that processes of a run have mapped, and that Python or vLLM has named."""
-    mapped = {}
-    for process_id in run.all_pids():
-        mapped |= mapped_shared_memory(process_id)
+    mapped = mapped_shared_memory(*run.all_pids())
     there = {entry.inode(): Path(entry.path) for entry in os.scandir("/dev/shm") if entry.name.startswith(NAMES)}
     return {file for number, file in there.items() if number in mapped}
 

@@ -1,5 +1,7 @@
 """Claims about memory: figures of real tensors, and of published models, come out exactly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -8,13 +10,7 @@ from hypothesis import strategies as st
 
 from rl_generation.embedded.slot_model import cache_argument
 from rl_generation.errors import EngineOptionError
-from rl_generation.memory import (
-    CacheLayer,
-    EngineMemory,
-    default_cpu_cache_bytes,
-    default_gpu_memory_utilization,
-    estimate_memory,
-)
+from rl_generation.memory import CacheLayer, EngineMemory, estimate_memory
 
 SHAPE = {
     "vocab_size": 260,
@@ -251,22 +247,24 @@ def test_the_longest_sequence_fits_and_no_longer_one_does(layers, length, cache)
 
 def test_a_cpu_cache_that_nobody_sized_holds_a_response_of_full_length_and_stays_within_bounds():
     tiny = transformers.LlamaConfig(**SHAPE)
-    assert default_cpu_cache_bytes(tiny, dtype="float32") == 256 * 2**20
+    assert estimate_memory(tiny, dtype="float32").default_cpu_cache_bytes == 256 * 2**20
     wide = transformers.LlamaConfig(**{**SHAPE, "hidden_size": 4096, "num_hidden_layers": 32})
     for length in (512, 4096, 65536):
-        given = default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=length)
+        given = estimate_memory(wide, dtype="bfloat16", max_model_len=length).default_cpu_cache_bytes
         memory = estimate_memory(
             wide, dtype="bfloat16", max_model_len=length, block_size=128, kv_cache_memory_bytes=given
         )
         assert memory.full_length_sequences > 1  # or vLLM refuses to start
         assert given <= 4 * 2**30 or memory.full_length_sequences < 2
-    few = default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=4096, max_num_seqs=1)
-    assert few < default_cpu_cache_bytes(wide, dtype="bfloat16", max_model_len=4096)
+    few, many = (estimate_memory(wide, dtype="bfloat16", max_model_len=4096, max_num_seqs=each) for each in (1, None))
+    assert few.default_cpu_cache_bytes < many.default_cpu_cache_bytes
 
 
 def test_an_engine_on_a_gpu_leaves_room_for_the_weights_that_a_refit_stages():
     gib = 2**30
-    share = default_gpu_memory_utilization(16 * gib, device_bytes=80 * gib)
+    memory = memory_of([CacheLayer(64, None)], length=1, cache=None)
+    share = replace(memory, weight_bytes=16 * gib).default_gpu_memory_utilization(80 * gib)
     assert share == 0.72
     assert share * 80 * gib + 16 * gib <= 0.92 * 80 * gib
-    assert default_gpu_memory_utilization(90 * gib, device_bytes=80 * gib) == 0.01, "vLLM says then what does not fit"
+    least = replace(memory, weight_bytes=90 * gib).default_gpu_memory_utilization(80 * gib)
+    assert least == 0.01, "vLLM says then what does not fit"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rl_generation
-from rl_generation import Sampling, VllmOptions
+from rl_generation import EngineSpec, Sampling, VllmOptions
 
 README = Path(__file__).parents[1] / "README.md"
 SOURCE = Path(rl_generation.__file__).parents[1]
@@ -36,9 +36,10 @@ def test_importing_the_package_loads_no_heavy_dependency():
     assert not heavy & {name.partition(".")[0] for name in loaded}
 
 
-@pytest.mark.parametrize("configuration", [Sampling, VllmOptions], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("configuration", [Sampling, VllmOptions, EngineSpec], ids=lambda each: each.__name__)
 def test_every_configuration_field_says_what_it_changes(configuration):
-    text = Path(sys.modules[configuration.__module__].__file__).read_text()
+    owners = filter(dataclasses.is_dataclass, configuration.__mro__)
+    text = "\n".join(Path(sys.modules[each.__module__].__file__).read_text() for each in owners)
     documented = re.findall(r'^    (\w+): [^\n]+\n    """[^"]{20,}', text, re.MULTILINE)
     assert {field.name for field in dataclasses.fields(configuration)} <= set(documented)
 

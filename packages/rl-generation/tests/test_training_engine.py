@@ -3,6 +3,7 @@
 import math
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "programs"))
 import saved_model
 
-from rl_generation import EngineOptionError, Sampling, TrainingEngineSpec, VllmOptions, make_training_engine
+from rl_generation import (
+    EngineConfig,
+    EngineOptionError,
+    Sampling,
+    TrainingEngineSpec,
+    VllmConfig,
+    make_training_engine,
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +27,10 @@ def tiny_folder(tmp_path_factory):
     return saved_model.save(tmp_path_factory.mktemp("saved"))
 
 
-def spec_of(model="model", **changes):
-    return TrainingEngineSpec(**{"model": str(model), "stop_token_ids": (2,), "pad_token_id": 0} | changes)
+def spec_of(model="model", *, vllm=None, max_batch_size=256, **changes):
+    chosen = {} if vllm is None else {"backend": "vllm", "vllm_cfg": VllmConfig(**vllm)}
+    config = EngineConfig(max_new_tokens=8, max_batch_size=max_batch_size, **chosen)
+    return TrainingEngineSpec(config=config, model=str(model), stop_token_ids=(2,), pad_token_id=0, **changes)
 
 
 def test_the_transformers_engine_starts_with_zeros_and_asks_whether_it_may_generate(tiny_folder):
@@ -46,37 +56,37 @@ def test_a_model_that_is_given_is_taken_over_in_the_dtypes_that_are_sent(tiny_fo
 
 
 def test_a_spec_crosses_processes_and_moves_to_another_folder():
-    spec = spec_of(vllm=VllmOptions(model="model"), dtypes={"a": "float32"})
+    spec = spec_of(vllm={}, dtypes={"a": "float32"})
     assert pickle.loads(pickle.dumps(spec)) == spec
-    moved = spec.with_model("elsewhere")
+    moved = replace(spec, model="elsewhere")
     assert (moved.model, moved.vllm.model) == ("elsewhere", "elsewhere")
-    assert spec_of().with_model("elsewhere").vllm is None
+    assert replace(spec_of(), model="elsewhere").vllm is None
 
 
 def test_a_synchronous_vllm_engine_waits_for_its_batch_and_an_asynchronous_one_has_limits(monkeypatch):
-    def made(**changes):
-        options = VllmOptions(model="model", kv_cache_memory_bytes=1 << 20, **changes.pop("options", {}))
-        return make_training_engine(spec_of(vllm=options, **changes), ready=lambda: None)["timeout_s"]
+    def made(**vllm):
+        spec = spec_of(vllm={"kv_cache_memory_bytes": 1 << 20, **vllm})
+        return make_training_engine(spec, ready=lambda: None)["timeout_s"]
 
     monkeypatch.setattr("rl_generation.vllm.VllmEngine", lambda _options, **given: given)
     monkeypatch.delenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", raising=False)
-    assert made() == made(options={"tensor_parallel_size": 2}) == math.inf
-    assert made(asynchronous=True) is None
+    assert made() == made(tensor_parallel_size=2) == math.inf
+    assert made(async_engine=True) is None
     monkeypatch.setenv("NRL_VLLM_ASYNC_TIMEOUT_SECONDS", "12.5")
     assert made() == 12.5
 
 
 def test_options_of_another_engine_are_refused():
-    with pytest.raises(EngineOptionError, match="asynchronous=True is for a vLLM engine"):
-        spec_of(asynchronous=True)
-    with pytest.raises(EngineOptionError, match="needs asynchronous=True"):
-        spec_of(in_flight=True, vllm=VllmOptions(model="model"))
+    with pytest.raises(EngineOptionError, match="vllm_cfg is given, and backend=transformers does not use it"):
+        EngineConfig(max_new_tokens=8, vllm_cfg=VllmConfig(async_engine=True))
+    with pytest.raises(EngineOptionError, match="needs async_engine=True"):
+        spec_of(in_flight=True, vllm={})
 
 
 def test_a_spec_says_in_one_line_what_it_is_and_what_it_casts():
     assert spec_of(max_batch_size=9).explain() == "transformers engine on cpu, up to 9 responses at once"
-    vllm = VllmOptions(model="model", dtype="bfloat16", tensor_parallel_size=2)
-    spec = spec_of(vllm=vllm, asynchronous=True, device="cuda", dtypes={"a": "float32"})
+    vllm = {"precision": "bfloat16", "tensor_parallel_size": 2, "async_engine": True}
+    spec = spec_of(vllm=vllm, device="cuda", dtypes={"a": "float32"})
     assert spec.casts
     assert (
         spec.explain() == "vLLM, asynchronous, 2 ranks on cuda, bfloat16, cast from the float32 that the policy sends"

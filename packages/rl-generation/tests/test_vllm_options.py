@@ -13,6 +13,7 @@ import pytest
 
 from rl_generation.checkpoints import stop_token_ids_of
 from rl_generation.errors import EngineOptionError, LogpError, ModelError, PromptError
+from rl_generation.model_flags import flags_for
 from rl_generation.requests import Limits, Request, Sampling
 from rl_generation.rollout import VersionSpan
 from rl_generation.vllm import LoraAdapter, VllmOptions, preparing
@@ -75,14 +76,12 @@ def test_options_reach_vllm_under_its_names_and_what_is_none_is_left_to_it():
     options = VllmOptions(
         model="m",
         tensor_parallel_size=4,
-        quantization="fp8",
-        speculative_config={"method": "ngram"},
-        vllm_kwargs={"block_size": 32},
+        vllm_kwargs={"quantization": "fp8", "speculative_config": {"method": "ngram"}, "block_size": 32},
     )
     given = arguments(options)
     assert given["tensor_parallel_size"] == 4
     assert (given["quantization"], given["speculative_config"], given["block_size"]) == ("fp8", {"method": "ngram"}, 32)
-    assert given["disable_log_stats"] is False
+    assert given["disable_log_stats"] is True  # by others than the engine's own logger
     assert not {"max_model_len", "for_training", "vllm_kwargs", "max_loras", "worker_extension_cls"} & set(given)
     lora = arguments(VllmOptions(model="m", enable_lora=True, max_loras=3))
     assert (lora["max_loras"], lora["max_lora_rank"]) == (3, 16)
@@ -113,7 +112,7 @@ def test_logp_of_decides_which_log_probabilities_vllm_returns():
         ({"enforce_eager": 1}, "enforce_eager must be True or False; got enforce_eager=1"),
         ({"trust_remote_code": "no"}, "trust_remote_code='no'"),
         ({"tokenizer": ""}, "or be None; got tokenizer=''"),
-        ({"speculative_config": "ngram"}, "speculative_config must be a dictionary; got speculative_config='ngram'"),
+        ({"vllm_kwargs": "ngram"}, "vllm_kwargs must be a dictionary; got vllm_kwargs='ngram'"),
         ({"max_loras": 2}, "max_loras=2 needs enable_lora=True"),
         ({"max_lora_rank": 8}, "max_lora_rank=8 needs enable_lora=True"),
         ({"vllm_kwargs": {"max_model_len": 8}}, "vllm_kwargs repeats 'max_model_len', .* give max_model_len=8"),
@@ -141,13 +140,13 @@ def test_the_nearest_known_name_is_offered_where_there_is_one():
 
 def test_dummy_weights_are_for_training_where_the_model_admits_them():
     for_training, plain = VllmOptions(model="m", for_training=True), VllmOptions(model="m")
-    llama, mistral = {"model_type": "llama"}, {"model_type": "mistral3"}
-    assert load_format_of(for_training, llama, version="0.32.0") == "dummy"
-    assert load_format_of(plain, llama, version="0.32.0") == "auto"
-    assert load_format_of(for_training, mistral, version="0.32.0+cpu") == "auto"
-    assert load_format_of(for_training, mistral, version="0.30.0") == "dummy"
+    llama, mistral = flags_for("llama", version="0.32.0"), flags_for("mistral3", version="0.32.0+cpu")
+    assert load_format_of(for_training, llama) == "dummy"
+    assert load_format_of(plain, llama) == "auto"
+    assert load_format_of(for_training, mistral) == "auto"
+    assert load_format_of(for_training, flags_for("mistral3", version="0.30.0")) == "dummy"
     asked = VllmOptions(model="m", for_training=True, load_format="safetensors")
-    assert load_format_of(asked, llama, version="0.32.0") == "safetensors"
+    assert load_format_of(asked, llama) == "safetensors"
 
 
 def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint):
@@ -159,7 +158,7 @@ def test_stop_tokens_come_from_the_generation_config_then_the_config(checkpoint)
 
 
 def _prepared(options):
-    given = {"arguments": {}, "load_format": "auto", "quirks": (), "stop_token_ids": (2,)}
+    given = {"arguments": {"load_format": "auto"}, "quirks": (), "stop_token_ids": (2,)}
     return Prepared(options=options, **given)
 
 
@@ -356,7 +355,8 @@ def test_a_label_that_is_no_number_of_steps_is_refused():
 
 def test_speculative_decoding_is_named_where_a_log_probability_is_broken():
     assert not logp_hint(VllmOptions(model="m"))
-    assert "it is speculative decoding" in logp_hint(VllmOptions(model="m", speculative_config={"method": "ngram"}))
+    speculates = VllmOptions(model="m", vllm_kwargs={"speculative_config": {"method": "ngram"}})
+    assert "it is speculative decoding" in logp_hint(speculates)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, math.inf, math.nan])

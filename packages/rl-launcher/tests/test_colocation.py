@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_backends import DTensorBackend, DTensorConfig, MegatronConfig, OptimizerConfig, select_backend
-from rl_generation import Sampling, TrainingEngineSpec
+from rl_generation import EngineConfig, Sampling, TrainingEngineSpec
 from rl_generation.seeding import CallSeeds
 from rl_launcher.build.engines import weight_source
 from rl_launcher.build.parts import RunEngine
@@ -84,6 +84,7 @@ class World:
         tokenizer.save_pretrained(folder)
         self.backend = make(model)
         spec = TrainingEngineSpec(
+            config=EngineConfig(max_new_tokens=8),
             model=str(folder),
             stop_token_ids=(2,),
             pad_token_id=0,

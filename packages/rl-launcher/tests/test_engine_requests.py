@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_generation import PromptError, Sampling, TrainingEngineSpec, TransformersEngine
+from rl_generation import EngineConfig, PromptError, Sampling, TrainingEngineSpec, TransformersEngine
 from rl_launcher.build.parts import _Timed
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.ray.dispatch import RayEngine
@@ -86,7 +86,9 @@ def world(tmp_path):
         pool.serve([engine])
 
     pool = EnginePool(
-        spec=TrainingEngineSpec(model=str(tmp_path), stop_token_ids=(2,), pad_token_id=0),
+        spec=TrainingEngineSpec(
+            config=EngineConfig(max_new_tokens=8), model=str(tmp_path), stop_token_ids=(2,), pad_token_id=0
+        ),
         start_actor=start_actor,
         hosts=["127.0.0.1", "127.0.0.1"],
         max_restarts=1,

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_backends import DTensorBackend, DTensorConfig
-from rl_generation import ModelError, Sampling, TrainingEngineSpec
+from rl_generation import EngineConfig, ModelError, Sampling, TrainingEngineSpec
 from rl_launcher.build.engines import dtypes_of, engine_spec, make_engine, make_in_process, weight_source
 from rl_launcher.quickstart.tiny_model import build
 from rl_launcher.recipe_files import load_recipe
@@ -15,7 +15,8 @@ PROMPT = [1, 5, 9]
 
 
 def spec_of(model, **changes):
-    return TrainingEngineSpec(**{"model": str(model), "stop_token_ids": (2,), "pad_token_id": 0} | changes)
+    given = {"config": EngineConfig(max_new_tokens=8), "model": str(model), "stop_token_ids": (2,), "pad_token_id": 0}
+    return TrainingEngineSpec(**given | changes)
 
 
 def spec_of_recipe(file, *overrides, dtypes=None):
@@ -73,4 +74,4 @@ def test_options_of_vllm_and_of_the_recipe_reach_the_engine(recipe):
     spec = spec_of_recipe(recipe, *VLLM, "policy.generation.vllm_cfg={max_num_seqs: 7}", "seed=5")
     assert (spec.vllm.max_num_seqs, spec.vllm.seed, spec.vllm.for_training) == (7, 5, True)
     assert spec.vllm.worker_extension_cls
-    assert spec_of_recipe(recipe, "policy.generation.max_batch_size=9").max_batch_size == 9
+    assert spec_of_recipe(recipe, "policy.generation.max_batch_size=9").config.max_batch_size == 9

@@ -15,17 +15,12 @@ from rl_generation.errors import (
     TimedOutSample,
 )
 from rl_generation.loading import EngineSpec, load_engine, load_transformers_engine
-from rl_generation.memory import (
-    EngineMemory,
-    default_cpu_cache_bytes,
-    default_gpu_memory_utilization,
-    estimate_memory,
-)
+from rl_generation.memory import EngineMemory, estimate_memory
 from rl_generation.model_flags import MODEL_FLAGS, ModelFlag, ModelQuirk, flags_for
 from rl_generation.remote import RemoteEngine
 from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import Rollout, VersionSpan
-from rl_generation.training_engine import TrainingEngineSpec, make_training_engine
+from rl_generation.training_engine import EngineConfig, TrainingEngineSpec, VllmConfig, make_training_engine
 from rl_generation.transformers_engine import TransformersEngine
 from rl_generation.verify import (
     AgreementError,
@@ -44,6 +39,7 @@ __all__ = [
     "AgreementMonitor",
     "Coverage",
     "Engine",
+    "EngineConfig",
     "EngineDeadError",
     "EngineMemory",
     "EngineMetrics",
@@ -70,12 +66,11 @@ __all__ = [
     "TrainingEngineSpec",
     "TransformersEngine",
     "VersionSpan",
+    "VllmConfig",
     "VllmEngine",
     "VllmOptions",
     "compare_logp",
     "decode_rollout",
-    "default_cpu_cache_bytes",
-    "default_gpu_memory_utilization",
     "encode_chat",
     "encode_text",
     "estimate_memory",

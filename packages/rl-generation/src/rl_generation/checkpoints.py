@@ -6,6 +6,7 @@ would draw them at random), and tokenizers that are missing (it would make an em
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,20 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 """Without one of them transformers may make an empty tokenizer of the model's family, and say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model is, which every description of an engine says alike."""
+
+    model: str
+    """A folder that `save_pretrained` wrote, or a hub id."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; None is its main branch, which may move under you."""
+
+    trust_remote_code: bool = False
+    """True runs Python code that comes with the model, as you."""
 
 
 def load_config(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

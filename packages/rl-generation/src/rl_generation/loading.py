@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, final
 
-from rl_generation.checkpoints import load_config, load_model, load_tokenizer, stop_token_ids_of
+from rl_generation.checkpoints import ModelSource, load_config, load_model, load_tokenizer, stop_token_ids_of
 from rl_generation.engine import Engine
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
@@ -24,7 +24,7 @@ FOREIGN = {
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
+class EngineSpec(ModelSource):
     """Which engine, over which model.
 
     Raises:
@@ -33,23 +33,14 @@ class EngineSpec:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
-    model: str
-    """A folder that `save_pretrained` wrote, or a hub id."""
-
     engine: Literal["transformers", "vllm"] = "transformers"
     """What generates: transformers, in this process, or vLLM."""
-
-    revision: str | None = None
-    """Branch, tag or commit of a hub id; None is its main branch, which may move."""
 
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; None takes the one beside the model."""
 
     with_tokenizer: bool = True
     """False does without one: then there are no texts, no stop strings and no bad words."""
-
-    trust_remote_code: bool = False
-    """True runs Python code that comes with the model, as you."""
 
     dtype: str = "auto"
     """Of the weights: a name of torch such as "bfloat16"; "auto" is the checkpoint's."""

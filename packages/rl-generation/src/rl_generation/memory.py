@@ -16,7 +16,7 @@ import bisect
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -135,6 +135,29 @@ class EngineMemory:
             return None
         # sequence_bytes never falls with the length.
         return bisect.bisect_right(range(1, self.max_model_len + 1), self._usable_bytes, key=self.sequence_bytes)
+
+    @property
+    def default_cpu_cache_bytes(self) -> int:
+        """Size of vLLM's cache on a CPU where nobody gave one, beside a trainer.
+
+        vLLM itself would take a share of all of the host's memory and refuse to start where other processes use it.
+        This is room for eight responses of full length at once (or `max_num_seqs`, if fewer), at least 256 MiB and at
+        most 4 GiB, but never less than one response of full length takes; further responses wait for their turn.
+        """
+        on_cpu = replace(self, block_size=CPU_BLOCK_TOKENS)
+        one = on_cpu.sequence_bytes(self.max_model_len)
+        wanted = max(one * min(self.max_num_seqs or 8, 8), 256 * 2**20)
+        # vLLM keeps one block for itself: a cache of exactly one sequence would not hold it.
+        return max(min(wanted, 4 * 2**30), one + on_cpu.sequence_bytes(1))
+
+    def default_gpu_memory_utilization(self, device_bytes: int) -> float:
+        """Share of a GPU of `device_bytes` that vLLM takes of an engine which is refitted, where nobody gave one.
+
+        vLLM itself takes 0.92. A refit stages the new weights beside the engine's own, on the same device and outside
+        of this share, and they stay allocated for the next one: so it is less by the weights, rounded down to a
+        hundredth.
+        """
+        return max(math.floor(100 * (0.92 - self.weight_bytes / device_bytes)) / 100, 0.01)
 
     def explain(self) -> str:
         """Say it in a few lines for people."""
@@ -264,42 +287,6 @@ def estimate_memory(
     )
 
 
-def default_cpu_cache_bytes(
-    config: "PretrainedConfig", *, dtype: str | torch.dtype, max_num_seqs: int | None = None, **sizes: int | None
-) -> int:
-    """Size of vLLM's cache on a CPU where nobody gave one, in bytes on each rank.
-
-    vLLM itself would take a share of all of the host's memory and refuse to start where other processes use it. This is
-    room for eight responses of full length at once (or `max_num_seqs`, if fewer), at least 256 MiB and at most 4 GiB,
-    but never less than one response of full length takes; further responses wait for their turn.
-
-    Args:
-        config: as of `estimate_memory`, with the errors of that.
-        dtype: of keys and values.
-        max_num_seqs: responses generated at once.
-        sizes: `max_model_len`, `tensor_parallel_size` and `pipeline_parallel_size`, as of `estimate_memory`.
-    """
-    given: dict[str, Any] = {**sizes, "dtype": dtype, "block_size": CPU_BLOCK_TOKENS}
-    memory = estimate_memory(config, **given)
-    one = memory.sequence_bytes(memory.max_model_len)
-    wanted = max(one * min(max_num_seqs or 8, 8), 256 * 2**20)
-    # vLLM keeps one block for itself: a cache of exactly one sequence would not hold it.
-    return max(min(wanted, 4 * 2**30), one + memory.sequence_bytes(1))
-
-
-def default_gpu_memory_utilization(weight_bytes: int, *, device_bytes: int) -> float:
-    """Share of a GPU that vLLM takes of an engine which is refitted, where nobody gave one.
-
-    vLLM itself takes 0.92. A refit stages the new weights beside the engine's own, on the same device and outside of
-    this share, and they stay allocated for the next one: so it is less by the weights, rounded down to a hundredth.
-
-    Args:
-        weight_bytes: of the weights of one rank.
-        device_bytes: of memory of its GPU.
-    """
-    return max(math.floor(100 * (0.92 - weight_bytes / device_bytes)) / 100, 0.01)
-
-
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, CACHE_DTYPES.get(dtype, dtype), None)
     if not isinstance(found, torch.dtype):
@@ -360,7 +347,7 @@ def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int, ke
             f"counted: {error}"
         ) from error
     embedding = model.get_input_embeddings()
-    whole, in_layers, before, after = 0, dict[int, int](), 0, 0
+    whole, in_layers, before, after = 0, Counter[int](), 0, 0
     for name, parameter in model.named_parameters():
         module = name.split(".")[-2] if "." in name else name
         cut = min(ranks, key_value_heads) if module in KEYS_AND_VALUES else ranks
@@ -369,16 +356,14 @@ def _count_parameters(config: "PretrainedConfig", *, ranks: int, stages: int, ke
         whole += parameter.numel()
         of_a_rank = -(-parameter.numel() // cut)
         if layer := LAYER.search(name):
-            in_layers[int(layer[1])] = in_layers.get(int(layer[1]), 0) + of_a_rank
+            in_layers[int(layer[1])] += of_a_rank
         elif parameter is getattr(embedding, "weight", None):
             before += of_a_rank
         else:
             after += of_a_rank
-    if stages == 1:
-        return whole, before + sum(in_layers.values()) + after
-    if len(in_layers) < stages:
+    if stages > max(len(in_layers), 1):
         raise EngineOptionError(f"{len(in_layers)} layers are fewer than the stages of pipeline_parallel_size={stages}")
-    if getattr(text, "tie_word_embeddings", False):
+    if stages > 1 and getattr(text, "tie_word_embeddings", False):
         after += before
     layers, of_stages = iter([in_layers[index] for index in sorted(in_layers)]), []
     for stage, size in enumerate(_stage_sizes(len(in_layers), stages)):

@@ -37,7 +37,7 @@ def engine(checkpoints):
     options = tiny.options(
         checkpoints("qwen3"),
         tensor_parallel_size=2,
-        speculative_config=None if version("vllm").startswith("0.30.") else SPECULATION,
+        vllm_kwargs={} if version("vllm").startswith("0.30.") else {"speculative_config": SPECULATION},
         worker_extension_cls="weights_worker.WeightsWorker",
     )
     engine = VllmEngine(options, version=3)

@@ -77,7 +77,8 @@ def test_an_extension_that_cannot_be_imported_is_refused(path):
 
 @pytest.mark.skipif(not version("vllm").startswith("0.30."), reason="later releases speculate on a CPU as well")
 def test_speculation_that_would_end_the_engine_is_refused(path):
-    refused(r"speculative_config needs vLLM 0\.31 or later", tiny.options(path, speculative_config={"method": "ngram"}))
+    speculates = tiny.options(path, vllm_kwargs={"speculative_config": {"method": "ngram"}})
+    refused(r"speculative_config needs vLLM 0\.31 or later", speculates)
 
 
 def test_more_positions_than_the_model_was_made_for_are_refused_in_a_sentence(path):

@@ -23,7 +23,7 @@ from rl_generation.requests import Limits, Sampling, make_requests
 from rl_generation.rollout import LogpOf, Rollout
 from rl_generation.vllm.options import LoraAdapter, VllmOptions, check_lora
 from rl_generation.vllm.preparing import NO_WEIGHTS, prepare, stop_tokens
-from rl_generation.vllm.running import RunningLLM, ask_replicas, check_not_importing_main, start
+from rl_generation.vllm.running import RunningLLM, check_not_importing_main, start
 from rl_generation.vllm.samples import (
     DEFAULT_TIMEOUT_S,
     Sample,
@@ -145,7 +145,7 @@ class VllmEngine:
         rows = {
             "engine": f"vLLM {installed_version()}, in its own processes",
             "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
-            "load_format": prepared.load_format + (" (the first refit feeds it)" if prepared.unfed else ""),
+            "load_format": prepared.arguments["load_format"] + " (the first refit feeds it)" * prepared.unfed,
             "dtype": str(self.vllm.vllm_config.model_config.dtype).removeprefix("torch."),
             "version": str(self.version) if self._running.fed else "none: no refit has been committed",
             "parallel": f"tensor {options.tensor_parallel_size}, pipeline {options.pipeline_parallel_size}, "
@@ -366,14 +366,8 @@ class VllmEngine:
 
         All workers of replica 0 come first. Answers cross processes as msgpack, which makes lists of tuples.
         """
-        limit_s = self._limit(timeout_s)
-        core = self.vllm.engine_core
-        answers = self._call(
-            lambda: ask_replicas(core, "collective_rpc", method, limit_s, tuple(args), dict(kwargs or {})),
-            name=f"collective_rpc({method!r})",
-            timeout_s=limit_s,
-        )
-        return [answer for replica in answers for answer in replica]
+        name, limit_s = f"collective_rpc({method!r})", self._limit(timeout_s)
+        return self._events.run(self._running.ask_workers(method, args, kwargs or {}, timeout_s=limit_s, name=name))
 
     # -- Life and death ------------------------------------------------------------------------------------------
 
@@ -383,13 +377,8 @@ class VllmEngine:
         Raises:
             EngineDeadError: A process is gone, or there was no answer within `timeout_s`.
         """
-        core = self.vllm.engine_core
-        asking = self._running.call(
-            lambda: ask_replicas(core, "collective_rpc", "check_health", timeout_s, (), {}),
-            timeout_s=timeout_s,
-            name="check_health",
-        )
-        await self._events.wait(asking)
+        name = "check_health"
+        await self._events.wait(self._running.ask_workers(name, (), {}, timeout_s=timeout_s, name=name))
 
     def restart(self) -> None:
         """End the engine, and start it anew with the checkpoint's weights, or dummy ones: refit it.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from rl_generation.checkpoints import ModelSource
 from rl_generation.errors import EngineOptionError
 from rl_generation.rollout import LogpOf
 
@@ -32,8 +33,6 @@ COUNTS: Mapping[str, int] = {
     "seed": 0,
 }
 """The least value of each whole number."""
-
-MAPPINGS = ("speculative_config", "vllm_kwargs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,8 @@ class BasicVllmOptions:
     """Prefill what prompts begin with alike only once, and not anew for every response."""
 
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Any other arguments of vLLM's EngineArgs, by its names; one it does not know is refused."""
+    """Any other arguments of vLLM's EngineArgs, by its names (`speculative_config`, `quantization`, …); one it does not
+    know is refused."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -86,8 +86,6 @@ class BasicVllmOptions:
             missing = value is None and each.default is None
             if each.type is bool and not isinstance(value, bool):
                 raise EngineOptionError(f"{each.name} must be True or False; got {each.name}={value!r}")
-            if each.name in MAPPINGS and not (isinstance(value, Mapping) or missing):
-                raise EngineOptionError(f"{each.name} must be a dictionary; got {each.name}={value!r}")
             whole = isinstance(value, int) and not isinstance(value, bool)
             if least is not None and not missing and not (whole and value >= least):
                 raise EngineOptionError(
@@ -96,6 +94,8 @@ class BasicVllmOptions:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or (share is not None and not (math.isfinite(share) and 0.0 < share <= 1.0)):
             raise EngineOptionError(f"gpu_memory_utilization must be in (0, 1]; got gpu_memory_utilization={share!r}")
+        if not isinstance(self.vllm_kwargs, Mapping):
+            raise EngineOptionError(f"vllm_kwargs must be a dictionary; got vllm_kwargs={self.vllm_kwargs!r}")
         own = {each.name for each in fields(self)}
         for key, value in self.vllm_kwargs.items():
             if key in own:
@@ -105,28 +105,25 @@ class BasicVllmOptions:
             if key in ELSEWHERE:
                 raise EngineOptionError(f"vllm_kwargs sets {key!r}, which the engine does; use {ELSEWHERE[key]}")
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What `estimate_memory` takes of these options, by its names."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs")
+        return {name: getattr(self, name) for name in (*names, "kv_cache_memory_bytes")}
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmOptions(BasicVllmOptions):
+class VllmOptions(BasicVllmOptions, ModelSource):
     """A vLLM engine: the model, how it is cut, and what memory it may take.
 
     Raises:
         EngineOptionError: A value is impossible, or `vllm_kwargs` repeats a field.
     """
 
-    model: str
-    """Folder of a checkpoint, or its id on the Hugging Face hub."""
-
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer behind stop strings and bad words; None takes the one beside the model, and
     does without where there is none."""
-
-    revision: str | None = None
-    """Branch, tag or commit of the model on the hub; None is its main branch, which may move under you."""
-
-    trust_remote_code: bool = False
-    """True runs Python code that comes with the checkpoint, as you."""
 
     dtype: str = "auto"
     """Of weights and activations: "auto" is the checkpoint's unless it is float32, of which vLLM makes a
@@ -145,12 +142,6 @@ class VllmOptions(BasicVllmOptions):
 
     enable_sleep_mode: bool = False
     """True lets `sleep` free the device's memory for a trainer; vLLM refuses it on a CPU, which has no such memory."""
-
-    quantization: str | None = None
-    """Method by which weights are quantised, as in vLLM; None takes what the checkpoint says."""
-
-    speculative_config: Mapping[str, object] | None = None
-    """vLLM's dictionary for speculative decoding; None generates a token a step."""
 
     enable_lora: bool = False
     """True lets requests name an adapter, which vLLM loads then; costs memory for `max_loras` of them."""
@@ -195,14 +186,12 @@ def engine_arguments(
     if not options.enable_lora:
         left_out |= {"max_loras", "max_lora_rank"}
     given = {each.name: getattr(options, each.name) for each in fields(options) if each.name not in left_out}
-    if options.speculative_config is not None:
-        given["speculative_config"] = dict(options.speculative_config)
     return {
         **{name: value for name, value in given.items() if value is not None},
         "load_format": load_format,
         "logprobs_mode": MODES[logp_of],
         "skip_tokenizer_init": skip_tokenizer_init,
-        "disable_log_stats": False,
+        "disable_log_stats": True,  # by vLLM's own loggers: the engine's get them all the same
         "generation_config": "vllm",  # else what a client leaves out would be the checkpoint's, and not neutral
         **options.vllm_kwargs,
     }

@@ -64,9 +64,6 @@ class Prepared:
     arguments: Mapping[str, Any]
     """Of `vllm.EngineArgs`, which has accepted them."""
 
-    load_format: str
-    """What `options.load_format` came to."""
-
     quirks: tuple[ModelQuirk, ...]
     """Of the model's type under this vLLM."""
 
@@ -79,7 +76,7 @@ class Prepared:
     @property
     def unfed(self) -> bool:
         """Whether the engine starts with weights that nobody shall sample from."""
-        return self.load_format == DUMMY
+        return bool(self.arguments["load_format"] == DUMMY)
 
 
 def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
@@ -97,8 +94,8 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     )
     options = replace(options, model=str(model), tokenizer=tokenizer)
     config = read_config(options)
-    load_format = load_format_of(options, config, version=version)
     quirks = flags_for(str(config.get("model_type", "")), version=version)
+    load_format = load_format_of(options, quirks)
     skip = not has_tokenizer(options)
     needing = [quirk for quirk in quirks if quirk.flag is ModelFlag.VLLM_TOKENIZER_REQUIRED]
     if skip and needing:
@@ -127,7 +124,7 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
             f"{workers} workers (tensor × pipeline × data parallel) need as many NUMA nodes on a CPU, and this machine "
             f"has {nodes}; set VLLM_CPU_OMP_THREADS_BIND=nobind before the engine is made, and OMP_NUM_THREADS"
         )
-    if options.speculative_config is not None and current_platform.is_cpu() and version.startswith("0.30."):
+    if arguments.get("speculative_config") and current_platform.is_cpu() and version.startswith("0.30."):
         raise EngineOptionError(
             f"speculative_config needs vLLM 0.31 or later on a CPU: the rejection sampler of {version} is a Triton "
             f"kernel, which ends the engine at its first step; leave speculative_config out, or upgrade vLLM"
@@ -142,7 +139,6 @@ def prepare(options: VllmOptions, *, logp_of: LogpOf) -> Prepared:
     return Prepared(
         options=options,
         arguments=arguments,
-        load_format=load_format,
         quirks=quirks,
         stop_token_ids=stop_token_ids_of(options.model, config, revision=options.revision),
         checkpoint_dtype=dtypes[0] if dtypes else None,
@@ -283,10 +279,9 @@ def has_tokenizer(options: VllmOptions) -> bool:
     return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
-def load_format_of(options: VllmOptions, config: Mapping[str, Any], *, version: str) -> str:
-    """Return how this version of vLLM reads the weights: as the caller said, or "dummy" for training where it may."""
+def load_format_of(options: VllmOptions, quirks: Sequence[ModelQuirk]) -> str:
+    """Return how vLLM reads the weights: as the caller said, or "dummy" for training where the model admits it."""
     if options.load_format is not None:
         return options.load_format
-    flags = {quirk.flag for quirk in flags_for(str(config.get("model_type", "")), version=version)}
-    dummy = options.for_training and ModelFlag.VLLM_LOAD_FORMAT_AUTO not in flags
-    return DUMMY if dummy else "auto"
+    real = any(quirk.flag is ModelFlag.VLLM_LOAD_FORMAT_AUTO for quirk in quirks)
+    return DUMMY if options.for_training and not real else "auto"

@@ -104,16 +104,15 @@ class EngineProcesses:
         self._files: dict[int, Path] = {}
         self.survey()
         # Of Python's naming, only what they have now: later, a worker may have mapped what is a trainer's.
-        theirs = {number for process_id in self.started for number in mapped_shared_memory(process_id)}
-        self._files |= _files(theirs - mapped_shared_memory(os.getpid()).keys(), prefixes=tuple(KINDS))
+        theirs = mapped_shared_memory(*self.started) - mapped_shared_memory(os.getpid())
+        self._files |= _files(theirs, prefixes=tuple(KINDS))
         # What vLLM has titled as one; compilers and trackers come and go.
         self._workers = {number: title for number in self.started if "Worker" in (title := _title(number))}
 
     def survey(self) -> None:
         """Look for further processes, and shared memory of vLLM's naming."""
         self.started |= _below({root.pid for root in self.roots})
-        mapped = {number for process_id in self.started for number in mapped_shared_memory(process_id)}
-        self._files |= _files(mapped, prefixes=(VLLM,))
+        self._files |= _files(mapped_shared_memory(*self.started), prefixes=(VLLM,))
 
     def dead(self) -> str | None:
         """Say which root or worker is dead, and how it ended where that is known; None where all live."""
@@ -202,8 +201,8 @@ class EngineFolder:
         vLLM's processes would outlive a program that is killed, so that a process of its own looks twice a second
         whether this one lives. Once it does not, it kills the others and removes what is listed, and the folder.
         """
-        mapped = {number for process_id in (*started, os.getpid()) for number in mapped_shared_memory(process_id)}
-        text = "".join(f"{number} {file.name}\n" for number, file in _files(mapped).items())
+        files = _files(mapped_shared_memory(*started, os.getpid()))
+        text = "".join(f"{number} {file.name}\n" for number, file in files.items())
         (self.path / LIST).write_text(text, encoding="utf-8")
         task = json.dumps([os.getpid(), str(self.path), [[each.pid, each.started] for each in started.values()]])
         quiet = subprocess.DEVNULL
@@ -275,11 +274,8 @@ def remove_abandoned(parent: Path | None = None) -> list[Path]:
 
 def unmapped() -> Mapping[int, Path]:
     """Inode → shared memory of Python's or vLLM's naming that belongs to this user and that no process has mapped."""
-    mapped: set[int] = set()
     there = _files(None)
-    for each in Path("/proc").iterdir():
-        if each.name.isdigit():
-            mapped |= mapped_shared_memory(int(each.name)).keys()
+    mapped = mapped_shared_memory(*(int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()))
     mine: dict[int, Path] = {}
     for number, file in there.items():
         with contextlib.suppress(OSError):  # it is gone by now
@@ -288,17 +284,17 @@ def unmapped() -> Mapping[int, Path]:
     return mine
 
 
-def mapped_shared_memory(process_id: int) -> dict[int, Path]:
-    """Inode → path of the files in shared memory that a process has mapped; empty where there is no such process.
+def mapped_shared_memory(*process_ids: int) -> set[int]:
+    """Inodes of the files in shared memory that these processes have mapped; of one that has ended, none.
 
     A semaphore is mapped under another name than its file has.
     """
-    try:
-        lines = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        return {}
-    columns = [line.split(maxsplit=5) for line in lines if f"{SHARED_MEMORY}/" in line]
-    return {int(each[4]): Path(each[5]) for each in columns}
+    mapped = set()
+    for process_id in process_ids:
+        with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+            lines = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
+            mapped |= {int(line.split(maxsplit=5)[4]) for line in lines if f"{SHARED_MEMORY}/" in line}
+    return mapped
 
 
 def _files(numbers: Collection[int] | None, *, prefixes: tuple[str, ...] = (*KINDS, VLLM)) -> dict[int, Path]:

@@ -1,13 +1,13 @@
 """An `AsyncLLM` from its start to its end: what it does, whether it lives, and what must be gone after it."""
 
 import asyncio
+import copy
 import getpass
 import os
 import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +71,21 @@ class RunningLLM:
                 f"the engine did not answer {name} within {timeout_s:g} seconds, though its processes live: it is busy "
                 f"or hangs; give it longer, or restart()"
             ) from None
+
+    async def ask_workers(
+        self, method: str, args: Sequence[object], kwargs: Mapping[str, object], *, timeout_s: float, name: str
+    ) -> list[Any]:
+        """What each worker answers to `method`, those of replica 0 first; as `call`."""
+        core, asked = self.llm.engine_core, ("collective_rpc", method, timeout_s, tuple(args), dict(kwargs))
+
+        async def ask() -> Any:
+            if hasattr(core, "call_utility_all_async"):
+                return await core.call_utility_all_async(*asked)
+            # Before 0.32 vLLM's client had the answer of the first replica alone.
+            calls = [core._call_utility_async(*asked, engine=each) for each in core.core_engines]  # noqa: SLF001
+            return await asyncio.gather(*calls)
+
+        return [answer for replica in await self.call(ask, timeout_s=timeout_s, name=name) for answer in replica]
 
     def stop(self) -> None:
         """End what waits, then all processes, and remove what they leave behind; not from the loop."""
@@ -170,8 +185,7 @@ class Health:
             if error is None:
                 return task.result()
             if not isinstance(error, EngineDeadError):
-                self._look()
-                await self._wait_for_a_process_to_blame()
+                await self._look()
             if self.death is None:
                 raise error
         raise EngineDeadError(self.death or "the call was cancelled")
@@ -186,24 +200,21 @@ class Health:
 
     async def _look_now_and_then(self) -> None:
         while self.death is None:
-            self._look()
-            await self._wait_for_a_process_to_blame()
+            await self._look()
             await asyncio.sleep(PERIOD_S)
 
-    def _look(self) -> None:
-        found = self._processes.dead()
-        if found is not None:
-            self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
-
-    async def _wait_for_a_process_to_blame(self) -> None:
-        """Where vLLM says that its engine failed, which may come before a process has ended, or without that."""
+    async def _look(self) -> None:
+        """End what waits if a process is dead; vLLM may say that its engine failed before one has, or without that."""
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
-        while self.death is None and self._llm.errored:
-            if asyncio.get_running_loop().time() > deadline:
-                self.end("vLLM's engine failed, and its log says why; restart() makes a new engine")
+        while self.death is None:
+            if (found := self._processes.dead()) is not None:
+                self.end(f"{found}; what had finished is in this error's `rollouts`, and restart() makes a new engine")
+            elif not self._llm.errored:
                 return
-            await asyncio.sleep(PERIOD_S)
-            self._look()
+            elif asyncio.get_running_loop().time() > deadline:
+                self.end("vLLM's engine failed, and its log says why; restart() makes a new engine")
+            else:
+                await asyncio.sleep(PERIOD_S)
 
 
 class Statistics:
@@ -237,7 +248,6 @@ class Statistics:
         """Return all of it, with the mean usage of the replicas' caches; nothing runs or waits where none is `busy`."""
         now = self._now.values() if busy else ()
         return EngineMetrics(
-            time_s=time.monotonic(),
             running=sum(running for running, _, _ in now),
             waiting=sum(waiting for _, waiting, _ in now),
             **self._done,
@@ -262,15 +272,6 @@ def version_of(label: str) -> int:
     )
 
 
-async def ask_replicas(core: Any, method: str, *arguments: Any) -> list[Any]:
-    """What the core of each replica answers; before 0.32 vLLM's client had the answer of the first alone."""
-    if hasattr(core, "call_utility_all_async"):
-        answers: list[Any] = await core.call_utility_all_async(method, *arguments)
-        return answers
-    asked = [core._call_utility_async(method, *arguments, engine=each) for each in core.core_engines]  # noqa: SLF001
-    return list(await asyncio.gather(*asked))
-
-
 def check_not_importing_main() -> None:
     """Raise EngineOptionError where an engine is just starting this process, which runs the caller's script again."""
     if getattr(process.current_process(), "_inheriting", False):
@@ -293,7 +294,7 @@ async def start(events: EventLoop, prepared: Prepared, *, version: int) -> Runni
 
     check_interface(AsyncLLM)
     statistics, folder = Statistics(), EngineFolder()
-    arguments = AsyncEngineArgs(**{**prepared.arguments, "disable_log_stats": True})  # vLLM's own loggers alone
+    arguments = AsyncEngineArgs(**copy.deepcopy(dict(prepared.arguments)))  # vLLM writes into what it is given
     kernels = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     variables = {
         "VLLM_RPC_BASE_PATH": str(folder.path),

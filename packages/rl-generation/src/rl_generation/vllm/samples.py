@@ -340,11 +340,11 @@ def logp_of_tokens(sample: Sample, completion: Any) -> tuple[float, ...]:
 
 def logp_hint(options: VllmOptions) -> str:
     """Return what to add to a LogpError of an engine with these options: nothing, or what is likely the cause."""
-    if options.speculative_config is None:
+    if not options.vllm_kwargs.get("speculative_config"):
         return ""
     return (
         ", or, more likely here, it is speculative decoding: vLLM's rejection sampler may give NaN for a sampled "
-        "token, on a CPU above all; switch it off, speculative_config=None"
+        "token, on a CPU above all; switch it off, without speculative_config"
     )
 
 

@@ -62,31 +62,33 @@ def engine_spec(
     Raises:
         ValueError: an option of vLLM is impossible, or the recipe names another executor.
     """
-    config, async_grpo = recipe.policy, None if recipe.grpo is None else recipe.grpo.async_grpo
-    backend = select_backend(config).config
-    spec = config.generation.spec(
-        model_name,
-        precision=backend.precision,
-        sleeps=sleeps,
-        worker_extension=WORKER_EXTENSION,
-        stop_token_ids=tuple(stop_token_ids),
-        pad_token_id=pad_token_id,
-        dtypes=dtypes,
-        device=backend.device,
-        revision=config.revision if model_name == config.model_name else None,
-        trust_remote_code=config.trust_remote_code,
-        seed=recipe.seed,
-    )
-    if spec.vllm is not None and executor is not None:
-        given = spec.vllm.vllm_kwargs.get(EXECUTOR, executor)
-        if given != executor:
+    policy, async_grpo = recipe.policy, None if recipe.grpo is None else recipe.grpo.async_grpo
+    generation, backend = policy.generation, select_backend(policy).config
+    if generation.backend == "vllm" and executor is not None:
+        kwargs = generation.vllm_cfg.vllm_kwargs
+        if (given := kwargs.get(EXECUTOR, executor)) != executor:
             where = "one node" if executor == "mp" else "several nodes"
             raise Refusal(
                 f"policy.generation.vllm_cfg.vllm_kwargs.{EXECUTOR}={given}, and an engine of this run is on {where}, "
                 f"where it must be {executor}; leave it out"
             )
-        spec = replace(spec, vllm=replace(spec.vllm, vllm_kwargs={**spec.vllm.vllm_kwargs, EXECUTOR: executor}))
-    return replace(spec, in_flight=async_grpo is not None and async_grpo.weights == "in_flight")
+        vllm = replace(generation.vllm_cfg, vllm_kwargs={**kwargs, EXECUTOR: executor})
+        generation = replace(generation, vllm_cfg=vllm)
+    return TrainingEngineSpec(
+        config=generation,
+        model=model_name,
+        revision=policy.revision if model_name == policy.model_name else None,
+        trust_remote_code=policy.trust_remote_code,
+        device=backend.device,
+        precision=backend.precision,
+        dtypes=dtypes,
+        stop_token_ids=tuple(stop_token_ids),
+        pad_token_id=pad_token_id,
+        seed=recipe.seed,
+        sleeps=sleeps,
+        in_flight=async_grpo is not None and async_grpo.weights == "in_flight",
+        worker_extension=WORKER_EXTENSION,
+    )
 
 
 def dtypes_of(shards: Any) -> dict[str, str]:
@@ -151,7 +153,7 @@ def make_in_process(spec: TrainingEngineSpec, *, model: Any, tokenizer: Any) -> 
             folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="rl-launcher-model-"))
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            spec = spec.with_model(folder)
+            spec = replace(spec, model=folder)
         made = make_engine(spec)
         cleanup.callback(made.close)
         return MadeEngine(engine=made.engine, sink=made.sink, close=cleanup.pop_all().close)

@@ -17,7 +17,7 @@ from rl_backends.least_memory import least_memory
 from rl_backends.loading.source import open_model
 from rl_backends.lora.layers import AdapterSize
 from rl_backends.metrics.flops import ModelFlops, peak_flops_per_s
-from rl_generation import EngineMemory, EngineOptionError, default_gpu_memory_utilization, estimate_memory
+from rl_generation import EngineMemory, EngineOptionError, estimate_memory
 from rl_generation import ModelError as EngineModelError
 from rl_launcher.errors import Refusal
 from rl_launcher.ray.placement import Placement, lacking_slots, plan_placement
@@ -295,13 +295,8 @@ def node_needs(recipe: Recipe) -> list[tuple[int, int]] | None:
             policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code
         ).config
         cfg, trainer = policy.generation.vllm_cfg, select_backend(policy).config
-        engine = estimate_memory(
-            config,
-            dtype=trainer.precision if cfg.precision == "auto" else cfg.precision,
-            tensor_parallel_size=cfg.tensor_parallel_size,
-            pipeline_parallel_size=cfg.pipeline_parallel_size,
-            max_model_len=cfg.max_model_len,
-        )
+        dtype = trainer.precision if cfg.precision == "auto" else cfg.precision
+        engine = estimate_memory(config, dtype=dtype, **cfg.sizes)
     except (ModelError, EngineModelError, EngineOptionError):
         return None
     placement = plan_placement(recipe)
@@ -353,7 +348,7 @@ def _phases(
 def _share(recipe: Recipe, *, gpu: Gpu, engine: EngineMemory) -> float:
     """Share of a GPU that vLLM takes."""
     given = recipe.policy.generation.vllm_cfg.gpu_memory_utilization
-    return given or default_gpu_memory_utilization(engine.weight_bytes, device_bytes=gpu.memory_bytes)
+    return given or engine.default_gpu_memory_utilization(gpu.memory_bytes)
 
 
 def _smallest_change(

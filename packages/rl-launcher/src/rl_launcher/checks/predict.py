@@ -14,7 +14,7 @@ from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import local_folder
 from rl_backends.lora.layers import AdapterSize
-from rl_generation import EngineMemory, EngineOptionError, default_cpu_cache_bytes, estimate_memory
+from rl_generation import EngineMemory, EngineOptionError, estimate_memory
 from rl_launcher.build.models import adapters_of, copies_reference, learning_rate_hint, load_model
 from rl_launcher.build.parts import NO_ENGINE
 from rl_launcher.build.remote_engines import describe_remote
@@ -210,26 +210,15 @@ def _engine(recipe: Recipe, skeleton: nn.Module) -> tuple[str, EngineMemory]:
     trainer = select_backend(recipe.policy).config
     dtype: str = trainer.precision if generation.backend == "vllm" else "float32"
     dtype = dtype if cfg.precision == "auto" else cfg.precision
-    cache_bytes = cfg.kv_cache_memory_bytes
+    sizes = cfg.sizes
     try:
-        if generation.backend == "vllm" and trainer.device == "cpu" and cache_bytes is None:
-            cache_bytes = default_cpu_cache_bytes(
-                model_config,
-                dtype=dtype,
-                tensor_parallel_size=cfg.tensor_parallel_size,
-                pipeline_parallel_size=cfg.pipeline_parallel_size,
-                max_model_len=cfg.max_model_len,
-                max_num_seqs=cfg.max_num_seqs,
-            )
-        memory = estimate_memory(
-            model_config,
-            dtype=dtype,
-            tensor_parallel_size=cfg.tensor_parallel_size,
-            pipeline_parallel_size=cfg.pipeline_parallel_size,
-            max_model_len=cfg.max_model_len or _row_length(recipe, skeleton),
-            max_num_seqs=cfg.max_num_seqs if generation.backend == "vllm" else generation.max_batch_size,
-            kv_cache_memory_bytes=cache_bytes,
-        )
+        if generation.backend != "vllm":
+            sizes["max_num_seqs"] = generation.max_batch_size
+        elif trainer.device == "cpu" and cfg.kv_cache_memory_bytes is None:
+            unsized = estimate_memory(model_config, dtype=dtype, **sizes)
+            sizes["kv_cache_memory_bytes"] = unsized.default_cpu_cache_bytes
+        sizes["max_model_len"] = cfg.max_model_len or _row_length(recipe, skeleton)
+        memory = estimate_memory(model_config, dtype=dtype, **sizes)
     except EngineOptionError as error:
         raise EngineOptionError(f"policy.generation.vllm_cfg: {error}") from error
     head = (

@@ -16,7 +16,7 @@ from rl_backends import DTensorConfig, ModelError, load_tokenizer, select_backen
 from rl_backends.least_memory import device_bytes, host_bytes, least_memory
 from rl_backends.loading.source import local_folder, open_model
 from rl_backends.lora.layers import AdapterSize
-from rl_generation import default_cpu_cache_bytes, estimate_memory
+from rl_generation import estimate_memory
 from rl_launcher.build.environments import load_environment
 from rl_launcher.build.inputs import load_dataset
 from rl_launcher.build.models import adapters_of, copies_reference
@@ -367,14 +367,10 @@ def lacking_cache(recipe: Recipe, *, placement: Placement) -> str | None:
     if not is_vllm or not on_this_cpu or (here := host_bytes()) is None:
         return None
     source = open_model(policy.model_name, revision=policy.revision, trust_remote_code=policy.trust_remote_code)
-    each = cfg.kv_cache_memory_bytes or default_cpu_cache_bytes(
-        source.config,
-        dtype=config.precision if cfg.precision == "auto" else cfg.precision,
-        tensor_parallel_size=cfg.tensor_parallel_size,
-        pipeline_parallel_size=cfg.pipeline_parallel_size,
-        max_model_len=cfg.max_model_len,
-        max_num_seqs=cfg.max_num_seqs,
-    )
+    each = cfg.kv_cache_memory_bytes
+    if each is None:
+        dtype = config.precision if cfg.precision == "auto" else cfg.precision
+        each = estimate_memory(source.config, dtype=dtype, **cfg.sizes).default_cpu_cache_bytes
     total = each * policy.generation.ranks_per_engine * len(placement.engines)
     if total <= here:
         return None
