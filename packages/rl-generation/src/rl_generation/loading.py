@@ -22,31 +22,15 @@ FOREIGN = {
 """Fields of a spec that mean nothing to an engine."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """Which engine, over which model.
-
-    Raises:
-        EngineOptionError: The engine is unknown, or an option belongs to another one.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
-
-    model: str
-    """A folder that `save_pretrained` wrote, or a hub id."""
-
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What generates: transformers, in this process, or vLLM."""
+class BasicEngineSpec:
+    """What `EngineSpec` and the command line alike say of an engine."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub id; None is its main branch, which may move."""
 
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; None takes the one beside the model."""
-
-    with_tokenizer: bool = True
-    """False does without one: then there are no texts, no stop strings and no bad words."""
 
     trust_remote_code: bool = False
     """True runs Python code that comes with the model, as you."""
@@ -68,6 +52,27 @@ class EngineSpec:
 
     max_cache_tokens: int | None = None
     """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec(BasicEngineSpec):
+    """Which engine, over which model.
+
+    Raises:
+        EngineOptionError: The engine is unknown, or an option belongs to another one.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+
+    model: str
+    """A folder that `save_pretrained` wrote, or a hub id."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates: transformers, in this process, or vLLM."""
+
+    with_tokenizer: bool = True
+    """False does without one: then there are no texts, no stop strings and no bad words."""
 
     vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Of vLLM: fields of `VllmOptions`, such as `tensor_parallel_size`, and any other arguments of its EngineArgs."""
