@@ -94,10 +94,7 @@ class Generate:
             digest.update(repr(row).encode())
         made_of = {name: getattr(spec, name) for name in DECISIVE} | asdict(self.sampling)
         made_of |= {"model": model_identity(spec.model, config), "rows": digest.hexdigest()}
-        answers: list[dict[str, Any]] = []
-        if begun:
-            answers, length = read_answers(path, rows, made_of)
-            os.truncate(path, length)  # what the end of that run tore
+        answers = read_answers(path, rows, made_of) if begun else []
         done = answers[-1]["index"] + 1 if answers else 0
         say(f"{done} of {len(rows)} prompts are answered")
 
@@ -201,16 +198,15 @@ def _kind_of(row: Any) -> str:
     if len(present) != 1:
         got = " and ".join(present) or repr(row)[:200]
         raise ValueError(f"a row must be a JSON object with one of {', '.join(KINDS)}; got {got}")
-    match present[0], row[present[0]]:
-        case ("prompt", str()):
-            pass
-        case ("messages", [_, *_] as messages) if all(isinstance(each, dict) and "role" in each for each in messages):
-            pass
-        case ("prompt_token_ids", [_, *_] as tokens) if all(type(each) is int for each in tokens):
-            pass
-        case kind, content:
-            raise ValueError(f"{kind} must be {KINDS[kind]}; got {content!r:.200}")
-    return present[0]
+    (kind,), content = present, row[present[0]]
+    fits = {
+        "prompt": isinstance(content, str),
+        "messages": isinstance(content, list) and all(isinstance(each, dict) and "role" in each for each in content),
+        "prompt_token_ids": isinstance(content, list) and all(type(each) is int for each in content),
+    }
+    if not fits[kind] or content == []:
+        raise ValueError(f"{kind} must be {KINDS[kind]}; got {content!r:.200}")
+    return kind
 
 
 # ---- lines of the output
@@ -221,12 +217,8 @@ def record_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.run.json")
 
 
-def read_answers(path: Path, rows: Sequence[Row], made_of: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Read what an earlier run wrote.
-
-    Returns:
-        The answers to each row that has all of its own, which are the first rows; and their bytes in the file, behind
-        which is what the end of that run tore.
+def read_answers(path: Path, rows: Sequence[Row], made_of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read the answers to each row that has all of its own, which are the first; cut off what the run's end tore.
 
     Raises:
         CommandError: It is of another run, or nobody knows of which.
@@ -246,7 +238,8 @@ def read_answers(path: Path, rows: Sequence[Row], made_of: Mapping[str, Any]) ->
         ) from None
     if changed:
         raise CommandError(f"{path} is of another run:{''.join(changed)}\ngive what was given then, or --overwrite")
-    return answers, sum(map(len, lines[: len(answers)]))
+    os.truncate(path, sum(map(len, lines[: len(answers)])))
+    return answers
 
 
 def answer(engine: Engine, rows: Sequence[Row], tokenizer: Any) -> list[dict[str, Any]]:
