@@ -183,7 +183,7 @@ def test_a_wrong_type_is_refused_with_the_one_that_is_wanted(body, param, messag
         ({"stop": ""}, "stop", "stop must be"),
         ({"max_tokens": 63}, None, "lower max_tokens to 62 or less"),
         ({"stop_token_ids": [9999]}, "stop_token_ids", "stop_token_ids must hold ids in"),
-        ({"logprobs": 21}, "logprobs", "must be in"),
+        ({"logprobs": 21}, "logprobs", "must be an integer in \\[0, 20\\]"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "with include_usage"),
         ({"n": 9}, "n", "1 prompts with n=9 ask for 9 answers; the limit here is 8"),

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -59,6 +59,10 @@ Integer = Annotated[
 Number = Annotated[
     Annotated[float, Field(allow_inf_nan=False)] | None, Field(default=None, description="a finite number")
 ]
+MostLikely = Annotated[
+    Annotated[int, Field(ge=0, le=20)] | None, Field(default=None, description="an integer in [0, 20]")
+]
+"""How many of the likeliest tokens are told at each place; the bounds are OpenAI's."""
 Flag = Annotated[bool, Field(description="true or false")]
 Text = Annotated[str | None, Field(default=None, description="a string")]
 Texts = Annotated[
@@ -67,6 +71,8 @@ Texts = Annotated[
     Field(default=None, description="a string or a list of strings"),
 ]
 TokenId = Annotated[int, Field(ge=0, le=MOST)]
+T = TypeVar("T")
+NotEmpty = Annotated[list[T], Field(min_length=1)]
 TokenIds = Annotated[
     list[TokenId] | None, Field(default=None, description="a list of token ids (integers of at least 0)")
 ]
@@ -93,8 +99,10 @@ class Body(BaseModel):
             body = cls.model_validate(given)
         except ValidationError as error:
             name = str(error.errors(include_input=False, include_url=False)[0]["loc"][0])
-            message = f"{name} must be {cls.model_fields[name].description}; got {shortened(given[name])}"
-            raise HttpError(400, message, param=name, code="invalid_type") from None
+            got = f"; got {shortened(given[name])}" if name in given else ""
+            message = f"{name} must be {cls.model_fields[name].description}{got}"
+            code = "invalid_type" if got else "missing_field"
+            raise HttpError(400, message, param=name, code=code) from None
         known = {*cls.model_fields, *others}
         for name, value in (body.model_extra or {}).items():
             if name in others or name in IRRELEVANT:
@@ -163,10 +171,10 @@ class CompletionBody(GenerationBody):
     """Of `/v1/completions`."""
 
     prompt: Annotated[
-        str | list[str] | list[TokenId] | list[list[TokenId]] | None,
-        Field(description="a string, a list of token ids (integers of at least 0), or a list of such"),
-    ] = None
-    logprobs: Integer
+        str | NotEmpty[str] | NotEmpty[TokenId] | NotEmpty[NotEmpty[TokenId]],
+        Field(description="a string, a list of token ids (integers of at least 0), or a list of such, not empty"),
+    ]
+    logprobs: MostLikely
     add_special_tokens: Flag = True
 
 
@@ -174,7 +182,7 @@ class ChatBody(GenerationBody, ConversationBody):
     """Of `/v1/chat/completions`."""
 
     logprobs: Flag = False
-    top_logprobs: Integer
+    top_logprobs: MostLikely
     max_completion_tokens: Integer
     tool_choice: Any = None
     parallel_tool_calls: Flag = True
@@ -183,9 +191,7 @@ class ChatBody(GenerationBody, ConversationBody):
 class ResponsesBody(ChatBody):
     """Of `/v1/responses`, which stores nothing; some fields of a chat have another name in it."""
 
-    input: Annotated[
-        str | list[dict[str, Any]] | None, Field(description="a string or a list of items, each an object")
-    ] = None
+    input: Annotated[str | list[dict[str, Any]], Field(description="a string or a list of items, each an object")]
     instructions: Any = None
     include: Annotated[list[Any] | None, Field(description="a list")] = None
     max_output_tokens: Integer
@@ -199,9 +205,6 @@ class TokensBody(ConversationBody):
     prompt: Text
     add_special_tokens: Flag = True
 
-
-MOST_TOP_LOGP = 20
-"""As at OpenAI: of each token of the response."""
 
 COMPLETION_TOKENS = 16
 """Of a completion that does not say, at OpenAI and vLLM."""
@@ -244,34 +247,32 @@ class RequestReader:
     def completion(self, body: CompletionBody) -> GenerationRequest:
         """Read the body of `/v1/completions`."""
         prompt: Any = body.prompt
-        several = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
-        if not several or [] in several:
-            code = "missing_field" if prompt is None else "invalid_type"
-            message = "prompt must be a string, a list of token ids, or a list of such, not empty"
-            raise HttpError(400, message, param="prompt", code=code)
+        several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
         self.bounds.check_counts(prompts=len(several))
         special = body.add_special_tokens
         prompts = [
             encode_text(self.tokenizer, each, add_special_tokens=special) if isinstance(each, str) else each
             for each in several
         ]
-        names = ("max_tokens", "logprobs")
-        return self._read(body, prompts, names=names, most=COMPLETION_TOKENS, logp=body.logprobs is not None)
+        return self._read(
+            body, prompts, body.max_tokens, most=COMPLETION_TOKENS, logp=body.logprobs is not None, top=body.logprobs
+        )
 
     def chat(self, body: ChatBody) -> GenerationRequest:
         """Read the body of `/v1/chat/completions`."""
         if body.top_logprobs and not body.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
         prompt = self.chat_tokens(body)
-        tools, schema = read_tools(
+        tools = read_tools(
             body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls, found=self.tool_format
         )
         old, new = body.max_tokens, body.max_completion_tokens
         if old is not None and new is not None and old != new:
             message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
             raise HttpError(400, message, param="max_completion_tokens", code="invalid_value")
-        names = ("max_tokens" if new is None else "max_completion_tokens", "top_logprobs")
-        return self._read(body, [prompt], names=names, logp=body.logprobs, tools=tools, tool_schema=schema)
+        return self._read(
+            body, [prompt], old if new is None else new, logp=body.logprobs, top=body.top_logprobs, tools=tools
+        )
 
     def chat_tokens(self, body: ConversationBody) -> list[int]:
         """Return the token ids of a chat's prompt."""
@@ -302,23 +303,19 @@ class RequestReader:
         self,
         body: GenerationBody,
         prompts: Sequence[list[int]],
+        max_tokens: int | None,
         *,
-        names: tuple[str, str],
         logp: bool,
+        top: int | None,
         most: int | None = None,
         tools: ToolUse | None = None,
-        tool_schema: str | None = None,
     ) -> GenerationRequest:
-        """Read what all have in common; `names` are of the fields for the most tokens, and for the likeliest ones."""
-        max_tokens, top = (getattr(body, name) for name in names)
-        if not 0 <= (top or 0) <= MOST_TOP_LOGP:
-            message = f"{names[1]} must be in [0, {MOST_TOP_LOGP}]; got {top}"
-            raise HttpError(400, message, param=names[1], code="invalid_value")
+        """Read what all have in common; `most` tokens are asked for where `max_tokens` is None, and fit."""
         given = body.model_dump(include=SAMPLING, exclude_none=True)
         if body.top_k == -1:
             given["top_k"] = 0  # vLLM's other way to say: all of them
         given |= {"n": 1 if body.n is None else body.n, "top_logp": top or 0}
-        given |= _grammar(body, tools=tools, tool_schema=tool_schema)
+        given |= _grammar(body, tools)
         if body.stream_options and not body.stream:
             raise HttpError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
         tokenizer, kept = self.tokenizer, {}
@@ -352,9 +349,11 @@ class RequestReader:
         return min(room for room in rooms if room is not None)
 
 
-def _grammar(body: GenerationBody, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
+def _grammar(body: GenerationBody, tools: ToolUse | None) -> dict[str, str]:
     """The argument of Sampling that restricts the text: by the forced call, by OpenAI's field, or by vLLM's."""
-    grammars: list[dict[str, str]] = [{"json_schema": tool_schema}] if tool_schema is not None else []
+    grammars: list[dict[str, str]] = []
+    if tools is not None and tools.schema is not None:
+        grammars.append({"json_schema": json.dumps(tools.schema)})
     match body.response_format or {"type": "text"}:
         case {"type": "text"}:
             pass

@@ -197,11 +197,8 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _messages(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a chat that the items of `input` are."""
-    if given is None:
-        message = "input must be a string or a list of items, each an object"
-        raise HttpError(400, message, param="input", code="missing_field")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []

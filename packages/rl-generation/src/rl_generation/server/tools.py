@@ -63,7 +63,9 @@ class ToolUse:
     """How the calls of one request are found in its responses."""
 
     format: ToolFormat | None
-    """None where the response is forced to be one JSON value."""
+    """None where the response is forced to be one JSON value, of `schema`."""
+
+    schema: dict[str, Any] | None = None
 
     forced_name: str | None = None
     """The function whose arguments the response is; None beside `format=None` means a list of calls."""
@@ -74,8 +76,8 @@ class ToolUse:
 
 def read_tools(
     tools: Sequence[Mapping[str, Any]], choice: Any, *, parallel: bool, found: ToolFormat | None
-) -> tuple[ToolUse | None, str | None]:
-    """Return how calls are found, and the JSON schema that a forced call follows; None twice where there are none.
+) -> ToolUse | None:
+    """Return how calls are found in a response; None where there are none.
 
     Takes OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`, and the model's format, None where it is not known.
 
@@ -104,10 +106,10 @@ def read_tools(
     if choice == "required" and not functions:
         raise HttpError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
     if choice == "none" or not functions:
-        return None, None
+        return None
     schemas = {name: function.get("parameters") or {"type": "object"} for name, function in functions.items()}
     if named is not None:
-        return ToolUse(format=None, forced_name=named, parallel=parallel), json.dumps(schemas[named])
+        return ToolUse(format=None, schema=schemas[named], forced_name=named, parallel=parallel)
     if choice == "required":
         calls = [
             {
@@ -120,14 +122,14 @@ def read_tools(
         ]
         several = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
         most = {} if parallel else {"maxItems": 1}
-        return ToolUse(format=None, parallel=parallel), json.dumps(several | most)
+        return ToolUse(format=None, schema=several | most, parallel=parallel)
     if found is None:
         message = (
             "the model's chat template names no known format of tool calls, so that they could not be parsed: start "
             f"the server with a tool_format, {', '.join(TOOL_FORMATS)}, or send tool_choice='none' or 'required'"
         )
         raise HttpError(400, message, param="tools", code="unsupported_field")
-    return ToolUse(format=found, parallel=parallel), None
+    return ToolUse(format=found, parallel=parallel)
 
 
 class ReplyStream:
