@@ -269,6 +269,7 @@ def test_an_engine_without_a_limit_needs_max_tokens_of_a_chat():
     endless = Limits(vocab_size=len(TOKENIZER), max_length=None, tokenizer=TOKENIZER)
     with pytest.raises(HttpError, match="max_tokens is needed"):
         chat({"max_tokens": None}, limits=endless)
+    assert chat({}, limits=endless).requests[0].sampling.max_new_tokens == 4
     assert completion({}, limits=endless).requests[0].sampling.max_new_tokens == 16
     assert completion({"max_tokens": 5}, limits=endless).requests[0].sampling.max_new_tokens == 5
 

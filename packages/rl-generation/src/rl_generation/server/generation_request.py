@@ -254,9 +254,7 @@ class RequestReader:
             encode_text(self.tokenizer, each, add_special_tokens=special) if isinstance(each, str) else each
             for each in several
         ]
-        return self._read(
-            body, prompts, body.max_tokens, most=COMPLETION_TOKENS, logp=body.logprobs is not None, top=body.logprobs
-        )
+        return self._read(body, prompts)
 
     def chat(self, body: ChatBody) -> GenerationRequest:
         """Read the body of `/v1/chat/completions`."""
@@ -270,9 +268,7 @@ class RequestReader:
         if old is not None and new is not None and old != new:
             message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
             raise HttpError(400, message, param="max_completion_tokens", code="invalid_value")
-        return self._read(
-            body, [prompt], old if new is None else new, logp=body.logprobs, top=body.top_logprobs, tools=tools
-        )
+        return self._read(body, [prompt], tools)
 
     def chat_tokens(self, body: ConversationBody) -> list[int]:
         """Return the token ids of a chat's prompt."""
@@ -300,17 +296,15 @@ class RequestReader:
             raise HttpError(400, str(error), param=param, code="invalid_value") from None
 
     def _read(
-        self,
-        body: GenerationBody,
-        prompts: Sequence[list[int]],
-        max_tokens: int | None,
-        *,
-        logp: bool,
-        top: int | None,
-        most: int | None = None,
-        tools: ToolUse | None = None,
+        self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], tools: ToolUse | None = None
     ) -> GenerationRequest:
-        """Read what all have in common; `most` tokens are asked for where `max_tokens` is None, and fit."""
+        """Read what both have in common, and what has another name in each."""
+        max_tokens, most = body.max_tokens, math.inf
+        if isinstance(body, CompletionBody):
+            logp, top, most = body.logprobs is not None, body.logprobs, COMPLETION_TOKENS
+        else:
+            logp, top = body.logprobs, body.top_logprobs
+            max_tokens = max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         given = body.model_dump(include=SAMPLING, exclude_none=True)
         if body.top_k == -1:
             given["top_k"] = 0  # vLLM's other way to say: all of them
@@ -324,12 +318,18 @@ class RequestReader:
         elif tools is not None and tools.format is not None:  # what opens a call is a special token of some models
             opening = tokenizer.convert_tokens_to_ids(TOOL_FORMATS[tools.format])
             kept = {opening: TOOL_FORMATS[tools.format]} if opening in tokenizer.all_special_ids else {}
+        context = self.limits.max_length or math.inf
+        if max_tokens is None and most == context:
+            message = "max_tokens is needed: this engine knows no end of the context, to which it would default"
+            raise HttpError(400, message, param="max_tokens", code="missing_field")
         self.bounds.check_words(given)
         self.bounds.check_counts(prompts=len(prompts), n=given["n"])
         try:
             # The number of tokens is each prompt's own, and is checked below.
             spread = Sampling(max_new_tokens=1, **given).spread(len(prompts))
-            lengths = [self._room(prompt, most) if max_tokens is None else max_tokens for prompt in prompts]
+            # To the end of the context at most; 1 where it is full already, so that the check of it speaks.
+            rooms = [max(1, context - len(prompt)) for prompt in prompts]
+            lengths = [int(min(most, room)) if max_tokens is None else max_tokens for room in rooms]
             samplings = [
                 replace(each, max_new_tokens=length, min_new_tokens=body.min_tokens or 0)
                 for each, length in zip(spread, lengths, strict=True)
@@ -338,15 +338,6 @@ class RequestReader:
         except ValueError as error:
             raise from_engine(error) from None
         return GenerationRequest(body=body, requests=requests, logp=logp, tools=tools, kept=kept)
-
-    def _room(self, prompt: Sequence[int], most: int | None) -> int:
-        """Tokens until the context is full, at `most`; 1 where it is already, so that the check of it speaks."""
-        length = self.limits.max_length
-        if length is None and most is None:
-            message = "max_tokens is needed: this engine knows no end of the context, to which it would default"
-            raise HttpError(400, message, param="max_tokens", code="missing_field")
-        rooms = [most, None if length is None else max(1, length - len(prompt))]
-        return min(room for room in rooms if room is not None)
 
 
 def _grammar(body: GenerationBody, tools: ToolUse | None) -> dict[str, str]:
