@@ -28,8 +28,9 @@ TOOL_FORMATS: Mapping[ToolFormat, str] = {
 }
 """Formats by name, each with what opens a call."""
 
-HERMES_END = "</tool_call>"
-MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+HERMES_CALLS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+BEFORE_CALL = re.compile(r"\A(?:\s|;|<\|python_tag\|>|\[TOOL_CALLS\])+")
+MISTRAL_NAME = re.compile(r"([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 def tool_format_of(tokenizer: Tokenizer, name: str | None = None) -> ToolFormat | None:
@@ -167,49 +168,26 @@ class ReplyStream:
 
 def _parse(text: str, use: ToolUse) -> tuple[str, list[ToolCall]]:
     """Return what of `text`, which begins with a call, is said, and its calls."""
+    content, rest = "", text
+    if use.format == "hermes":
+        content, rest = HERMES_CALLS.sub("", text), ";".join(HERMES_CALLS.findall(text))
+    calls: list[ToolCall] = []
     try:
-        if use.format is None and use.forced_name is not None:
+        if use.forced_name is not None:
             json.loads(text)
             return "", [_written(use.forced_name, text)]
-        if use.format is None:
-            return "", [_call(each) for each in json.loads(text)]
-        parse = {"hermes": _parse_hermes, "llama": _parse_llama, "mistral": _parse_mistral}[use.format]
-        return parse(text.removeprefix(TOOL_FORMATS[use.format]) if use.format != "hermes" else text)
+        # JSON values one after another, each of them a call or a list of calls, or, with Mistral, behind a name.
+        while rest := BEFORE_CALL.sub("", rest):
+            named = MISTRAL_NAME.match(rest) if use.format == "mistral" else None
+            value, end = json.JSONDecoder().raw_decode(rest, named.end() if named else 0)
+            values = [{"name": named[1], "arguments": value}] if named else value
+            calls += map(_call, values if isinstance(values, list) else [values])
+            rest = rest[end:]
     except (ValueError, KeyError, TypeError):
         return text, []
-
-
-def _parse_hermes(text: str) -> tuple[str, list[ToolCall]]:
-    content, calls = "", []
-    for piece in text.split("<tool_call>")[1:]:
-        written, _, after = piece.partition(HERMES_END)
-        calls.append(_call(json.loads(written)))
-        content += after
+    if not calls:
+        return text, []
     return content if content.strip() else "", calls
-
-
-def _parse_llama(text: str) -> tuple[str, list[ToolCall]]:
-    calls, rest, decoder = [], text.strip(), json.JSONDecoder()
-    while rest:
-        value, end = decoder.raw_decode(rest)
-        calls.append(_call(value))
-        rest = rest[end:].strip().removeprefix(";").strip()
-    return "", calls
-
-
-def _parse_mistral(text: str) -> tuple[str, list[ToolCall]]:
-    calls, decoder = [], json.JSONDecoder()
-    for piece in map(str.strip, text.split("[TOOL_CALLS]")):
-        named = MISTRAL_CALL.match(piece)
-        if named:
-            arguments, end = decoder.raw_decode(piece, named.end())
-            calls.append(_call({"name": named[1], "arguments": arguments}))
-        else:
-            values, end = decoder.raw_decode(piece)
-            calls += [_call(each) for each in (values if isinstance(values, list) else [values])]
-        if piece[end:].strip():
-            raise ValueError("text behind a call")
-    return "", calls
 
 
 def _call(value: Any) -> ToolCall:
