@@ -353,15 +353,10 @@ def _grammar(body: GenerationBody, tools: ToolUse | None) -> dict[str, str]:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             grammars.append({"json_schema": json.dumps(schema)})
         case other:
-            message = (
-                "response_format must be of type 'text', 'json_object', or 'json_schema' with json_schema.schema, an "
-                f"object; got {shortened(other)}"
-            )
+            message = f"response_format must be text, json_object, or json_schema with a schema; got {shortened(other)}"
             raise HttpError(400, message, param="response_format", code="unsupported_field")
     if grammars and tools is not None and (body.response_format or {}).get("type", "text") != "text":
-        message = (
-            "response_format and tools together would forbid every call: send tool_choice='none', or no response_format"
-        )
+        message = "response_format would forbid every call of a tool: send tool_choice='none', or no response_format"
         raise HttpError(400, message, param="response_format", code="unsupported_field")
     for name, value in (body.structured_outputs or {}).items():
         match name, value:
@@ -381,28 +376,26 @@ def _grammar(body: GenerationBody, tools: ToolUse | None) -> dict[str, str]:
     return grammars[0] if grammars else {}
 
 
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates take it: content is one string, arguments of calls are objects, developers are system."""
-    content, where = message.get("content"), f"messages[{index}]"
+    where, written = f"messages[{index}]", dict(message)
+    calls, content = message.get("tool_calls"), message.get("content")
     if not isinstance(message.get("role"), str):
         raise HttpError(400, f"{where} needs a role, a string", param=f"{where}.role", code="missing_field")
     if message["role"] == "developer":
-        message = {**message, "role": "system"}
-    calls = message.get("tool_calls")
+        written["role"] = "system"
     if calls:
-        message = {**message, "tool_calls": _calls_for_template(calls, where)}
-    if isinstance(content, str):
-        return message
-    if content is None and calls:
-        return {**message, "content": ""}
-    texts = [
-        part.get("text", part.get("refusal")) if isinstance(part, dict) and part.get("type") in TEXT_PARTS else None
-        for part in (content if isinstance(content, list) else [None])
-    ]
-    if texts and all(isinstance(text, str) for text in texts):
-        return {**message, "content": "\n".join(str(text) for text in texts)}
-    wrong = f"{where}.content must be a string, or parts of type 'text', since the model reads text alone"
-    raise HttpError(400, wrong, param=f"{where}.content", code="invalid_type")
+        written["tool_calls"] = _calls_for_template(calls, where)
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) and part.get("type") in TEXT_PARTS else {} for part in content]
+        texts = [part.get("text", part.get("refusal")) for part in parts]
+        content = "\n".join(map(str, texts)) if texts and all(isinstance(text, str) for text in texts) else None
+    elif content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        wrong = f"{where}.content must be a string, or parts of type 'text', since the model reads text alone"
+        raise HttpError(400, wrong, param=f"{where}.content", code="invalid_type")
+    return {**written, "content": content}
 
 
 def _calls_for_template(calls: Any, where: str) -> list[dict[str, Any]]:
