@@ -228,6 +228,7 @@ def test_a_chat_that_cannot_be_written_is_refused(body, param, message):
         ({"text": {"format": "json"}}, "text", "text.format must be an object"),
         ({"messages": [{"role": "user", "content": "b"}]}, "messages", "here send input"),
         ({"n": 2}, "n", "here send several requests"),
+        ({"include": ["reasoning.encrypted_content"]}, "include", "may hold 'message.output_text.logprobs' alone"),
         ({"response_format": {"type": "json_object"}}, "response_format", "here send text"),
     ],
 )

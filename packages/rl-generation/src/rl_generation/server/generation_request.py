@@ -193,7 +193,10 @@ class ResponsesBody(ChatBody):
 
     input: Annotated[str | list[dict[str, Any]], Field(description="a string or a list of items, each an object")]
     instructions: Any = None
-    include: Annotated[list[Any] | None, Field(description="a list")] = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs"]] | None,
+        Field(description="a list that may hold 'message.output_text.logprobs' alone"),
+    ] = None
     max_output_tokens: Integer
     text: Object
     reasoning: Object
