@@ -27,7 +27,9 @@ from rl_generation.requests import Limits, Request, Sampling, check_token_ids, m
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine
 from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+UNSERVED: Mapping[str, tuple[object, ...] | None] = {
+    **dict.fromkeys(("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention")),
+    **dict.fromkeys(("safety_identifier", "service_tier", "store", "user")),
     **dict.fromkeys(("chat_template", "conversation", "guided_json", "guided_regex", "max_tool_calls"), ()),
     **dict.fromkeys(("previous_response_id", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("allowed_token_ids", "documents", "functions"), ([],)),
@@ -39,15 +41,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "truncation": ("disabled",),
 }
-"""Fields of OpenAI's or vLLM's that exist but are not served, with the values that ask for nothing."""
-
-IRRELEVANT = frozenset(
-    {
-        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
-        *("store", "user"),
-    }
-)
-"""Fields of OpenAI's on which a response cannot depend; any value is taken, and nothing is stored."""
+"""Fields of OpenAI's or vLLM's that exist but are not read, with the values that ask for nothing; None is any value, of
+fields on which a response cannot depend (nothing is stored)."""
 
 MOST = 2**63 - 1
 """The largest integer that engines can hold."""
@@ -105,16 +100,17 @@ class Body(BaseModel):
             raise HttpError(400, message, param=name, code=code) from None
         known = {*cls.model_fields, *others}
         for name, value in (body.model_extra or {}).items():
-            if name in others or name in IRRELEVANT:
+            neutral = UNSERVED.get(name, ())
+            if name in others or neutral is None:
                 continue
-            if name not in NEUTRAL:
+            if name not in UNSERVED:
                 near = difflib.get_close_matches(name[:80], sorted(known), n=1, cutoff=0.5)
                 meant = f": did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
                 raise HttpError(400, f"unknown field {name[:80]!r}{meant}", param=name[:80], code="unknown_field")
             # Equality in which true is not 1.
-            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in NEUTRAL[name]):
-                neutral = " or ".join(json.dumps(each) for each in NEUTRAL[name]) or "null"
-                message = f"{name}={shortened(value)} is not supported; leave it out, or send {neutral}"
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+                instead = " or ".join(map(json.dumps, neutral)) or "null"
+                message = f"{name}={shortened(value)} is not supported; leave it out, or send {instead}"
                 raise HttpError(400, message, param=name, code="unsupported_field")
         return body
 
