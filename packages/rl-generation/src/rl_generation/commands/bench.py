@@ -32,13 +32,13 @@ class Bench:
     engine: EngineFlags
 
     prompts: int = 64
-    """Of each round."""
+    """Prompts of each round."""
 
     prompt_tokens: int = 32
     """Tokens of each prompt."""
 
     rounds: int = 3
-    """That count."""
+    """Rounds that count, after one that does not."""
 
     verify: bool = True
     """Compare the logp of each engine with a float32 model on the CPU, which needs its memory."""

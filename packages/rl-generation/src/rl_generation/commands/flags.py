@@ -85,15 +85,12 @@ def json_pairs(texts: Sequence[str], flag: str) -> dict[str, Any]:
     """
     pairs: dict[str, Any] = {}
     for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"{flag} takes KEY=JSON, such as some_option=true; got {text!r}")
+        name, _, value = text.partition("=")
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError as error:
-            raise CommandError(
-                f"{flag} {name}: {value!r} is not JSON ({error.msg}); text needs quotes: {name}='\"{value}\"'"
-            ) from None
+            rule = f"takes KEY=JSON, such as some_option=true; text needs quotes: {name}='\"{value}\"'"
+            raise CommandError(f"{flag} {text}: {value!r} is not JSON ({error.msg}): it {rule}") from None
         if name in pairs:
             raise CommandError(f"{flag} {name} stands twice, with {json.dumps(pairs[name])} and {json.dumps(parsed)}")
         pairs[name] = parsed
