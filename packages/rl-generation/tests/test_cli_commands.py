@@ -51,11 +51,11 @@ def test_help_of_every_command_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["generate"], ["explain", "m", "--engine", "sglang"]])
-def test_misuse_ends_with_2_and_usage(arguments, capsys):
+def test_misuse_ends_with_2_and_says_where_the_help_is(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
-    assert "usage: rl-generation" in capsys.readouterr().err
+    assert re.search(r"For full helptext, (run|see):?[\s│]+rl-generation.* --help", capsys.readouterr().err)
 
 
 def explain(capsys, *arguments):
@@ -76,10 +76,10 @@ def test_explain_says_what_it_is_without_loading_weights(model, capsys, tmp_path
 
 def test_explain_counts_what_fits_and_ends_with_1_where_nothing_does(model, capsys):
     sequence = saved_model.MAX_LENGTH * 1024
-    flags = ("--engine", "vllm", "--vllm-kwarg", "block_size=32", "--vllm-kwarg")
-    code, said = explain(capsys, model, *flags, f"kv_cache_memory_bytes={3 * sequence}")
+    flags = ("--engine", "vllm", "--vllm-kwarg", "block_size=32", "--kv-cache-memory-bytes")
+    code, said = explain(capsys, model, *flags, str(3 * sequence))
     assert (code, "fits     3.0 of that length" in said.out) == (0, True)
-    code, said = explain(capsys, model, *flags, f"kv_cache_memory_bytes={sequence // 2}", "--json")
+    code, said = explain(capsys, model, *flags, str(sequence // 2), "--json")
     assert (code, "fits     0.5 of that length" in said.out) == (1, True)
     figures = json.loads(said.out.splitlines()[-1])
     assert (figures["holds"], figures["memory"]["kv_cache_bytes"]) == (False, sequence // 2)
@@ -165,13 +165,15 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_is_loaded(ca
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("--max-tokens=5", "--max-new-tokens"), ("--engines", "--engine"), ("--top_p", "--top-p")],
+    [("--max-tokens=5", "--max-new-tokens"), ("--engines", "--engine"), ("--vllm-args", "--vllm-kwarg")],
 )
 def test_an_unknown_flag_is_answered_with_the_one_it_may_have_meant(capsys, given, meant):
     with pytest.raises(SystemExit) as end:
         main(["generate", "m", "--input=a", "--output=b", given])
     assert end.value.code == 2
-    assert f"for {given.partition('=')[0]} did you mean {meant}?" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"Unrecognized options: {given}" in said
+    assert f" {meant} " in said.partition("Perhaps you meant:")[2]
 
 
 # What `python -m` does, without the seconds that a new interpreter takes to import torch.

@@ -1,12 +1,13 @@
-import argparse
 import dataclasses
 import json
+import re
 
 import pytest
+import tyro
 
 from rl_generation.commands import CommandError
-from rl_generation.commands.flags import add_engine_arguments, add_sampling_arguments, sampling_of, spec_of
-from rl_generation.commands.generate import read_rows
+from rl_generation.commands.flags import EngineFlags
+from rl_generation.commands.generate import Generate, read_rows
 from rl_generation.loading import EngineSpec
 from rl_generation.requests import Sampling
 
@@ -23,40 +24,52 @@ def encode(kind, content):
     return content if kind == "prompt_token_ids" else [len(kind), len(content)]
 
 
+def read(*flags):
+    how = (tyro.conf.OmitArgPrefixes, tyro.conf.UseAppendAction)
+    return tyro.cli(Generate, args=["m", "--input=a", "--output=b", *flags], config=how)
+
+
 def test_every_field_of_sampling_has_a_flag():
     flags = ["--max-new-tokens=4", "--n=2", "--temperature=0.5", "--top-p=0.5", "--top-k=3", "--min-p=0.25"]
-    flags += ["--stop-token-id=5", "--stop-token-id=6", "--stop=a", "--bad-word=b", "--ignore-eos", "--seed=7"]
-    flags += ["--presence-penalty=1", "--frequency-penalty=1", "--repetition-penalty=2", "--logit-bias=5=-100"]
+    flags += ["--stop-token-ids=5", "--stop-token-ids=6", "--stop=a", "--bad-words=b", "--ignore-eos", "--seed=7"]
+    flags += ["--presence-penalty=1", "--frequency-penalty=1", "--repetition-penalty=2", "--logit-bias", "5", "-100"]
     flags += ["--json-schema={}", "--top-logp=2"]
-    parser = argparse.ArgumentParser()
-    add_sampling_arguments(parser)
-    sampling = sampling_of(parser.parse_args(flags))
+    sampling = read(*flags).sampling
     changed = {field.name for field in dataclasses.fields(Sampling) if getattr(sampling, field.name) != field.default}
     names = {field.name for field in dataclasses.fields(Sampling)}
     assert names - changed == {"min_new_tokens", "regex"}  # which are not beside the others
     assert (sampling.stop_token_ids, sampling.logit_bias) == ((5, 6), ((5, -100.0),))
+    assert read("--min_new_tokens=2", "--regex=a").sampling.min_new_tokens == 2
 
 
 def test_every_field_of_an_engine_has_a_flag():
-    parser = argparse.ArgumentParser()
-    add_engine_arguments(parser)
-    assert {field.name for field in dataclasses.fields(EngineSpec)} - {action.dest for action in parser._actions} == {
-        "vllm_kwargs"  # which has a flag for each of its keys
+    flags = {field.name for field in dataclasses.fields(EngineFlags)}
+    assert {field.name for field in dataclasses.fields(EngineSpec)} - flags == {
+        "with_tokenizer",  # which is --no-tokenizer
+        "vllm_kwargs",  # which has a flag for each of its keys
     }
-    spec = spec_of(parser.parse_args(["m", "--engine=vllm", "--no-tokenizer", "--enforce-eager", "--vllm-kwarg=a=[1]"]))
+    spec = read("--engine=vllm", "--no-tokenizer", "--enforce-eager", "--vllm-kwarg=a=[1]").engine.spec()
     assert (spec.with_tokenizer, spec.vllm_kwargs) == (False, {"enforce_eager": True, "a": [1]})
-    with pytest.raises(CommandError, match="--vllm-kwarg sets max_model_len=2, which is given as 1 already"):
-        spec_of(parser.parse_args(["m", "--engine=vllm", "--max-model-len=1", "--vllm-kwarg=max_model_len=2"]))
 
 
-@pytest.mark.parametrize("text", ["5", "5=x", "x=1", "5=-inf", "5=nan"])
-def test_a_bias_is_a_token_and_a_finite_number(text, capsys):
-    parser = argparse.ArgumentParser()
-    add_sampling_arguments(parser, max_new_tokens=4)
-    assert sampling_of(parser.parse_args(["--logit-bias", "5=-100"])).logit_bias == ((5, -100.0),)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--logit-bias", text])
-    assert "must be a token id and a finite number" in capsys.readouterr().err
+def test_of_several_engines_each_takes_the_options_that_are_its_own():
+    flags = ["--engine=vllm", "--engine=transformers", "--device=cpu", "--max-model-len=9", "--max-batch-size=2"]
+    first, second = read(*flags).engine.specs()
+    assert (first.engine, first.device, first.vllm_kwargs, first.max_batch_size) == (
+        "vllm", None, {"max_model_len": 9}, 2
+    )  # fmt: skip
+    assert (second.engine, second.device, second.vllm_kwargs, second.max_batch_size) == ("transformers", "cpu", {}, 2)
+    with pytest.raises(CommandError, match="takes one engine; got --engine vllm --engine transformers"):
+        read(*flags).engine.spec()
+
+
+@pytest.mark.parametrize("bias", [["5"], ["5", "x"], ["x", "1"], ["5", "nan"]])
+def test_a_bias_is_a_token_and_a_number(bias, capsys):
+    assert read("--logit-bias", "5", "-100").sampling.logit_bias == ((5, -100.0),)
+    with pytest.raises(SystemExit) as end:
+        read("--logit-bias", *bias)
+    assert end.value.code == 2
+    assert re.search("logit.bias", capsys.readouterr().err)
 
 
 def test_rows_of_each_kind_are_read_with_their_lines(tmp_path):

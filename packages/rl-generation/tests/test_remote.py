@@ -225,7 +225,7 @@ def test_a_server_that_is_not_there_is_an_error_that_names_it():
     [
         (Sampling(max_new_tokens=200), "passes the model's max_model_len=160"),
         (Sampling(max_new_tokens=2, logit_bias=((3, -float("inf")),)), "which JSON cannot hold"),
-        (Sampling(max_new_tokens=2, top_logp=50), r"refuses the request: logprobs must be in \[0, 20\]"),
+        (Sampling(max_new_tokens=2, top_logp=50), r"refuses the request: logprobs must be an integer in \[0, 20\]"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused(remote, sampling, reason):

@@ -183,7 +183,7 @@ def test_a_wrong_type_is_refused_with_the_one_that_is_wanted(body, param, messag
         ({"stop": ""}, "stop", "stop must be"),
         ({"max_tokens": 63}, None, "lower max_tokens to 62 or less"),
         ({"stop_token_ids": [9999]}, "stop_token_ids", "stop_token_ids must hold ids in"),
-        ({"logprobs": 21}, "logprobs", "must be in"),
+        ({"logprobs": 21}, "logprobs", "must be an integer in \\[0, 20\\]"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "with include_usage"),
         ({"n": 9}, "n", "1 prompts with n=9 ask for 9 answers; the limit here is 8"),
@@ -228,6 +228,7 @@ def test_a_chat_that_cannot_be_written_is_refused(body, param, message):
         ({"text": {"format": "json"}}, "text", "text.format must be an object"),
         ({"messages": [{"role": "user", "content": "b"}]}, "messages", "here send input"),
         ({"n": 2}, "n", "here send several requests"),
+        ({"include": ["reasoning.encrypted_content"]}, "include", "may hold 'message.output_text.logprobs' alone"),
         ({"response_format": {"type": "json_object"}}, "response_format", "here send text"),
     ],
 )
@@ -269,6 +270,7 @@ def test_an_engine_without_a_limit_needs_max_tokens_of_a_chat():
     endless = Limits(vocab_size=len(TOKENIZER), max_length=None, tokenizer=TOKENIZER)
     with pytest.raises(HttpError, match="max_tokens is needed"):
         chat({"max_tokens": None}, limits=endless)
+    assert chat({}, limits=endless).requests[0].sampling.max_new_tokens == 4
     assert completion({}, limits=endless).requests[0].sampling.max_new_tokens == 16
     assert completion({"max_tokens": 5}, limits=endless).requests[0].sampling.max_new_tokens == 5
 

@@ -49,7 +49,7 @@ def stopped(tokens, stop):
 
 def pieces(answer, stop=(), *, include=False, tokenizer=TOKENIZER, prompt=()):
     """What each token gives out, and then the end of the answer."""
-    body = CompletionBody.of({"include_stop_str_in_output": include})
+    body = CompletionBody.of({"prompt": [5], "include_stop_str_in_output": include})
     request = Request(prompt=tuple(prompt), sampling=Sampling(max_new_tokens=99, stop=tuple(stop)))
     text = AnswerText(tokenizer, GenerationRequest(body=body, requests=[request], logp=False), request)
     deltas = [RolloutDelta(sample_index=0, tokens=(token,), logp=(-1.0,)) for token in answer.tokens]

@@ -22,25 +22,12 @@ FOREIGN = {
 """Fields of a spec that mean nothing to an engine."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec(ModelSource):
-    """Which engine, over which model.
-
-    Raises:
-        EngineOptionError: The engine is unknown, or an option belongs to another one.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
-
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What generates: transformers, in this process, or vLLM."""
+class BasicEngineSpec(ModelSource):
+    """What `EngineSpec` and the command line alike say of an engine."""
 
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; None takes the one beside the model."""
-
-    with_tokenizer: bool = True
-    """False does without one: then there are no texts, no stop strings and no bad words."""
 
     dtype: str = "auto"
     """Of the weights: a name of torch such as "bfloat16"; "auto" is the checkpoint's."""
@@ -59,6 +46,24 @@ class EngineSpec(ModelSource):
 
     max_cache_tokens: int | None = None
     """Of the transformers engine: tokens that its key/value cache holds; None leaves it to the engine."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec(BasicEngineSpec):
+    """Which engine, over which model.
+
+    Raises:
+        EngineOptionError: The engine is unknown, or an option belongs to another one.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates: transformers, in this process, or vLLM."""
+
+    with_tokenizer: bool = True
+    """False does without one: then there are no texts, no stop strings and no bad words."""
 
     vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Of vLLM: fields of `VllmOptions`, such as `tensor_parallel_size`, and any other arguments of its EngineArgs."""

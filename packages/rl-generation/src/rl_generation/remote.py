@@ -33,7 +33,7 @@ from rl_generation.errors import (
     TimedOutSample,
 )
 from rl_generation.event_loop import EventLoop
-from rl_generation.remote_servers import SGLANG_SETS, VERSIONS, ServerFacts, ServerKind
+from rl_generation.remote_servers import SGLANG_HARMLESS, VERSIONS, ServerFacts, ServerKind
 from rl_generation.requests import Limits, Request, Sampling, make_requests
 from rl_generation.rollout import FinishReason, LogpOf, Rollout, in_order
 
@@ -575,8 +575,8 @@ class RemoteEngine:
         preferred = info.get("preferred_sampling_params") or {}
         if isinstance(preferred, str):
             preferred = json.loads(preferred)
-        changed = sorted(set(preferred) - SGLANG_SETS)
-        if changed:
+        _, body = facts.question(Request(prompt=(0,), sampling=Sampling(max_new_tokens=1, seed=0)))
+        if changed := sorted(set(preferred) - body["sampling_params"].keys() - SGLANG_HARMLESS):
             raise EngineOptionError(
                 f"{replica.url} adds {', '.join(changed)} to each request: start it without them in "
                 f"--preferred-sampling-params"

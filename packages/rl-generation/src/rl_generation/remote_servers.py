@@ -27,14 +27,8 @@ ServerKind = Literal["rl-generation", "vllm", "sglang"]
 LOWEST_LOGP = -9999.0
 """vLLM sends this for minus infinity, and SGLang the lowest number of the dtype; no sampled token is that unlikely."""
 
-SGLANG_SETS = frozenset(
-    {
-        *("max_new_tokens", "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "sampling_seed"),
-        *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
-    }
-)
-"""Sampling parameters of SGLang that each request sets, or that cannot change its tokens."""
+SGLANG_HARMLESS = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
+"""Sampling parameters of SGLang that cannot change the tokens of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

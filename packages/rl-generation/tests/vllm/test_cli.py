@@ -11,7 +11,7 @@ if find_spec("vllm") is None:
 from rl_generation.cli import main
 
 FLAGS = ["--dtype", "float32", "--max-batch-size", "8"]
-VLLM_FLAGS = [*FLAGS, "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20), "--vllm-kwarg=max_model_len=512"]
+VLLM_FLAGS = [*FLAGS, "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20), "--max-model-len=512"]
 
 
 @pytest.fixture

@@ -5,157 +5,123 @@ count. Figures are medians over rounds, ratios are to the first engine. Then the
 plain forward in float32. Exit codes: 0 every engine agrees with the model, 1 one does not, or failed; 2 refused.
 """
 
-import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_generation.commands import CommandError, say, show, show_json
-from rl_generation.commands.flags import (
-    add_engine_arguments,
-    add_sampling_arguments,
-    sampling_of,
-    specs_of,
-    start_engine,
-)
+from rl_generation.commands.flags import EngineFlags, Flag, start_engine
 from rl_generation.engine import Engine
-from rl_generation.loading import check_available
+from rl_generation.loading import EngineSpec, check_available
 from rl_generation.model_flags import installed_version
 from rl_generation.requests import Sampling
 
-if TYPE_CHECKING:
-    from rl_generation.verify import LogpAgreement
-
-COUNTS = {
-    "prompts": (64, "of each round"),
-    "prompt_tokens": (32, "tokens of each prompt"),
-    "rounds": (3, "that count"),
-}
-"""Flag → default, meaning."""
+AGREEMENT = ("token_mult_prob_error", "max_abs_difference", "mean_abs_difference", "outside_support")
+"""What is told of a comparison with the model; see `LogpAgreement`."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Measured:
-    """What one engine did."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Measure the tokens a second of several engines, side by side."""
 
-    name: str
-    engine: Engine
-    tokens_per_s: list[float] = field(default_factory=list)
-    """Of each round."""
+    engine: EngineFlags
 
-    agreement: "LogpAgreement | None" = None
+    prompts: int = 64
+    """Prompts of each round."""
 
+    prompt_tokens: int = 32
+    """Tokens of each prompt."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
-    add_engine_arguments(parser)
-    group = parser.add_argument_group("measurement")
-    for name, (default, meaning) in COUNTS.items():
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{meaning} (default %(default)s)")
-    group.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare the logp of each engine with a float32 model on the CPU, which needs its memory (default: do)",
-    )
-    group.add_argument("--json", action="store_true", help="end with one line of JSON that holds every figure")
-    add_sampling_arguments(parser, max_new_tokens=64, ignore_eos=True, seed=0)
+    rounds: int = 3
+    """Rounds that count, after one that does not."""
 
+    verify: bool = True
+    """Compare the logp of each engine with a float32 model on the CPU, which needs its memory."""
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, and return the exit code."""
-    from rl_generation.verify import FAULT
+    json: Flag = False
+    """End with one line of JSON that holds every figure."""
 
-    for name in COUNTS:
-        if getattr(arguments, name) < 1:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(arguments, name)}")
-    specs = specs_of(arguments)
-    sampling = sampling_of(arguments)
-    for spec in specs:
-        check_available(spec)
-    with ExitStack() as stack:
-        engines = []
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=64, ignore_eos=True, seed=0))
+
+    def run(self) -> int:
+        """Measure, and return the exit code."""
+        from rl_generation.verify import FAULT
+
+        counts = {"prompts": self.prompts, "prompt_tokens": self.prompt_tokens, "rounds": self.rounds}
+        for name, count in counts.items():
+            if count < 1:
+                raise CommandError(f"--{name.replace('_', '-')} must be at least 1; got {count}")
+        specs = self.engine.specs()
         for spec in specs:
-            engine, _ = start_engine(spec)
-            stack.callback(engine.close)
-            engines.append(Measured(name=spec.engine, engine=engine))
-        _measure(engines, sampling, arguments)
-        if arguments.verify:
-            # In float32, on the CPU, where the engines take no memory.
-            from rl_generation.checkpoints import load_model
-            from rl_generation.verify import verify_logp
-
-            spec = specs[0]
-            which: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
-            model = load_model(spec.model, dtype="float32", device="cpu", **which)
-            for each in engines:
-                each.agreement = verify_logp(each.engine, model)
-        _show_table(engines)
-    holds = all(each.agreement is None or each.agreement.token_mult_prob_error <= FAULT for each in engines)
-    if arguments.json:
-        first = median(engines[0].tokens_per_s)
-        show_json(
-            {
-                "model": arguments.model,
-                **{name: getattr(arguments, name) for name in COUNTS},
-                "max_new_tokens": arguments.max_new_tokens,
-                "engines": {each.name: _figures(each, first) for each in engines},
-                "versions": {
-                    "vllm": installed_version(),
-                    "torch": version("torch"),
-                    "transformers": version("transformers"),
-                },
-                "holds": holds,
+            check_available(spec)
+        with ExitStack() as stack:
+            engines: dict[str, Engine] = {}
+            for spec in specs:
+                engines[spec.engine], _ = start_engine(spec)
+                stack.callback(engines[spec.engine].close)
+            speeds = self._measure(engines)
+            first = median(speeds[specs[0].engine])
+            figures: dict[str, dict[str, Any]] = {
+                name: {"tokens_per_s": median(each), "ratio": median(each) / first, "rounds_tokens_per_s": each}
+                for name, each in speeds.items()
             }
-        )
-    return 0 if holds else 1
+            if self.verify:
+                for name, agreement in _agreements(engines, specs[0]).items():
+                    figures[name] |= agreement
+        _show_table(figures)
+        holds = all(each.get("token_mult_prob_error", 1.0) <= FAULT for each in figures.values())
+        if self.json:
+            versions = {"vllm": installed_version(), "torch": version("torch"), "transformers": version("transformers")}
+            asked = {"model": self.engine.model, **counts, "max_new_tokens": self.sampling.max_new_tokens}
+            show_json({**asked, "engines": figures, "versions": versions, "holds": holds})
+        return 0 if holds else 1
+
+    def _measure(self, engines: Mapping[str, Engine]) -> dict[str, list[float]]:
+        """Tokens a second of each engine in each round."""
+        draw, names = random.Random(0), list(engines)
+        vocabulary = min(engine.limits.vocab_size for engine in engines.values())
+        speeds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(-1, self.rounds):
+            # New prompts each round, for an engine may keep the prefixes of earlier ones.
+            prompts = [[draw.randrange(vocabulary) for _ in range(self.prompt_tokens)] for _ in range(self.prompts)]
+            turn = max(number, 0) % len(names)
+            for name in [*names[turn:], *names[:turn]]:
+                start = time.perf_counter()
+                rollouts = engines[name].generate(prompts, self.sampling)
+                speed = sum(len(rollout.tokens) for rollout in rollouts) / (time.perf_counter() - start)
+                if number >= 0:
+                    speeds[name].append(speed)
+                    say(f"round {number + 1} of {self.rounds}: {name} {speed:,.0f} tokens/s")
+        return speeds
 
 
-def _measure(engines: Sequence[Measured], sampling: Sampling, arguments: argparse.Namespace) -> None:
-    draw = random.Random(0)
-    vocabulary = min(each.engine.limits.vocab_size for each in engines)
-    for number in range(-1, arguments.rounds):
-        # New prompts each round, for an engine may keep the prefixes of earlier ones.
-        prompts = [
-            [draw.randrange(vocabulary) for _ in range(arguments.prompt_tokens)] for _ in range(arguments.prompts)
-        ]
-        turn = max(number, 0) % len(engines)
-        for each in [*engines[turn:], *engines[:turn]]:
-            start = time.perf_counter()
-            rollouts = each.engine.generate(prompts, sampling)
-            speed = sum(len(rollout.tokens) for rollout in rollouts) / (time.perf_counter() - start)
-            if number >= 0:
-                each.tokens_per_s.append(speed)
-                say(f"round {number + 1} of {arguments.rounds}: {each.name} {speed:,.0f} tokens/s")
+def _agreements(engines: Mapping[str, Engine], spec: EngineSpec) -> dict[str, dict[str, Any]]:
+    """Compare the logp of each engine with the model in float32, on the CPU, where the engines take no memory."""
+    from rl_generation.checkpoints import load_model
+    from rl_generation.verify import verify_logp
 
-
-def _show_table(engines: Sequence[Measured]) -> None:
-    first = median(engines[0].tokens_per_s)
-    titles = ("tokens/s", "ratio", "slowest", "fastest", "error", "max |d|")
-    show(f"{'engine':<14}" + "".join(f"{title:>11}" for title in titles))
-    for each in engines:
-        speed = median(each.tokens_per_s)
-        row = f"{each.name:<14}{speed:>11,.0f}{speed / first:>11.2f}{min(each.tokens_per_s):>11,.0f}"
-        row += f"{max(each.tokens_per_s):>11,.0f}"
-        if each.agreement is not None:
-            row += f"{each.agreement.token_mult_prob_error:>11.6f}{each.agreement.max_abs_difference:>11.1e}"
-        show(row)
-
-
-def _figures(each: Measured, first: float) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "tokens_per_s": median(each.tokens_per_s),
-        "ratio": median(each.tokens_per_s) / first,
-        "rounds_tokens_per_s": each.tokens_per_s,
+    which: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+    model = load_model(spec.model, dtype="float32", device="cpu", **which)
+    found = {name: verify_logp(engine, model) for name, engine in engines.items()}
+    return {
+        name: {each: getattr(agreement, each) for each in AGREEMENT} | {"compared_tokens": agreement.tokens}
+        for name, agreement in found.items()
     }
-    if each.agreement is not None:
-        names = ("token_mult_prob_error", "max_abs_difference", "mean_abs_difference", "outside_support")
-        figures |= {name: getattr(each.agreement, name) for name in names}
-        figures["compared_tokens"] = each.agreement.tokens
-    return figures
+
+
+def _show_table(figures: Mapping[str, Mapping[str, Any]]) -> None:
+    titles: Sequence[str] = ("tokens/s", "ratio", "slowest", "fastest", "error", "max |d|")
+    show(f"{'engine':<14}" + "".join(f"{title:>11}" for title in titles))
+    for name, each in figures.items():
+        rounds = each["rounds_tokens_per_s"]
+        row = (
+            f"{name:<14}{each['tokens_per_s']:>11,.0f}{each['ratio']:>11.2f}{min(rounds):>11,.0f}{max(rounds):>11,.0f}"
+        )
+        if "max_abs_difference" in each:
+            row += f"{each['token_mult_prob_error']:>11.6f}{each['max_abs_difference']:>11.1e}"
+        show(row)

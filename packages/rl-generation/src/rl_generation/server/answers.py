@@ -23,7 +23,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive
 
-from rl_generation.chat import decode_rollout
 from rl_generation.detokenizer import Detokenizer, Tokenizer
 from rl_generation.engine import RolloutDelta, StreamingEngine
 from rl_generation.errors import EngineDeadError, SampleTimeoutError
@@ -176,11 +175,6 @@ class Shapes:
     texts: dict[int, AnswerText] = field(default_factory=dict)
     """Of the choices that have begun."""
 
-    @property
-    def id(self) -> str:
-        """Of the response."""
-        return f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.number}"
-
     def whole(self, items: Sequence[Item]) -> dict[str, Any]:
         """The response that is not streamed."""
         return {
@@ -221,7 +215,8 @@ class Shapes:
             yield {**head, "choices": [], "usage": self._usage(generated), "weight_version": min(versions)}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}
+        name = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.number}"
+        head = {"id": name, "object": kind, "created": self.created, "model": self.model_name}
         return {**head, "logp_of": self.logp_of}
 
     def _choice(self, number: int, delta: RolloutDelta, *, part: Literal["message", "delta"]) -> dict[str, Any]:
@@ -230,12 +225,7 @@ class Shapes:
         index, opening = number * request.sampling.n + delta.sample_index, {}
         if index not in self.texts:
             self.texts[index], opening = AnswerText(self.tokenizer, asked, request), self._prompt("completion", request)
-        if ended is None or part == "delta" or asked.logp or asked.tools or asked.kept:
-            text, offsets, calls = self.texts[index].take(delta)
-        else:  # at once, where nobody needs to know which token made which character
-            include = asked.body.include_stop_str_in_output
-            text = decode_rollout(self.tokenizer, ended, prompt=request.prompt, include_stop_string=include)
-            offsets, calls = [], []
+        text, offsets, calls = self.texts[index].take(delta)
         said: dict[str, Any] = {"text": text}
         if self.kind == "chat":
             said = {part: {"content": text}}

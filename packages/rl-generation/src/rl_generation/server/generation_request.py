@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -27,7 +27,9 @@ from rl_generation.requests import Limits, Request, Sampling, check_token_ids, m
 from rl_generation.server.guard import HttpError, ServerLimits, from_engine
 from rl_generation.server.tools import TOOL_FORMATS, ToolFormat, ToolUse, read_tools
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+UNSERVED: Mapping[str, tuple[object, ...] | None] = {
+    **dict.fromkeys(("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention")),
+    **dict.fromkeys(("safety_identifier", "service_tier", "store", "user")),
     **dict.fromkeys(("chat_template", "conversation", "guided_json", "guided_regex", "max_tool_calls"), ()),
     **dict.fromkeys(("previous_response_id", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("allowed_token_ids", "documents", "functions"), ([],)),
@@ -39,15 +41,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "truncation": ("disabled",),
 }
-"""Fields of OpenAI's or vLLM's that exist but are not served, with the values that ask for nothing."""
-
-IRRELEVANT = frozenset(
-    {
-        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
-        *("store", "user"),
-    }
-)
-"""Fields of OpenAI's on which a response cannot depend; any value is taken, and nothing is stored."""
+"""Fields of OpenAI's or vLLM's that exist but are not read, with the values that ask for nothing; None is any value, of
+fields on which a response cannot depend (nothing is stored)."""
 
 MOST = 2**63 - 1
 """The largest integer that engines can hold."""
@@ -59,6 +54,10 @@ Integer = Annotated[
 Number = Annotated[
     Annotated[float, Field(allow_inf_nan=False)] | None, Field(default=None, description="a finite number")
 ]
+MostLikely = Annotated[
+    Annotated[int, Field(ge=0, le=20)] | None, Field(default=None, description="an integer in [0, 20]")
+]
+"""How many of the likeliest tokens are told at each place; the bounds are OpenAI's."""
 Flag = Annotated[bool, Field(description="true or false")]
 Text = Annotated[str | None, Field(default=None, description="a string")]
 Texts = Annotated[
@@ -67,6 +66,8 @@ Texts = Annotated[
     Field(default=None, description="a string or a list of strings"),
 ]
 TokenId = Annotated[int, Field(ge=0, le=MOST)]
+T = TypeVar("T")
+NotEmpty = Annotated[list[T], Field(min_length=1)]
 TokenIds = Annotated[
     list[TokenId] | None, Field(default=None, description="a list of token ids (integers of at least 0)")
 ]
@@ -93,20 +94,23 @@ class Body(BaseModel):
             body = cls.model_validate(given)
         except ValidationError as error:
             name = str(error.errors(include_input=False, include_url=False)[0]["loc"][0])
-            message = f"{name} must be {cls.model_fields[name].description}; got {shortened(given[name])}"
-            raise HttpError(400, message, param=name, code="invalid_type") from None
+            got = f"; got {shortened(given[name])}" if name in given else ""
+            message = f"{name} must be {cls.model_fields[name].description}{got}"
+            code = "invalid_type" if got else "missing_field"
+            raise HttpError(400, message, param=name, code=code) from None
         known = {*cls.model_fields, *others}
         for name, value in (body.model_extra or {}).items():
-            if name in others or name in IRRELEVANT:
+            neutral = UNSERVED.get(name, ())
+            if name in others or neutral is None:
                 continue
-            if name not in NEUTRAL:
+            if name not in UNSERVED:
                 near = difflib.get_close_matches(name[:80], sorted(known), n=1, cutoff=0.5)
                 meant = f": did you mean {near[0]!r}?" if near else f"; known here: {', '.join(sorted(known))}"
                 raise HttpError(400, f"unknown field {name[:80]!r}{meant}", param=name[:80], code="unknown_field")
             # Equality in which true is not 1.
-            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in NEUTRAL[name]):
-                neutral = " or ".join(json.dumps(each) for each in NEUTRAL[name]) or "null"
-                message = f"{name}={shortened(value)} is not supported; leave it out, or send {neutral}"
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+                instead = " or ".join(map(json.dumps, neutral)) or "null"
+                message = f"{name}={shortened(value)} is not supported; leave it out, or send {instead}"
                 raise HttpError(400, message, param=name, code="unsupported_field")
         return body
 
@@ -163,10 +167,10 @@ class CompletionBody(GenerationBody):
     """Of `/v1/completions`."""
 
     prompt: Annotated[
-        str | list[str] | list[TokenId] | list[list[TokenId]] | None,
-        Field(description="a string, a list of token ids (integers of at least 0), or a list of such"),
-    ] = None
-    logprobs: Integer
+        str | NotEmpty[str] | NotEmpty[TokenId] | NotEmpty[NotEmpty[TokenId]],
+        Field(description="a string, a list of token ids (integers of at least 0), or a list of such, not empty"),
+    ]
+    logprobs: MostLikely
     add_special_tokens: Flag = True
 
 
@@ -174,7 +178,7 @@ class ChatBody(GenerationBody, ConversationBody):
     """Of `/v1/chat/completions`."""
 
     logprobs: Flag = False
-    top_logprobs: Integer
+    top_logprobs: MostLikely
     max_completion_tokens: Integer
     tool_choice: Any = None
     parallel_tool_calls: Flag = True
@@ -183,11 +187,12 @@ class ChatBody(GenerationBody, ConversationBody):
 class ResponsesBody(ChatBody):
     """Of `/v1/responses`, which stores nothing; some fields of a chat have another name in it."""
 
-    input: Annotated[
-        str | list[dict[str, Any]] | None, Field(description="a string or a list of items, each an object")
-    ] = None
+    input: Annotated[str | list[dict[str, Any]], Field(description="a string or a list of items, each an object")]
     instructions: Any = None
-    include: Annotated[list[Any] | None, Field(description="a list")] = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs"]] | None,
+        Field(description="a list that may hold 'message.output_text.logprobs' alone"),
+    ] = None
     max_output_tokens: Integer
     text: Object
     reasoning: Object
@@ -199,9 +204,6 @@ class TokensBody(ConversationBody):
     prompt: Text
     add_special_tokens: Flag = True
 
-
-MOST_TOP_LOGP = 20
-"""As at OpenAI: of each token of the response."""
 
 COMPLETION_TOKENS = 16
 """Of a completion that does not say, at OpenAI and vLLM."""
@@ -244,34 +246,28 @@ class RequestReader:
     def completion(self, body: CompletionBody) -> GenerationRequest:
         """Read the body of `/v1/completions`."""
         prompt: Any = body.prompt
-        several = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
-        if not several or [] in several:
-            code = "missing_field" if prompt is None else "invalid_type"
-            message = "prompt must be a string, a list of token ids, or a list of such, not empty"
-            raise HttpError(400, message, param="prompt", code=code)
+        several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
         self.bounds.check_counts(prompts=len(several))
         special = body.add_special_tokens
         prompts = [
             encode_text(self.tokenizer, each, add_special_tokens=special) if isinstance(each, str) else each
             for each in several
         ]
-        names = ("max_tokens", "logprobs")
-        return self._read(body, prompts, names=names, most=COMPLETION_TOKENS, logp=body.logprobs is not None)
+        return self._read(body, prompts)
 
     def chat(self, body: ChatBody) -> GenerationRequest:
         """Read the body of `/v1/chat/completions`."""
         if body.top_logprobs and not body.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs=true", param="top_logprobs", code="invalid_value")
         prompt = self.chat_tokens(body)
-        tools, schema = read_tools(
+        tools = read_tools(
             body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls, found=self.tool_format
         )
         old, new = body.max_tokens, body.max_completion_tokens
         if old is not None and new is not None and old != new:
             message = f"max_tokens={old} and max_completion_tokens={new} are two names of one thing: send one"
             raise HttpError(400, message, param="max_completion_tokens", code="invalid_value")
-        names = ("max_tokens" if new is None else "max_completion_tokens", "top_logprobs")
-        return self._read(body, [prompt], names=names, logp=body.logprobs, tools=tools, tool_schema=schema)
+        return self._read(body, [prompt], tools)
 
     def chat_tokens(self, body: ConversationBody) -> list[int]:
         """Return the token ids of a chat's prompt."""
@@ -299,26 +295,20 @@ class RequestReader:
             raise HttpError(400, str(error), param=param, code="invalid_value") from None
 
     def _read(
-        self,
-        body: GenerationBody,
-        prompts: Sequence[list[int]],
-        *,
-        names: tuple[str, str],
-        logp: bool,
-        most: int | None = None,
-        tools: ToolUse | None = None,
-        tool_schema: str | None = None,
+        self, body: CompletionBody | ChatBody, prompts: Sequence[list[int]], tools: ToolUse | None = None
     ) -> GenerationRequest:
-        """Read what all have in common; `names` are of the fields for the most tokens, and for the likeliest ones."""
-        max_tokens, top = (getattr(body, name) for name in names)
-        if not 0 <= (top or 0) <= MOST_TOP_LOGP:
-            message = f"{names[1]} must be in [0, {MOST_TOP_LOGP}]; got {top}"
-            raise HttpError(400, message, param=names[1], code="invalid_value")
+        """Read what both have in common, and what has another name in each."""
+        max_tokens, most = body.max_tokens, math.inf
+        if isinstance(body, CompletionBody):
+            logp, top, most = body.logprobs is not None, body.logprobs, COMPLETION_TOKENS
+        else:
+            logp, top = body.logprobs, body.top_logprobs
+            max_tokens = max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         given = body.model_dump(include=SAMPLING, exclude_none=True)
         if body.top_k == -1:
             given["top_k"] = 0  # vLLM's other way to say: all of them
         given |= {"n": 1 if body.n is None else body.n, "top_logp": top or 0}
-        given |= _grammar(body, tools=tools, tool_schema=tool_schema)
+        given |= _grammar(body, tools)
         if body.stream_options and not body.stream:
             raise HttpError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
         tokenizer, kept = self.tokenizer, {}
@@ -327,12 +317,18 @@ class RequestReader:
         elif tools is not None and tools.format is not None:  # what opens a call is a special token of some models
             opening = tokenizer.convert_tokens_to_ids(TOOL_FORMATS[tools.format])
             kept = {opening: TOOL_FORMATS[tools.format]} if opening in tokenizer.all_special_ids else {}
+        context = self.limits.max_length or math.inf
+        if max_tokens is None and most == context:
+            message = "max_tokens is needed: this engine knows no end of the context, to which it would default"
+            raise HttpError(400, message, param="max_tokens", code="missing_field")
         self.bounds.check_words(given)
         self.bounds.check_counts(prompts=len(prompts), n=given["n"])
         try:
             # The number of tokens is each prompt's own, and is checked below.
             spread = Sampling(max_new_tokens=1, **given).spread(len(prompts))
-            lengths = [self._room(prompt, most) if max_tokens is None else max_tokens for prompt in prompts]
+            # To the end of the context at most; 1 where it is full already, so that the check of it speaks.
+            rooms = [max(1, context - len(prompt)) for prompt in prompts]
+            lengths = [int(min(most, room)) if max_tokens is None else max_tokens for room in rooms]
             samplings = [
                 replace(each, max_new_tokens=length, min_new_tokens=body.min_tokens or 0)
                 for each, length in zip(spread, lengths, strict=True)
@@ -342,19 +338,12 @@ class RequestReader:
             raise from_engine(error) from None
         return GenerationRequest(body=body, requests=requests, logp=logp, tools=tools, kept=kept)
 
-    def _room(self, prompt: Sequence[int], most: int | None) -> int:
-        """Tokens until the context is full, at `most`; 1 where it is already, so that the check of it speaks."""
-        length = self.limits.max_length
-        if length is None and most is None:
-            message = "max_tokens is needed: this engine knows no end of the context, to which it would default"
-            raise HttpError(400, message, param="max_tokens", code="missing_field")
-        rooms = [most, None if length is None else max(1, length - len(prompt))]
-        return min(room for room in rooms if room is not None)
 
-
-def _grammar(body: GenerationBody, *, tools: ToolUse | None, tool_schema: str | None) -> dict[str, str]:
+def _grammar(body: GenerationBody, tools: ToolUse | None) -> dict[str, str]:
     """The argument of Sampling that restricts the text: by the forced call, by OpenAI's field, or by vLLM's."""
-    grammars: list[dict[str, str]] = [{"json_schema": tool_schema}] if tool_schema is not None else []
+    grammars: list[dict[str, str]] = []
+    if tools is not None and tools.schema is not None:
+        grammars.append({"json_schema": json.dumps(tools.schema)})
     match body.response_format or {"type": "text"}:
         case {"type": "text"}:
             pass
@@ -363,15 +352,10 @@ def _grammar(body: GenerationBody, *, tools: ToolUse | None, tool_schema: str | 
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             grammars.append({"json_schema": json.dumps(schema)})
         case other:
-            message = (
-                "response_format must be of type 'text', 'json_object', or 'json_schema' with json_schema.schema, an "
-                f"object; got {shortened(other)}"
-            )
+            message = f"response_format must be text, json_object, or json_schema with a schema; got {shortened(other)}"
             raise HttpError(400, message, param="response_format", code="unsupported_field")
     if grammars and tools is not None and (body.response_format or {}).get("type", "text") != "text":
-        message = (
-            "response_format and tools together would forbid every call: send tool_choice='none', or no response_format"
-        )
+        message = "response_format would forbid every call of a tool: send tool_choice='none', or no response_format"
         raise HttpError(400, message, param="response_format", code="unsupported_field")
     for name, value in (body.structured_outputs or {}).items():
         match name, value:
@@ -391,28 +375,26 @@ def _grammar(body: GenerationBody, *, tools: ToolUse | None, tool_schema: str | 
     return grammars[0] if grammars else {}
 
 
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates take it: content is one string, arguments of calls are objects, developers are system."""
-    content, where = message.get("content"), f"messages[{index}]"
+    where, written = f"messages[{index}]", dict(message)
+    calls, content = message.get("tool_calls"), message.get("content")
     if not isinstance(message.get("role"), str):
         raise HttpError(400, f"{where} needs a role, a string", param=f"{where}.role", code="missing_field")
     if message["role"] == "developer":
-        message = {**message, "role": "system"}
-    calls = message.get("tool_calls")
+        written["role"] = "system"
     if calls:
-        message = {**message, "tool_calls": _calls_for_template(calls, where)}
-    if isinstance(content, str):
-        return message
-    if content is None and calls:
-        return {**message, "content": ""}
-    texts = [
-        part.get("text", part.get("refusal")) if isinstance(part, dict) and part.get("type") in TEXT_PARTS else None
-        for part in (content if isinstance(content, list) else [None])
-    ]
-    if texts and all(isinstance(text, str) for text in texts):
-        return {**message, "content": "\n".join(str(text) for text in texts)}
-    wrong = f"{where}.content must be a string, or parts of type 'text', since the model reads text alone"
-    raise HttpError(400, wrong, param=f"{where}.content", code="invalid_type")
+        written["tool_calls"] = _calls_for_template(calls, where)
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) and part.get("type") in TEXT_PARTS else {} for part in content]
+        texts = [part.get("text", part.get("refusal")) for part in parts]
+        content = "\n".join(map(str, texts)) if texts and all(isinstance(text, str) for text in texts) else None
+    elif content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        wrong = f"{where}.content must be a string, or parts of type 'text', since the model reads text alone"
+        raise HttpError(400, wrong, param=f"{where}.content", code="invalid_type")
+    return {**written, "content": content}
 
 
 def _calls_for_template(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -140,18 +140,14 @@ class ServerLimits:
 
 async def read_body(request: Request, bounds: ServerLimits) -> bytes:
     """Read a body within its bounds of size and time; HttpError 413 or 408 beyond them."""
-    most, length = bounds.max_body_bytes, request.headers.get("content-length", "0")
-    message = f"the body is larger than {most} bytes, the limit here: send fewer prompts at once"
-    too_large = HttpError(413, message, code="body_too_large", headers={"Connection": "close"})
-    body = bytearray()
+    most, body = bounds.max_body_bytes, bytearray()
     try:
         async with asyncio.timeout(bounds.body_timeout_s):
-            if length.isdecimal() and int(length) > most:
-                raise too_large
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    raise too_large
+                    message = f"the body is larger than {most} bytes, the limit here: send fewer prompts at once"
+                    raise HttpError(413, message, code="body_too_large", headers={"Connection": "close"})
     except TimeoutError:
         message = f"the body did not arrive within {bounds.body_timeout_s} s"
         raise HttpError(408, message, code="body_timeout") from None

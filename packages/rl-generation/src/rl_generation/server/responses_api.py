@@ -14,9 +14,6 @@ from typing import Any
 from rl_generation.server.generation_request import ChatBody, ResponsesBody, shortened
 from rl_generation.server.guard import HttpError
 
-INCLUDED_LOGP = "message.output_text.logprobs"
-"""What `include` may ask for."""
-
 ELSEWHERE: Mapping[str, str] = {
     "conversation": "the conversation whole, as input",
     "function_call": "tool_choice",
@@ -56,9 +53,7 @@ class ResponsesRequest:
                 message = f"{name} is no field of this /v1/responses: here send {instead}"
                 raise HttpError(400, message, param=name, code="unknown_field")
         body = ResponsesBody.of(fields)
-        text, include, reasoning = body.text or {}, body.include or [], body.reasoning or {}
-        if any(each != INCLUDED_LOGP for each in include):
-            raise _unsupported("include", f"include takes {INCLUDED_LOGP!r} alone; got {shortened(include)}")
+        text, reasoning = body.text or {}, body.reasoning or {}
         if text.get("verbosity") not in (None, "medium"):
             raise _unsupported("text", f"text takes a format, and no verbosity; got {shortened(text)}")
         if others := [name for name, value in reasoning.items() if name != "effort" and value is not None]:
@@ -75,7 +70,7 @@ class ResponsesRequest:
         messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         chat = body.model_dump(include=set(ChatBody.model_fields), exclude_unset=True) | {
             "messages": messages + _messages(body.input),
-            "logprobs": bool(include),
+            "logprobs": bool(body.include),
             "max_completion_tokens": body.max_output_tokens,
             "response_format": how,
             "reasoning_effort": reasoning.get("effort"),
@@ -197,11 +192,8 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _messages(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a chat that the items of `input` are."""
-    if given is None:
-        message = "input must be a string or a list of items, each an object"
-        raise HttpError(400, message, param="input", code="missing_field")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []

@@ -28,8 +28,9 @@ TOOL_FORMATS: Mapping[ToolFormat, str] = {
 }
 """Formats by name, each with what opens a call."""
 
-HERMES_END = "</tool_call>"
-MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+HERMES_CALLS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+BEFORE_CALL = re.compile(r"\A(?:\s|;|<\|python_tag\|>|\[TOOL_CALLS\])+")
+MISTRAL_NAME = re.compile(r"([\w.\-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 def tool_format_of(tokenizer: Tokenizer, name: str | None = None) -> ToolFormat | None:
@@ -63,7 +64,9 @@ class ToolUse:
     """How the calls of one request are found in its responses."""
 
     format: ToolFormat | None
-    """None where the response is forced to be one JSON value."""
+    """None where the response is forced to be one JSON value, of `schema`."""
+
+    schema: dict[str, Any] | None = None
 
     forced_name: str | None = None
     """The function whose arguments the response is; None beside `format=None` means a list of calls."""
@@ -74,8 +77,8 @@ class ToolUse:
 
 def read_tools(
     tools: Sequence[Mapping[str, Any]], choice: Any, *, parallel: bool, found: ToolFormat | None
-) -> tuple[ToolUse | None, str | None]:
-    """Return how calls are found, and the JSON schema that a forced call follows; None twice where there are none.
+) -> ToolUse | None:
+    """Return how calls are found in a response; None where there are none.
 
     Takes OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`, and the model's format, None where it is not known.
 
@@ -104,10 +107,10 @@ def read_tools(
     if choice == "required" and not functions:
         raise HttpError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
     if choice == "none" or not functions:
-        return None, None
+        return None
     schemas = {name: function.get("parameters") or {"type": "object"} for name, function in functions.items()}
     if named is not None:
-        return ToolUse(format=None, forced_name=named, parallel=parallel), json.dumps(schemas[named])
+        return ToolUse(format=None, schema=schemas[named], forced_name=named, parallel=parallel)
     if choice == "required":
         calls = [
             {
@@ -120,14 +123,14 @@ def read_tools(
         ]
         several = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
         most = {} if parallel else {"maxItems": 1}
-        return ToolUse(format=None, parallel=parallel), json.dumps(several | most)
+        return ToolUse(format=None, schema=several | most, parallel=parallel)
     if found is None:
         message = (
             "the model's chat template names no known format of tool calls, so that they could not be parsed: start "
             f"the server with a tool_format, {', '.join(TOOL_FORMATS)}, or send tool_choice='none' or 'required'"
         )
         raise HttpError(400, message, param="tools", code="unsupported_field")
-    return ToolUse(format=found, parallel=parallel), None
+    return ToolUse(format=found, parallel=parallel)
 
 
 class ReplyStream:
@@ -165,49 +168,26 @@ class ReplyStream:
 
 def _parse(text: str, use: ToolUse) -> tuple[str, list[ToolCall]]:
     """Return what of `text`, which begins with a call, is said, and its calls."""
+    content, rest = "", text
+    if use.format == "hermes":
+        content, rest = HERMES_CALLS.sub("", text), ";".join(HERMES_CALLS.findall(text))
+    calls: list[ToolCall] = []
     try:
-        if use.format is None and use.forced_name is not None:
+        if use.forced_name is not None:
             json.loads(text)
             return "", [_written(use.forced_name, text)]
-        if use.format is None:
-            return "", [_call(each) for each in json.loads(text)]
-        parse = {"hermes": _parse_hermes, "llama": _parse_llama, "mistral": _parse_mistral}[use.format]
-        return parse(text.removeprefix(TOOL_FORMATS[use.format]) if use.format != "hermes" else text)
+        # JSON values one after another, each of them a call or a list of calls, or, with Mistral, behind a name.
+        while rest := BEFORE_CALL.sub("", rest):
+            named = MISTRAL_NAME.match(rest) if use.format == "mistral" else None
+            value, end = json.JSONDecoder().raw_decode(rest, named.end() if named else 0)
+            values = [{"name": named[1], "arguments": value}] if named else value
+            calls += map(_call, values if isinstance(values, list) else [values])
+            rest = rest[end:]
     except (ValueError, KeyError, TypeError):
         return text, []
-
-
-def _parse_hermes(text: str) -> tuple[str, list[ToolCall]]:
-    content, calls = "", []
-    for piece in text.split("<tool_call>")[1:]:
-        written, _, after = piece.partition(HERMES_END)
-        calls.append(_call(json.loads(written)))
-        content += after
+    if not calls:
+        return text, []
     return content if content.strip() else "", calls
-
-
-def _parse_llama(text: str) -> tuple[str, list[ToolCall]]:
-    calls, rest, decoder = [], text.strip(), json.JSONDecoder()
-    while rest:
-        value, end = decoder.raw_decode(rest)
-        calls.append(_call(value))
-        rest = rest[end:].strip().removeprefix(";").strip()
-    return "", calls
-
-
-def _parse_mistral(text: str) -> tuple[str, list[ToolCall]]:
-    calls, decoder = [], json.JSONDecoder()
-    for piece in map(str.strip, text.split("[TOOL_CALLS]")):
-        named = MISTRAL_CALL.match(piece)
-        if named:
-            arguments, end = decoder.raw_decode(piece, named.end())
-            calls.append(_call({"name": named[1], "arguments": arguments}))
-        else:
-            values, end = decoder.raw_decode(piece)
-            calls += [_call(each) for each in (values if isinstance(values, list) else [values])]
-        if piece[end:].strip():
-            raise ValueError("text behind a call")
-    return "", calls
 
 
 def _call(value: Any) -> ToolCall:
