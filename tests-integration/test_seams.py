@@ -23,7 +23,7 @@ from rl_generation import (
     TransformersEngine,
     VllmEngine,
 )
-from rl_generation.seeding import ServingEngine
+from rl_generation.engine import RequestEngine
 from rl_launcher.build.parts import RunEngine
 from rl_launcher.build.remote_engines import RemoteWeightSync, ServedEngines
 from rl_launcher.quickstart.tiny_model import character_tokenizer
@@ -78,10 +78,10 @@ if TYPE_CHECKING:
 
     def parts_in_process(
         a: DTensorBackend, b: MegatronBackend, c: TransformersEngine, d: CountedRefit
-    ) -> tuple[TrainingBackend, TrainingBackend, ServingEngine, CountedWeightSync]:
+    ) -> tuple[TrainingBackend, TrainingBackend, RequestEngine, CountedWeightSync]:
         return a, b, c, d
 
-    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[ServingEngine, CountedWeightSync]:
+    def parts_over_ray(a: RayEngine, b: RayWeightSync) -> tuple[RequestEngine, CountedWeightSync]:
         return a, b
 
     def report_of(report: RefitReport) -> tuple[contracts.RefitReport, RefitFigures]:
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     def report_of_replicas(report: ReplicasReport) -> tuple[contracts.RefitReport, RefitFigures]:
         return report, report
 
-    def parts_elsewhere(a: ServedEngines, b: RemoteWeightSync) -> tuple[ServingEngine, CountedWeightSync]:
+    def parts_elsewhere(a: ServedEngines, b: RemoteWeightSync) -> tuple[RequestEngine, CountedWeightSync]:
         return a, b
 
     def environment_of(environment: RewardFunctionEnvironment) -> contracts.Environment:

@@ -120,8 +120,29 @@ def to_prometheus(metrics: EngineMetrics, *, model_name: str) -> str:
 
 
 @runtime_checkable
-class Engine(Protocol):
-    """What generates whole answers."""
+class RequestEngine(Protocol):
+    """What answers prompts, many at once or one by one: an engine of this package, or several of them together."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
+        """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
+        """Begin to answer one prompt, beside whatever is under way; from any thread, and without waiting.
+
+        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts
+        it; what prevents this answer is the future's error, and touches no other.
+        """
+
+    def explain(self) -> str:
+        """Which engine this is, with which limits and quirks. For people."""
+
+    def close(self) -> None:
+        """End it, with all of its processes; it can be called again."""
+
+
+@runtime_checkable
+class Engine(RequestEngine, Protocol):
+    """What every engine of this package also says of itself."""
 
     @property
     def version(self) -> int:
@@ -135,33 +156,12 @@ class Engine(Protocol):
     def limits(self) -> Limits:
         """What it can be asked for."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> list[Rollout]:
-        """Answer each prompt `n` times; all answers to prompt 0 come first, then all to prompt 1, and so on."""
-
-    def explain(self) -> str:
-        """Which engine this is, with which limits and quirks. For people."""
-
     def metrics(self) -> EngineMetrics:
         """What it is doing now."""
 
-    def close(self) -> None:
-        """End it, with all of its processes; it can be called again."""
-
 
 @runtime_checkable
-class RequestEngine(Engine, Protocol):
-    """What also takes one request at a time, while others are being generated; every engine of this package."""
-
-    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
-        """Begin to answer one prompt, beside whatever is under way; from any thread, and without waiting.
-
-        Sampled, it is what `generate([prompt], [sampling.for_request(seed)])` returns. Cancelling the future aborts
-        it; what prevents this answer is the future's error, and touches no other.
-        """
-
-
-@runtime_checkable
-class StreamingEngine(RequestEngine, Protocol):
+class StreamingEngine(Engine, Protocol):
     """What also hands new tokens out as they come: `TransformersEngine` and `VllmEngine`."""
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[RolloutDelta, None]:

@@ -59,7 +59,7 @@ SAMPLE_TOKENS = 200
 
 @final
 class RemoteEngine:
-    """An `Engine` and a `RequestEngine` over servers elsewhere, all of which serve the same model.
+    """An `Engine` over servers elsewhere, all of which serve the same model.
 
     Each request goes to the replica with the fewest requests under way. One that cannot be reached, or answers with a
     status of 500 or above, is named in the log, rested for a while, and probed again before it is used; its requests

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
 
+from rl_generation.engine import RequestEngine
 from rl_generation.requests import Sampling
 from rl_generation.rollout import Rollout
 
@@ -33,22 +33,6 @@ class CallSeeds:
             return int.from_bytes(digest, "big") >> 2
 
 
-class ServingEngine(Protocol):
-    """The engine that responds to prompts: one of rl_generation, or several of them on Ray."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]) -> Sequence[Rollout]:
-        """One rollout a prompt, in order; `sampling` for all of them, or one each."""
-
-    def submit(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> "Future[Rollout]":
-        """Begin to answer one prompt, beside whatever is under way."""
-
-    def explain(self) -> str:
-        """Which engine it is, and with which options."""
-
-    def close(self) -> None:
-        """Free its memory and end its processes."""
-
-
 class SeededEngine:
     """An engine whose sampled calls get the seeds of a run; as safe to call from several threads as the engine inside.
 
@@ -59,7 +43,7 @@ class SeededEngine:
     """
 
     def __init__(
-        self, engine: ServingEngine, *, seeds: CallSeeds, enter_generating: Callable[[], None] | None = None
+        self, engine: RequestEngine, *, seeds: CallSeeds, enter_generating: Callable[[], None] | None = None
     ) -> None:
         self._engine, self.seeds = engine, seeds
         self._enter_generating = enter_generating or (lambda: None)

@@ -46,7 +46,7 @@ CALL_TIMEOUT_S = 600.0
 
 @final
 class VllmEngine:
-    """A `RequestEngine` and a `StreamingEngine` over vLLM, which any number of threads and event loops may call.
+    """A `StreamingEngine` over vLLM, which any number of threads and event loops may call.
 
     `generate`, `submit`, `pause` and the like block, or return futures; `stream`, `abort` and `check_health` are
     awaited, on any loop. All requests share the running batch. New weights are written between

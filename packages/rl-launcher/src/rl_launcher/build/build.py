@@ -15,7 +15,8 @@ from rl_backends import BackendSelection
 from rl_backends.backend import Backend
 from rl_backends.loading.skeleton import without_weights
 from rl_backends.loading.source import pad_token_id
-from rl_generation.seeding import CallSeeds, ServingEngine
+from rl_generation.engine import RequestEngine
+from rl_generation.seeding import CallSeeds
 from rl_launcher.build.companions import Companions
 from rl_launcher.build.engines import dtypes_of, engine_spec, make_in_process, weight_source
 from rl_launcher.build.inputs import closing, read_inputs, tokenize, tokenize_reward_pairs, tokenize_validation
@@ -63,7 +64,7 @@ def build(recipe: Recipe, *, run_dir: Path | None = None, objects: Objects = NO_
         policy = inputs.selection.make(model, seed=recipe.seed)
 
     # The engine, and the way of the policy's weights into it, where responses are sampled.
-    engine: ServingEngine = NoEngine()
+    engine: RequestEngine = NoEngine()
     weight_sync: CountedWeightSync = NoWeightSync()
     made: Any = None
     events, adapts = EventQueue(), inputs.selection.adapters is not None  # shards are merged copies then, made anew

@@ -24,7 +24,7 @@ from rl_launcher.ray.worker_failures import RemoteDiedError
 
 
 class RayEngine:
-    """A `ServingEngine` over the engines of a pool. May be called from any number of threads."""
+    """A `RequestEngine` over the engines of a pool. May be called from any number of threads."""
 
     def __init__(self, engines: EnginePool) -> None:
         self.engines = engines
