@@ -40,7 +40,7 @@ class ModelSource:
     """True runs Python code that comes with the model, as you."""
 
 
-def load_config(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_config(source: ModelSource) -> Any:
     """Load a model's configuration, a `transformers.PretrainedConfig`.
 
     Raises:
@@ -48,23 +48,10 @@ def load_config(model_name: str, *, revision: str | None = None, trust_remote_co
     """
     from transformers import AutoConfig
 
-    return load_from(
-        AutoConfig.from_pretrained,
-        place_of(model_name, ("config.json",), what="model"),
-        what="config",
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    return load_from(AutoConfig.from_pretrained, place_of(source.model), what="config", **_how(source))
 
 
-def load_model(
-    model_name: str,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: str = "auto",
-    device: str | None = None,
-) -> "PreTrainedModel":
+def load_model(source: ModelSource, *, dtype: str = "auto", device: str | None = None) -> "PreTrainedModel":
     """Load a causal language model in eval mode, whole or not at all.
 
     Raises:
@@ -82,30 +69,23 @@ def load_model(
     weights = dtype if dtype == "auto" else getattr(torch, dtype, None)
     if weights != "auto" and not (isinstance(weights, torch.dtype) and weights.is_floating_point):
         raise EngineOptionError(f"dtype must be 'auto' or a float of torch, such as 'bfloat16'; got dtype={dtype!r}")
-    model, report = load_from(
-        AutoModelForCausalLM.from_pretrained,
-        place_of(model_name, ("config.json",), what="model"),
-        what="model",
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        dtype=weights,
-        output_loading_info=True,
-    )
+    how = _how(source) | {"dtype": weights, "output_loading_info": True}
+    model, report = load_from(AutoModelForCausalLM.from_pretrained, place_of(source.model), what="model", **how)
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
         if lacking := sorted(map(str, report.get(kind) or [])):
             some = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
             raise ModelError(
-                f"{model_name}: {kind.replace('_', ' ')}: {some}. Weights there would be random; give the folder of "
+                f"{source.model}: {kind.replace('_', ' ')}: {some}. Weights there would be random; give the folder of "
                 f"the whole causal language model"
             )
     try:
         loaded: PreTrainedModel = model.to(target).eval()
     except RuntimeError as error:
-        raise ModelError(f"{model_name} does not fit on {target}: {error}") from error
+        raise ModelError(f"{source.model} does not fit on {target}: {error}") from error
     return loaded
 
 
-def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(source: ModelSource) -> Any:
     """Load the tokenizer of a folder or hub id.
 
     Raises:
@@ -113,16 +93,15 @@ def load_tokenizer(model_name: str, *, revision: str | None = None, trust_remote
     """
     from transformers import AutoTokenizer
 
-    tokenizer = load_from(
-        AutoTokenizer.from_pretrained,
-        place_of(model_name, TOKENIZER_FILES, what="tokenizer"),
-        what="tokenizer",
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    place = place_of(source.model, TOKENIZER_FILES, what="tokenizer")
+    tokenizer = load_from(AutoTokenizer.from_pretrained, place, what="tokenizer", **_how(source))
     if not len(tokenizer):
-        raise ModelError(f"{model_name}: transformers makes an empty tokenizer of it; give another one")
+        raise ModelError(f"{source.model}: transformers makes an empty tokenizer of it; give another one")
     return tokenizer
+
+
+def _how(source: ModelSource) -> dict[str, Any]:
+    return {"revision": source.revision, "trust_remote_code": source.trust_remote_code}
 
 
 def said(config: Mapping[str, Any], *names: str) -> list[Any]:
@@ -190,7 +169,7 @@ def model_identity(model_name: str, config: Any) -> str:
     return f"sha256:{total.hexdigest()}"
 
 
-def place_of(name: str, wanted: tuple[str, ...], *, what: str) -> str:
+def place_of(name: str, wanted: tuple[str, ...] = ("config.json",), *, what: str = "model") -> str:
     """Return a hub id as it is, and of a folder its path; refuse a folder that holds nothing of what is wanted."""
     folder = Path(name).expanduser()
     if not name.startswith((".", "/", "~")) and not folder.exists():

@@ -109,8 +109,7 @@ def load_engine(spec: EngineSpec, **others: Any) -> tuple[Engine, Any]:
         raise EngineOptionError(f"load_engine takes an EngineSpec, such as EngineSpec(model='tiny'); got {spec!r}")
     check_available(spec)
     # The config and the tokenizer first: they are refused at once, an engine after half a minute.
-    which: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
-    load_config(spec.model, **which)
+    load_config(spec)
     tokenizer = tokenizer_of(spec)
     others["logp_of"] = spec.logp_of
     if spec.engine == "vllm":
@@ -119,7 +118,7 @@ def load_engine(spec: EngineSpec, **others: Any) -> tuple[Engine, Any]:
         return VllmEngine(vllm_options_of(spec), **others), tokenizer
     from rl_generation.transformers_engine import TransformersEngine
 
-    model = load_model(spec.model, dtype=spec.dtype, device=spec.device, **which)
+    model = load_model(spec, dtype=spec.dtype, device=spec.device)
     stops = stop_token_ids_of(spec.model, model.config.to_dict(), tokenizer=tokenizer, revision=spec.revision)
     pads = (getattr(source, "pad_token_id", None) for source in (tokenizer, model.generation_config, model.config))
     pad = next((pad for pad in (*pads, *stops) if pad is not None), 0)
@@ -165,6 +164,6 @@ def tokenizer_of(spec: EngineSpec) -> Any:
     """
     if not spec.with_tokenizer:
         return None
-    name = spec.tokenizer or spec.model
-    revision = spec.revision if spec.tokenizer is None else None
-    return load_tokenizer(name, revision=revision, trust_remote_code=spec.trust_remote_code)
+    if spec.tokenizer is None:
+        return load_tokenizer(spec)
+    return load_tokenizer(ModelSource(model=spec.tokenizer, trust_remote_code=spec.trust_remote_code))

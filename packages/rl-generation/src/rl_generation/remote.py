@@ -213,14 +213,10 @@ class RemoteEngine:
         """What this client has asked for and got; a server's cache and its other clients are not seen from here."""
         counts, unfinished = self._counts, self._counts["unfinished"]
         return EngineMetrics(
-            time_s=time.monotonic(),
             running=counts["running"],
             waiting=unfinished - counts["running"],
             prompt_tokens=counts["prompt_tokens"],
-            cached_prompt_tokens=0,
             generated_tokens=counts["generated_tokens"],
-            preemptions=0,
-            cache_usage=0.0,
             finished={reason: counts[reason] for reason in get_args(FinishReason) if counts[reason]},
             version=self.version,
         )

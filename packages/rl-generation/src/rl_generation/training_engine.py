@@ -186,7 +186,7 @@ def make_training_engine(
 
         if spec.config.stop and tokenizer is None:
             try:
-                tokenizer = load_tokenizer(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+                tokenizer = load_tokenizer(spec)
             except ModelError as error:
                 raise ModelError(f"stop strings need the model's tokenizer: {error}") from error
         model = _zeros(spec) if model is None else model
@@ -211,7 +211,7 @@ def make_training_engine(
     if options.kv_cache_memory_bytes is None and options.gpu_memory_utilization is None:
         on_gpu = spec.device == "cuda"
         dtype = ("bfloat16" if on_gpu else "float32") if options.dtype == "auto" else options.dtype
-        config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        config = load_config(spec)
         memory = estimate_memory(config, dtype=dtype, **options.sizes)
         if on_gpu:
             share = memory.default_gpu_memory_utilization(device_memory_bytes())
@@ -229,7 +229,7 @@ def _zeros(spec: TrainingEngineSpec) -> Any:
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # typed in some releases of transformers and not in others
-    config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    config = load_config(spec)
     model = auto.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -105,8 +105,7 @@ def _agreements(engines: Mapping[str, Engine], spec: EngineSpec) -> dict[str, di
     from rl_generation.checkpoints import load_model
     from rl_generation.verify import verify_logp
 
-    which: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
-    model = load_model(spec.model, dtype="float32", device="cpu", **which)
+    model = load_model(spec, dtype="float32", device="cpu")
     found = {name: verify_logp(engine, model) for name, engine in engines.items()}
     return {
         name: {each: getattr(agreement, each) for each in AGREEMENT} | {"compared_tokens": agreement.tokens}

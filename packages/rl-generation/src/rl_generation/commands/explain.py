@@ -32,7 +32,7 @@ class Explain:
         from rl_generation.vllm.preparing import TESTED
 
         spec = self.engine.spec()
-        config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        config = load_config(spec)
         dtype = spec.dtype if spec.dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
         quirks: list[str] = []
         sized: dict[str, Any] = {"max_num_seqs": spec.max_batch_size or OUR_BATCH, "block_size": 1}

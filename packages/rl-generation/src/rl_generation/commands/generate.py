@@ -76,7 +76,7 @@ class Generate:
         begun = not self.overwrite and path.exists() and path.stat().st_size > 0
         if begun and not self.resume:
             raise CommandError(f"{path} exists: go on with it by --resume, or lose it by --overwrite")
-        config = load_config(spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        config = load_config(spec)
         tokenizer, variables = tokenizer_of(spec), json_pairs(self.chat_template_kwarg, "--chat-template-kwarg")
 
         def encode(kind: str, content: Any) -> Sequence[int]:

@@ -261,7 +261,7 @@ def read_config(options: VllmOptions) -> Mapping[str, Any]:
     """Return the model's `config.json`; ModelError where it is neither in a folder nor to be found on the hub."""
     from transformers import PretrainedConfig
 
-    place = place_of(options.model, ("config.json",), what="model")
+    place = place_of(options.model)
     found, _ = load_from(PretrainedConfig.get_config_dict, place, what="config", revision=options.revision)
     if not isinstance(found, dict):
         raise ModelError(f"{place}/config.json holds no JSON object, but {type(found).__name__}")
