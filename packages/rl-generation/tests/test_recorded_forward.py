@@ -147,11 +147,12 @@ def test_a_recording_repeats_calls_of_every_form():
     def forward(x, y):
         x = x.float().contiguous()  # which does nothing to it
         first, second = torch.cat([x, y], dim=-1).chunk(2, -1)
-        largest = (first @ weight).max(dim=-1, keepdim=True)
+        largest = (first @ weight.mT).max(dim=-1, keepdim=True)
         kept[:, 1:3] = second[:, 1:3]
         kept.add_(1)
-        scores = torch.where(x > 0, x, -x)[..., None].expand(*x.shape, 2).sum(-1) + largest.values
-        return F.silu(scores, inplace=True) * 2.0 + kept + torch.arange(x.shape[1])
+        scores = torch.where(x > -torch.inf, 1 - x, -x)[..., None].expand((*x.shape, 2)).sum(-1) + largest.values
+        left, right = F.silu(scores, inplace=True).split([1, 3], dim=-1)
+        return torch.cat([left, right], dim=-1).flip(-1).to(torch.float64) * 2.0 + kept + torch.arange(x.shape[1])
 
     shapes = [(torch.randn(3, 4), torch.randn(3, 4)) for _ in range(2)]
     replay = record(forward, shapes[0], live=[weight, kept])
