@@ -191,7 +191,7 @@ class RecordedDecoding:
         if self.why_not is not None or any(self._hooks) or torch.is_autocast_enabled(inputs[0].device.type):
             return forward(*inputs)
         held = self._held()
-        if len(held) != len(self._live) or any(mine is not now for mine, now in zip(self._live, held, strict=True)):
+        if any(map(operator.is_not, held, self._live)):
             # Other tensors than before, which recordings do not know of.
             self._shapes.clear()
             self._live = held
@@ -201,19 +201,19 @@ class RecordedDecoding:
                 return forward(*inputs)
         else:
             self._changes = 0
-        known = self._shapes.get(shape)
-        if known is None:
-            known = self._shapes[shape] = _Shape()
-            if len(self._shapes) > MAX_RECORDINGS:
-                self._shapes.popitem(last=False)
-        else:
-            self._shapes.move_to_end(shape)
+        known = self._shapes.setdefault(shape, _Shape())
+        self._shapes.move_to_end(shape)
+        if len(self._shapes) > MAX_RECORDINGS:
+            self._shapes.popitem(last=False)
         if known.trusted:
             assert known.replay is not None
             return known.replay(*inputs)
         expected = forward(*inputs)
         if known.replay is not None:
-            self._compare(known, expected, known.replay(*inputs))
+            known.trusted = torch.equal(expected, known.replay(*inputs))
+            if not known.trusted and expected.isfinite().all():  # of broken weights nothing is learnt
+                self.why_not = "what was recorded did not give the same logits on the next step"
+                self._shapes.clear()
         elif known.uses >= USES_BEFORE:
             try:
                 known.replay = record(forward, inputs, live=[each for each in held if each is not None])
@@ -232,15 +232,6 @@ class RecordedDecoding:
             return "decoding: by the model's own forward, step by step, since it has hooks"
         replayed = f"{self.num_replayed} shapes so far"
         return f"decoding: the model's torch calls, recorded for each shape that occurs often and replayed; {replayed}"
-
-    def _compare(self, known: _Shape, expected: Tensor, replayed: Tensor) -> None:
-        if not expected.isfinite().all():
-            return  # of broken weights nothing is learnt
-        if torch.equal(expected, replayed):
-            known.trusted = True
-        else:
-            self.why_not = "what was recorded did not give the same logits on the next step"
-            self._shapes.clear()
 
     def _held(self) -> list[Tensor | None]:
         return [held.get(name) for held, name in self._places]

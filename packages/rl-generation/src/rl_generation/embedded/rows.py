@@ -154,7 +154,7 @@ class Draw:
         present = [row for row in rows if row is not None]
         settings = [(row or present[0]).request.sampling for row in rows]
         self._sampling = SamplingTensors.of(settings, vocab_size=vocab_size, device=device)
-        self._constrained = any(row.constraints is not None for row in present)
+        self._constrained = any(row.request.sampling.constrained for row in present)
         self._asking = [place for place, each in enumerate(settings) if each.top_logp]
         self._chances: list[Tensor] = []
 
@@ -163,15 +163,11 @@ class Draw:
         present = [(place, row) for place, row in enumerate(self.rows) if row is not None]
         allowed = logits
         if self._constrained:
-            # What rows exclude or penalise is done to a copy.
-            changing = [
-                (place, row.constraints)
-                for place, row in present
-                if row.constraints is not None and row.constraints.changes_logits
-            ]
-            allowed = logits.float().clone() if changing else logits  # a bias in bfloat16 would be rounded
-            for place, constraints in changing:
-                allowed[place] = constraints.adjust(logits[place])
+            # What rows exclude or penalise is done to a copy, in float32: a bias in bfloat16 would be rounded.
+            allowed = logits.float().clone()
+            for place, row in present:
+                if row.constraints is not None and row.request.sampling.constrained:
+                    allowed[place] = row.constraints.adjust(logits[place])
         if not self._chances:
             # One uniform number a row decides its token. Those without a row have any.
             counts = torch.tensor([len(row.tokens) if row else 0 for row in self.rows], device=self._device)
