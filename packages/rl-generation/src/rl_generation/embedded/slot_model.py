@@ -278,8 +278,9 @@ class SlotModel:
         ends = sorted(set(lengths))
         keep = torch.tensor([end - 1 for end in ends], device=tokens.device)
         logits = self._forward(tokens, positions, columns=columns, logits_to_keep=keep, prefill=(slots, sources))
-        place = {end: index for index, end in enumerate(ends)} if self._keeps_logits else {e: e - 1 for e in ends}
-        return logits[torch.arange(len(prompts)), [place[length] for length in lengths]]
+        if not self._keeps_logits:
+            logits = logits[:, keep]
+        return logits[torch.arange(len(prompts)), [ends.index(length) for length in lengths]]
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"], *, columns: int) -> Float[Tensor, "N V"]:
@@ -411,8 +412,6 @@ def why_not_continuous(slots: SlotModel, *, vocab_size: int) -> str | None:
         return f"{name}'s forward has no {', '.join(missing)}"
     if getattr(model, "_is_stateful", False) or not RECURRENT.isdisjoint(layer_types):
         return f"{name} keeps recurrent states, which have no place in a key/value cache"
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not attend through transformers' attention interface"
     sequences = [
         tuple((7 * i + 3 * row + 1) % vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)
     ]
