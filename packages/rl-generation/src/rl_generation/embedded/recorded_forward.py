@@ -150,8 +150,10 @@ class _Shape:
     """What is known of one shape."""
 
     uses: int = 0
+    candidate: Recording | None = None
+    """Recorded, and not yet compared with the forward."""
+
     replay: Recording | None = None
-    trusted: bool = False
 
 
 class RecordedDecoding:
@@ -185,7 +187,7 @@ class RecordedDecoding:
     @property
     def num_replayed(self) -> int:
         """Shapes that are replayed now."""
-        return sum(shape.trusted for shape in self._shapes.values())
+        return sum(shape.replay is not None for shape in self._shapes.values())
 
     def __call__(self, shape: tuple[int, ...], forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Return `forward(*inputs)`; calls of one `shape` differ in the values of `inputs` alone."""
@@ -206,22 +208,23 @@ class RecordedDecoding:
         self._shapes.move_to_end(shape)
         if len(self._shapes) > MAX_RECORDINGS:
             self._shapes.popitem(last=False)
-        if known.trusted:
-            assert known.replay is not None
+        if known.replay is not None:
             return known.replay(*inputs)
         expected = forward(*inputs)
-        if known.replay is not None:
-            known.trusted = torch.equal(expected, known.replay(*inputs))
-            if not known.trusted and expected.isfinite().all():  # of broken weights nothing is learnt
-                self.why_not = "what was recorded did not give the same logits on the next step"
-                self._shapes.clear()
-        elif known.uses >= USES_BEFORE:
-            try:
-                known.replay = record(forward, inputs, live=[each for each in held if each is not None])
-            except NotRecordableError as error:
-                self.why_not = str(error)
-            except Exception as error:  # noqa: BLE001 - of a model under the modes above: it runs without them
-                self.why_not = f"it does not run while it is recorded: {type(error).__name__}: {error}"
+        try:
+            if known.candidate is not None:
+                if torch.equal(expected, known.candidate(*inputs)):
+                    known.replay = known.candidate
+                elif expected.isfinite().all():  # of broken weights nothing is learnt
+                    self.why_not = "what was recorded did not give the same logits on the next step"
+            elif known.uses >= USES_BEFORE:
+                known.candidate = record(forward, inputs, live=[each for each in held if each is not None])
+        except NotRecordableError as error:
+            self.why_not = str(error)
+        except Exception as error:  # noqa: BLE001 - of a model under the modes above: it runs without them
+            self.why_not = f"it does not run while it is recorded: {type(error).__name__}: {error}"
+        if self.why_not is not None:
+            self._shapes.clear()
         known.uses += 1
         return expected
 
