@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 from torch import nn
 
-EMBEDDED = ["choice", "continuous_batching", "recorded_forward", "rows", "slot_model", "whole_batches"]
+EMBEDDED = ["continuous_batching", "recorded_forward", "rows", "slot_model", "whole_batches"]
 SHAPED = [
     "rl_generation.distribution",
     "rl_generation.verify",

@@ -42,8 +42,6 @@ class Constraints:
         self._prompt = sorted(set(request.prompt))
         self._tokens: list[int] = []
         self._counts: Counter[int] = Counter()
-        self.changes_logits = request.sampling.constrained
-        """Whether `adjust` does anything."""
 
     def adjust(self, logits: Tensor) -> Tensor:
         """Return float32 logits [V] of the next token, -inf where it is excluded, from the model's own."""

@@ -32,13 +32,12 @@ from rl_generation.requests import Sampling
 class SamplingTensors:
     """What each of N rows samples with. None stands for a setting that is off in every row, and costs nothing."""
 
-    greedy: Bool[Tensor, " N"]
+    greedy: Bool[Tensor, " N"] | None
     temperature: Float[Tensor, "N 1"] | None
     min_p: Float[Tensor, "N 1"] | None
     top_k: Int[Tensor, "N 1"] | None
     top_p: Float[Tensor, "N 1"] | None
     all_greedy: bool
-    any_greedy: bool
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], *, vocab_size: int, device: torch.device) -> "SamplingTensors":
@@ -54,13 +53,12 @@ class SamplingTensors:
 
         top_k = column("top_k", 0.0, torch.int64)
         return cls(
-            greedy=torch.tensor(greedy, dtype=torch.bool, device=device),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             temperature=column("temperature", 1.0, torch.float32),
             min_p=column("min_p", 0.0, torch.float32),
             top_k=None if top_k is None else torch.where(top_k == 0, vocab_size, top_k.clamp(max=vocab_size)),
             top_p=column("top_p", 1.0, torch.float32),
             all_greedy=all(greedy),
-            any_greedy=any(greedy),
         )
 
 
@@ -71,7 +69,7 @@ def choose(
     if sampling.all_greedy:
         return take_best(logits)
     tokens, logp = draw(sampled_logits(logits, sampling), uniforms)
-    if sampling.any_greedy:
+    if sampling.greedy is not None:
         best, best_logp = take_best(logits)
         tokens = torch.where(sampling.greedy, best, tokens)
         logp = torch.where(sampling.greedy, best_logp.to(logp.dtype), logp)
@@ -111,9 +109,8 @@ def draw(logits: Float[Tensor, "N V"], uniforms: Float[Tensor, " N"]) -> tuple[I
 
 def take_best(logits: Float[Tensor, "N V"]) -> tuple[Int[Tensor, " N"], Float[Tensor, " N"]]:
     """Take each row's likeliest token, the lowest id among equals, and its logp at temperature 1."""
-    raw = logits.float()
-    best = raw.max(-1)
-    return best.indices, best.values - raw.logsumexp(-1)
+    tokens = logits.argmax(-1)
+    return tokens, raw_logp(logits, tokens)
 
 
 def raw_logp(logits: Float[Tensor, "N V"], tokens: Int[Tensor, " N"]) -> Float[Tensor, " N"]:

@@ -1,1 +1,1 @@
-"""The rooms of the embedded engine; `rl_generation.transformers_engine` is its door."""
+"""The parts of the embedded engine, `rl_generation.transformers_engine`."""

@@ -134,8 +134,8 @@ class ContinuousBatching(Runner):
         groups: dict[Prompt, list[Row]] = {}
         for row, slot in zip(rows, slots, strict=True):
             context = row.context
-            self.slots[slot], row.slot, row.stale = row, slot, False
-            row.mark_version(self._version)
+            self.slots[slot], row.slot = row, slot
+            row.version, row.stale = self._version, False
             counters["prompt_tokens"] += len(context)
             if context in donors:
                 copies.append((slot, donors[context]))

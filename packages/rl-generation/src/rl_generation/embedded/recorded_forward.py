@@ -2,8 +2,10 @@
 
 A decoding step of a small model, or of few rows, costs the Python of its modules more than its arithmetic: calls of
 modules, configs, keyword arguments, masks and caches by way of objects. None of it depends on the tokens. `record` runs
-a forward once and writes down each call of torch with what it was given; the `Recording` makes the same calls on the
-same kernels in the same order, and so returns the same bits.
+a forward once and notes each call of torch, with what it was given, as a node of a `torch.fx.Graph`, which torch turns
+into Python; the `Recording` makes the same calls on the same kernels in the same order, and so returns the same bits.
+(torch's own `make_fx` takes ten times as long to record, replays slower, and meanwhile compiled modules raise in other
+threads: it notes operators, and marks the whole process as tracing.)
 
 A recording is right only for what does not change between two steps of one shape. So it refers to tensors by where they
 come from: inputs, parameters and buffers, which are read where they are (new weights that are written in place are
@@ -13,16 +15,18 @@ Python by anything else would slip through, which is why `RecordedDecoding` comp
 to the bit and on other tokens, before it relies on it.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_module
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # What tells something of a tensor that its shape and kind decide; everything else that is no tensor is a value.
 METADATA = {
@@ -31,8 +35,9 @@ METADATA = {
 }
 # Calls that may return the very tensor that they were given, and then do nothing.
 CONVERSIONS = frozenset({"to", "contiguous", "float", "type_as", "half", "bfloat16", "double", "type"})
-# Uses of a shape before it is recorded, which takes as long as some five forwards and saves half of each.
-USES_BEFORE = 4
+# Uses of a shape before it is recorded, which takes as long as some fifteen forwards and saves half of each later one.
+# Many shapes of a long tail occur a few times only.
+USES_BEFORE = 16
 MAX_RECORDINGS = 256
 
 
@@ -44,7 +49,7 @@ Recording = Callable[..., Tensor]
 """Takes the inputs in the order of `record`'s, and returns what the forward does."""
 
 
-def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: Iterable[Tensor]) -> Recording:
+def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: Sequence[Tensor]) -> Recording:
     """Run `forward(*inputs)` once, and return the calls of torch that it made.
 
     Args:
@@ -55,12 +60,15 @@ def record(forward: Callable[..., Tensor], inputs: Sequence[Tensor], *, live: It
     Raises:
         NotRecordableError: A replay would not do what the forward does.
     """
-    recorder = _Recorder(inputs, live)
+    recorder = _Recorder([*inputs, *live])
     with _ValueDependence(), recorder:  # type: ignore[no-untyped-call]
         output = forward(*inputs)
-    exec(recorder.text(output), recorder.constants)  # noqa: S102 - its text is names and numbers alone
-    replay: Recording = recorder.constants["replay"]
-    return replay
+    recorder.graph.output(recorder.nodes_of(output))
+    # Not a GraphModule, which would keep the text for good.
+    code = recorder.graph.python_code("self")
+    scope = dict(code.globals)
+    exec(code.src, scope)  # noqa: S102 - torch's own text
+    return lambda *inputs: scope["forward"](None, *inputs, *live)
 
 
 class _ValueDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,123 +85,64 @@ class _ValueDependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down the calls of torch that are made inside, as lines of Python."""
+    """Notes the calls of torch that are made inside as nodes of a graph, whose placeholders are the tensors `given`."""
 
-    def __init__(self, inputs: Sequence[Tensor], live: Iterable[Tensor]) -> None:
+    def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
-        self._lines: list[str] = []
-        self._last_use: dict[str, int] = {}
-        self.constants: dict[str, Any] = {}
-        self._constant_names: dict[int, str] = {}
+        self.graph = fx.Graph()
         # Each by its identity, and kept, so that no identity comes again.
-        self._names: dict[int, str] = {}
-        self._kept: list[Any] = []
-        self._parameters = [f"i{place}" for place in range(len(inputs))]
-        for name, tensor in zip(self._parameters, inputs, strict=True):
-            self._name(tensor, name)
-        for tensor in live:
-            self._name(tensor, self._constant(tensor))
+        self._nodes: dict[int, fx.Node] = {}
+        self._kept: list[Tensor] = []
+        for place, tensor in enumerate(given):
+            self._note(tensor, self.graph.placeholder(f"given_{place}"))
 
     def __torch_function__(  # noqa: PLR0917 - torch's signature
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
+        name = func.__name__
         try:
             result = func(*args, **kwargs)
         except NotRecordableError as error:
             raise NotRecordableError(f"{error} ({resolve_name(func) or name})") from None
         if isinstance(result, Tensor):
-            if name in CONVERSIONS and args and result is args[0]:
-                return result
-            self._write(func, args, kwargs, result=result)
+            if not (name in CONVERSIONS and args and result is args[0]):
+                self._note(result, self._call(func, args, kwargs))
         elif isinstance(result, (tuple, list)) and any(isinstance(each, Tensor) for each in result):
-            whole = self._write(func, args, kwargs, result=result)
+            whole = self._call(func, args, kwargs)
             for place, each in enumerate(result):
                 if isinstance(each, Tensor):
-                    part = f"v{len(self._lines)}"
-                    self._use(whole)
-                    self._lines.append(f"{part} = {whole}[{place}]")
-                    self._name(each, part)
+                    self._note(each, self.graph.call_function(operator.getitem, (whole, place)))
         elif name == "__setitem__":
-            self._write(func, args, kwargs, result=None)
-        elif name not in METADATA and _holds_tensor((args, kwargs)):
+            self._call(func, args, kwargs)
+        elif name not in METADATA and any(isinstance(each, Tensor) for each in tree_leaves((args, kwargs))):
             raise NotRecordableError(f"it asks for the value of a tensor ({resolve_name(func) or name})")
         return result
 
-    def text(self, output: Tensor) -> str:
-        """The lines as a function `replay` over `constants`, which gives each result back after its last use."""
-        returned = self._expression(output)
-        after: dict[int, list[str]] = {}
-        for name, line in self._last_use.items():
-            if name.startswith("v") and line < len(self._lines):
-                after.setdefault(line, []).append(name)
-        body = [
-            f"{line}; del {', '.join(after[place])}" if place in after else line
-            for place, line in enumerate(self._lines)
-        ]
-        source = [f"def replay({', '.join(self._parameters)}):", *body, f"return {returned}"]
-        return "\n    ".join(source)
+    def nodes_of(self, value: Any) -> Any:
+        """Return `value` with the node of each tensor in it in the tensor's place."""
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, result: object) -> str:
-        arguments = [self._expression(each) for each in args]
-        arguments += [f"{key}={self._expression(value)}" for key, value in kwargs.items()]
-        call = f"{self._constant(func)}({', '.join(arguments)})"
-        name = f"v{len(self._lines)}"
-        if result is None:
-            self._lines.append(call)
-            return name
-        if isinstance(result, Tensor) and id(result) in self._names:
-            self._lines.append(call)  # it has changed a tensor in place and returned it
-            return self._names[id(result)]
-        self._last_use[name] = len(self._lines)
-        self._lines.append(f"{name} = {call}")
-        if isinstance(result, Tensor):
-            self._name(result, name)
-        return name
-
-    def _expression(self, value: Any) -> str:
-        if isinstance(value, Tensor):
-            name = self._names.get(id(value))
-            if name is None:
+        def node_of(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._nodes:
                 raise NotRecordableError(
-                    f"it uses a tensor of shape {list(value.shape)} that is no parameter, buffer or input and was not "
+                    f"it uses a tensor of shape {list(leaf.shape)} that is no parameter, buffer or input and was not "
                     f"made by a call of torch"
                 )
-            self._use(name)
-            return name
-        if value is None or type(value) in (bool, int):
-            return repr(value)
-        if _holds_tensor(value):
-            if type(value) is tuple:
-                return f"({''.join(f'{self._expression(each)}, ' for each in value)})"
-            if type(value) is list:
-                return f"[{', '.join(map(self._expression, value))}]"
-            if type(value) is dict:
-                return f"{{{', '.join(f'{key!r}: {self._expression(each)}' for key, each in value.items())}}}"
-            raise NotRecordableError(f"it calls torch with tensors in a {type(value).__name__}")
-        return self._constant(value)
+            return self._nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf
 
-    def _use(self, name: str) -> None:
-        self._last_use[name] = len(self._lines)
+        return fx.node.map_aggregate(value, node_of)
 
-    def _name(self, tensor: Tensor, name: str) -> None:
-        self._names[id(tensor)] = name
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        args, kwargs = self.nodes_of(args), self.nodes_of(kwargs)
+        if func.__name__ == "__get__":  # of an attribute, such as `mT`
+            return self.graph.call_function(getattr, (args[0], func.__self__.__name__))
+        if is_tensor_method_or_property(func):
+            return self.graph.call_method(func.__name__, args, kwargs)
+        return self.graph.call_function(func, args, kwargs)
+
+    def _note(self, tensor: Tensor, node: fx.Node) -> None:
+        self._nodes[id(tensor)] = node
         self._kept.append(tensor)
-
-    def _constant(self, value: Any) -> str:
-        if id(value) not in self._constant_names:
-            name = self._constant_names[id(value)] = f"c{len(self._constant_names)}"
-            self.constants[name] = value  # kept here, so that its identity is its own
-        return self._constant_names[id(value)]
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_holds_tensor, value))
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    return isinstance(value, Tensor)
 
 
 @dataclass(slots=True)
@@ -201,8 +150,10 @@ class _Shape:
     """What is known of one shape."""
 
     uses: int = 0
+    candidate: Recording | None = None
+    """Recorded, and not yet compared with the forward."""
+
     replay: Recording | None = None
-    trusted: bool = False
 
 
 class RecordedDecoding:
@@ -236,14 +187,14 @@ class RecordedDecoding:
     @property
     def num_replayed(self) -> int:
         """Shapes that are replayed now."""
-        return sum(shape.trusted for shape in self._shapes.values())
+        return sum(shape.replay is not None for shape in self._shapes.values())
 
     def __call__(self, shape: tuple[int, ...], forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Return `forward(*inputs)`; calls of one `shape` differ in the values of `inputs` alone."""
         if self.why_not is not None or any(self._hooks) or torch.is_autocast_enabled(inputs[0].device.type):
             return forward(*inputs)
         held = self._held()
-        if len(held) != len(self._live) or any(mine is not now for mine, now in zip(self._live, held, strict=True)):
+        if any(map(operator.is_not, held, self._live)):
             # Other tensors than before, which recordings do not know of.
             self._shapes.clear()
             self._live = held
@@ -253,26 +204,27 @@ class RecordedDecoding:
                 return forward(*inputs)
         else:
             self._changes = 0
-        known = self._shapes.get(shape)
-        if known is None:
-            known = self._shapes[shape] = _Shape()
-            if len(self._shapes) > MAX_RECORDINGS:
-                self._shapes.popitem(last=False)
-        else:
-            self._shapes.move_to_end(shape)
-        if known.trusted:
-            assert known.replay is not None
+        known = self._shapes.setdefault(shape, _Shape())
+        self._shapes.move_to_end(shape)
+        if len(self._shapes) > MAX_RECORDINGS:
+            self._shapes.popitem(last=False)
+        if known.replay is not None:
             return known.replay(*inputs)
         expected = forward(*inputs)
-        if known.replay is not None:
-            self._compare(known, expected, known.replay(*inputs))
-        elif known.uses >= USES_BEFORE:
-            try:
-                known.replay = record(forward, inputs, live=[each for each in held if each is not None])
-            except NotRecordableError as error:
-                self.why_not = str(error)
-            except Exception as error:  # noqa: BLE001 - of a model under the modes above: it runs without them
-                self.why_not = f"it does not run while it is recorded: {type(error).__name__}: {error}"
+        try:
+            if known.candidate is not None:
+                if torch.equal(expected, known.candidate(*inputs)):
+                    known.replay = known.candidate
+                elif expected.isfinite().all():  # of broken weights nothing is learnt
+                    self.why_not = "what was recorded did not give the same logits on the next step"
+            elif known.uses >= USES_BEFORE:
+                known.candidate = record(forward, inputs, live=[each for each in held if each is not None])
+        except NotRecordableError as error:
+            self.why_not = str(error)
+        except Exception as error:  # noqa: BLE001 - of a model under the modes above: it runs without them
+            self.why_not = f"it does not run while it is recorded: {type(error).__name__}: {error}"
+        if self.why_not is not None:
+            self._shapes.clear()
         known.uses += 1
         return expected
 
@@ -284,15 +236,6 @@ class RecordedDecoding:
             return "decoding: by the model's own forward, step by step, since it has hooks"
         replayed = f"{self.num_replayed} shapes so far"
         return f"decoding: the model's torch calls, recorded for each shape that occurs often and replayed; {replayed}"
-
-    def _compare(self, known: _Shape, expected: Tensor, replayed: Tensor) -> None:
-        if not expected.isfinite().all():
-            return  # of broken weights nothing is learnt
-        if torch.equal(expected, replayed):
-            known.trusted = True
-        else:
-            self.why_not = "what was recorded did not give the same logits on the next step"
-            self._shapes.clear()
 
     def _held(self) -> list[Tensor | None]:
         return [held.get(name) for held, name in self._places]

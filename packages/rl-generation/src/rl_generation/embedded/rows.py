@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -57,8 +58,11 @@ class Row:
     told: int = 0
     """How many of its tokens were news."""
 
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """Version of the weights, and the first token that they made."""
+    version: int = 0
+    """Of the weights that make its next token, while it is in the batch."""
+
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that made each token."""
 
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -79,17 +83,11 @@ class Row:
         """Of its answer, or else of its prompt."""
         return self.tokens[-1] if self.tokens else self.request.prompt[-1]
 
-    def mark_version(self, version: int) -> None:
-        """From the next token on, the weights are of `version`."""
-        if self.spans and self.spans[-1][1] == len(self.tokens):
-            self.spans.pop()
-        if not self.spans or self.spans[-1][0] != version:
-            self.spans.append((version, len(self.tokens)))
-
     def take(self, token: int, logp: float) -> bool:
         """Take the next token; return whether it is the last: of a stop, at the limit, or from broken logits."""
         self.tokens.append(token)
         self.logp.append(logp)
+        self.versions.append(self.version)
         stopped = token in self.stop_token_ids
         string = None if self.constraints is None else self.constraints.push(token, is_stop_token=stopped)
         if stopped or string is not None:
@@ -110,19 +108,19 @@ class Row:
             )
         rollout = None
         if self.finish_reason is not None:
-            spans = self.spans or [(version, 0)]
-            ends = [*(start for _, start in spans[1:]), len(tokens)]
+            made_by = self.versions
+            starts = [step for step in range(len(tokens)) if step == 0 or made_by[step] != made_by[step - 1]]
+            spans = [
+                VersionSpan(version=made_by[start], start=start, end=end)
+                for start, end in pairwise([*starts, len(tokens)])
+            ]
             rollout = Rollout(
                 tokens=tokens,
                 logp=logp,
                 logp_of=logp_of,
                 finish_reason=self.finish_reason,
                 stop_reason=self.stop_reason,
-                versions=tuple(
-                    VersionSpan(version=made_by, start=start, end=end)
-                    for (made_by, start), end in zip(spans, ends, strict=True)
-                    if end > start or len(spans) == 1
-                ),
+                versions=tuple(spans) or (VersionSpan(version=version, start=0, end=0),),
                 top_logp=tuple(self.top_logp),
                 prompt_index=self.request.prompt_index,
                 sample_index=self.sample_index,
@@ -154,7 +152,7 @@ class Draw:
         present = [row for row in rows if row is not None]
         settings = [(row or present[0]).request.sampling for row in rows]
         self._sampling = SamplingTensors.of(settings, vocab_size=vocab_size, device=device)
-        self._constrained = any(row.constraints is not None for row in present)
+        self._constrained = any(row.request.sampling.constrained for row in present)
         self._asking = [place for place, each in enumerate(settings) if each.top_logp]
         self._chances: list[Tensor] = []
 
@@ -163,15 +161,11 @@ class Draw:
         present = [(place, row) for place, row in enumerate(self.rows) if row is not None]
         allowed = logits
         if self._constrained:
-            # What rows exclude or penalise is done to a copy.
-            changing = [
-                (place, row.constraints)
-                for place, row in present
-                if row.constraints is not None and row.constraints.changes_logits
-            ]
-            allowed = logits.float().clone() if changing else logits  # a bias in bfloat16 would be rounded
-            for place, constraints in changing:
-                allowed[place] = constraints.adjust(logits[place])
+            # What rows exclude or penalise is done to a copy, in float32: a bias in bfloat16 would be rounded.
+            allowed = logits.float().clone()
+            for place, row in present:
+                if row.constraints is not None and row.request.sampling.constrained:
+                    allowed[place] = row.constraints.adjust(logits[place])
         if not self._chances:
             # One uniform number a row decides its token. Those without a row have any.
             counts = torch.tensor([len(row.tokens) if row else 0 for row in self.rows], device=self._device)
@@ -253,8 +247,7 @@ class Runner(ABC):
         """From here on, tokens are made by the weights of `version`."""
         self._version = version
         for row in self.running:
-            row.mark_version(version)
-            row.stale = True
+            row.version, row.stale = version, True
 
     def clear(self) -> None:
         """Forget all answers, and give the cache back."""

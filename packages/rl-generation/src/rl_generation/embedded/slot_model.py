@@ -37,8 +37,6 @@ ATTENTION = "rl_generation_slots"
 
 FORWARD_NEEDS = ("input_ids", "position_ids", "use_cache")
 RECURRENT = {"conv", "linear_attention", "mamba", "recurrent"}
-# What models raise of a cache, mask or argument that is not what they were written for.
-RAISED = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 PROMPT_LENGTHS = (5, 2)
 # Of the largest logit; rounding in each dtype is ten times less, another mask or scale is far more.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -79,16 +77,13 @@ class AttentionStep:
 class SlotCache:
     """Keys and values of all layers, `slots` × `columns` tokens of each; storage appears with the first forward."""
 
-    # What generate would ask of a cache in order to compile the model.
-    is_compileable = False
+    step: AttentionStep
+    """The forward that runs, or the last one."""
 
     def __init__(self) -> None:
-        self.slots = 0
-        self.columns = 0
+        self.slots = self.columns = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._token_bytes: dict[int, int] = {}
-        self.step: AttentionStep | None = None
-        """The forward that runs, or the last one."""
 
     @property
     def token_bytes(self) -> int:
@@ -138,7 +133,6 @@ class SlotCache:
             self._token_bytes[layer_idx] = key[0, :, 0].nbytes + value[0, :, 0].nbytes
         keys, values = self._layers[layer_idx]
         step = self.step
-        assert step is not None
         if step.prefill is not None:
             slots, prompts = step.prefill
             keys[slots, :, : key.shape[2]] = key[prompts]
@@ -155,7 +149,6 @@ class SlotCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before this forward's; 0 for a prefill."""
-        assert self.step is not None
         return 0 if self.step.prefill is not None else self.step.columns - 1
 
     # The same, by its newer name.
@@ -163,16 +156,7 @@ class SlotCache:
 
     def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that a mask covers, and the first of them."""
-        assert self.step is not None
         return self.step.columns, 0
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """No layer throws keys away: windows are masked."""
-        return [False] * max(1, len(self._layers))
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
     def _allocate(self, like: Tensor) -> Tensor:
         # Zeros: a NaN in what nobody has written yet would pass through the mask.
@@ -294,8 +278,9 @@ class SlotModel:
         ends = sorted(set(lengths))
         keep = torch.tensor([end - 1 for end in ends], device=tokens.device)
         logits = self._forward(tokens, positions, columns=columns, logits_to_keep=keep, prefill=(slots, sources))
-        place = {end: index for index, end in enumerate(ends)} if self._keeps_logits else {e: e - 1 for e in ends}
-        return logits[torch.arange(len(prompts)), [place[length] for length in lengths]]
+        if not self._keeps_logits:
+            logits = logits[:, keep]
+        return logits[torch.arange(len(prompts)), [ends.index(length) for length in lengths]]
 
     @torch.no_grad()
     def decode(self, tokens: Int[Tensor, " N"], positions: Int[Tensor, " N"], *, columns: int) -> Float[Tensor, "N V"]:
@@ -427,8 +412,6 @@ def why_not_continuous(slots: SlotModel, *, vocab_size: int) -> str | None:
         return f"{name}'s forward has no {', '.join(missing)}"
     if getattr(model, "_is_stateful", False) or not RECURRENT.isdisjoint(layer_types):
         return f"{name} keeps recurrent states, which have no place in a key/value cache"
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{name} does not attend through transformers' attention interface"
     sequences = [
         tuple((7 * i + 3 * row + 1) % vocab_size for i in range(n + 1)) for row, n in enumerate(PROMPT_LENGTHS)
     ]
@@ -438,16 +421,16 @@ def why_not_continuous(slots: SlotModel, *, vocab_size: int) -> str | None:
     try:
         cache.resize(slots=len(sequences), columns=columns)
         prefilled = slots.prefill([sequence[:-1] for sequence in sequences], slots=rows, sources=rows)
-        attended.append(cache.step.calls if cache.step else 0)
+        attended.append(cache.step.calls)
         decoded = slots.decode(last, lengths, columns=columns)
-        attended.append(cache.step.calls if cache.step else 0)
+        attended.append(cache.step.calls)
         if attended != [num_layers] * 2 or cache.layer_indices != set(range(num_layers)):
             return (
                 f"of its {num_layers} layers, {min(attended)} attend through the attention interface and "
                 f"{len(cache.layer_indices)} keep keys and values"
             )
         plain = torch.stack([plain_logits(model, sequence, count=2) for sequence in sequences])
-    except RAISED as error:
+    except Exception as error:  # noqa: BLE001 - of a cache, mask or argument that the model was not written for
         return f"{name} does not run over a slot cache: {type(error).__name__}: {error}"
     finally:
         cache.clear()

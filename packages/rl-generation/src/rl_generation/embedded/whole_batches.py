@@ -48,7 +48,7 @@ class WholeBatches(Runner):
         taken = set(rows)
         self.waiting = deque(row for row in self.waiting if row not in taken)
         for row in rows:
-            row.mark_version(self._version)
+            row.version = self._version
         self._generate(rows)
         self.counters["prompt_tokens"] += length * len(rows)
         self.counters["generated_tokens"] += sum(len(row.tokens) for row in rows)
