@@ -71,10 +71,10 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
-        tail, whole = _prompt_tail(tokenizer, prompt)
-        self._context, self._rest = tail[:whole], tail[whole:]
-        """Tokens whose text is known, and those with which the prompt begins a character."""
-        self._before = decode(tokenizer, self._context)
+        self._context, whole = _prompt_tail(tokenizer, prompt)
+        """Tokens behind which the next ones are read."""
+        self._before = decode(tokenizer, self._context[:whole])
+        """Their text, without a character that the prompt only begins."""
         self._tokens: list[int] = []
         """Those of the response of which nothing was given out yet, special ones left out, as in the text."""
         self._text: str | None = ""
@@ -84,7 +84,7 @@ class Detokenizer:
     def pending(self) -> str:
         """What the tokens that are not certain yet add to the text, as long as no other token follows."""
         if self._text is None:
-            whole = decode(self._tokenizer, [*self._context, *self._rest, *self._tokens])
+            whole = decode(self._tokenizer, [*self._context, *self._tokens])
             if whole.startswith(self._before):
                 self._text = whole[len(self._before) :]
             else:  # they change how what came before reads: they are read by themselves, as engines do
@@ -103,7 +103,7 @@ class Detokenizer:
         fresh = self.pending
         if not fresh or fresh.endswith(INCOMPLETE):
             return ""
-        self._context, self._rest, self._tokens, self._text = self._tokens, [], [], ""
+        self._context, self._tokens, self._text = self._tokens, [], ""
         self._before = decode(self._tokenizer, self._context)
         return fresh
 

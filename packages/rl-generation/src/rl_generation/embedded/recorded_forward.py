@@ -39,6 +39,8 @@ CONVERSIONS = frozenset({"to", "contiguous", "float", "type_as", "half", "bfloat
 # Many shapes of a long tail occur a few times only.
 USES_BEFORE = 16
 MAX_RECORDINGS = 256
+# Steps in a row that find other parameters or buffers than the last: no refit does that.
+MAX_CHANGES = 4
 
 
 class NotRecordableError(Exception):
@@ -199,7 +201,7 @@ class RecordedDecoding:
             self._shapes.clear()
             self._live = held
             self._changes += 1
-            if self._changes > USES_BEFORE:  # no refit does that
+            if self._changes > MAX_CHANGES:
                 self.why_not = "its parameters or buffers are other tensors at each step"
                 return forward(*inputs)
         else:
