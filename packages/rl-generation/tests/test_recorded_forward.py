@@ -41,8 +41,9 @@ def test_a_replay_runs_none_of_the_models_python(tiny, monkeypatch):
     served, forwards = engine(tiny("llama")), []
     plain, sampling = served.model.forward, Sampling(max_new_tokens=28, n=4, ignore_eos=True, seed=0)
     monkeypatch.setattr(served.model, "forward", lambda *args, **kwargs: forwards.append(0) or plain(*args, **kwargs))
-    served.generate([[1, 5, 6]], sampling)
-    assert 1 + USES_BEFORE <= len(forwards) < 28
+    for _ in range(2):
+        served.generate([[1, 5, 6]], sampling)
+    assert 1 + USES_BEFORE <= len(forwards) < 2 * 28
     forwards.clear()
     served.generate([[1, 5, 6]], sampling)
     assert len(forwards) == 1, "that of the prompt"

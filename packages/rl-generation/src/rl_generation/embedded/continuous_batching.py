@@ -63,7 +63,7 @@ class ContinuousBatching(Runner):
     def advance(self, *, stream: bool) -> list[News]:
         """Run one forward; return who has ended, and with `stream` every new token."""
         groups = self._rearrange()
-        if not self.running:
+        if not any(self.slots):
             return []
         if groups:
             # Each distinct prompt runs once, for all rows that wait for it.
@@ -215,16 +215,18 @@ class ContinuousBatching(Runner):
             How many slots and columns are decoded: those of the batch, and some behind them, to no effect. They depend
             on the batch and on limits alone, not on what the cache held before, since they decide how results round.
         """
-        if len(self.slots) * self._columns > self.max_cache_tokens:
-            keep = max(1, self.max_cache_tokens // (self._columns + COLUMNS_STEP))
+        needed = self._columns
+        if len(self.slots) * needed > self.max_cache_tokens:
+            keep = max(1, self.max_cache_tokens // (needed + COLUMNS_STEP))
             for row in reversed(sorted(self.running, key=lambda row: (row.arrived_s, row.slot))[keep:]):
                 self.slots[row.slot] = None
                 self.waiting.appendleft(row)
                 self.counters["preemptions"] += 1
             self._close_holes()
-        num_rows, columns = rounded_shape(len(self.slots), self._columns)
+            needed = self._columns
+        num_rows, columns = rounded_shape(len(self.slots), needed)
         num_rows = min(num_rows, self._max_batch_size)
         if num_rows * columns > self.max_cache_tokens:
-            num_rows, columns = len(self.slots), self._columns
+            num_rows, columns = len(self.slots), needed
         self._reserve(num_rows, columns)
         return num_rows, columns
