@@ -35,8 +35,8 @@ METADATA = {
 }
 # Calls that may return the very tensor that they were given, and then do nothing.
 CONVERSIONS = frozenset({"to", "contiguous", "float", "type_as", "half", "bfloat16", "double", "type"})
-# Uses of a shape before it is recorded, which takes as long as some sixteen forwards and saves half of each later one: a
-# shape that has come so often is likely to come often enough. Many shapes of a long tail occur a few times only.
+# Uses of a shape before it is recorded, which takes as long as some sixteen forwards and saves half of each later one:
+# what came so often is likely to come as often again. Many shapes of a long tail occur a few times only.
 USES_BEFORE = 32
 MAX_RECORDINGS = 256
 # Steps in a row that find other parameters or buffers than the last: no refit does that.
