@@ -145,7 +145,7 @@ class VllmEngine:
         rows = {
             "engine": f"vLLM {installed_version()}, in its own processes",
             "model": options.model + ("" if options.revision is None else f" at {options.revision}"),
-            "load_format": prepared.arguments["load_format"] + " (the first refit feeds it)" * prepared.unfed,
+            "load_format": "dummy (the first refit feeds it)" if prepared.unfed else prepared.arguments["load_format"],
             "dtype": str(self.vllm.vllm_config.model_config.dtype).removeprefix("torch."),
             "version": str(self.version) if self._running.fed else "none: no refit has been committed",
             "parallel": f"tensor {options.tensor_parallel_size}, pipeline {options.pipeline_parallel_size}, "
