@@ -115,6 +115,9 @@ class Delegate:
     logp_of = property(lambda self: self.inner.logp_of)
     limits = property(lambda self: self.inner.limits)
 
+    def submit(self, prompt, sampling, *, seed):
+        return self.inner.submit(prompt, sampling, seed=seed)
+
     def explain(self):
         return self.inner.explain()
 
