@@ -101,8 +101,9 @@ def test_a_replica_that_refuses_keeps_its_old_weights_and_takes_part_in_the_next
 
 
 def test_a_replica_that_is_stopped_is_given_up_after_its_silence_and_returns_when_it_goes_on(world):
-    trainer, replicas = start(world, liveness_s=2.0)
+    trainer, replicas = start(world, liveness_s=6.0)  # a slow machine may be silent for seconds
     trainer.do("refit", version=1)
+    assert trainer.do("await_joined", names=NAMES, versions=dict.fromkeys(NAMES, 1))["joined"]
     replicas["b"].do("arm", point="stage", action="stop")
     report = trainer.do("refit", version=2)
     assert report["versions"] == {"a": 2, "b": None, "c": 2}
