@@ -29,6 +29,10 @@ class Stepwise:
 
     def go_on_after(self, act):
         """Have a thread `act`, which waits for the step that is held, and go on; return once it is done."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not self.is_held:
+            assert time.monotonic() < deadline_s, "no step is held"
+            time.sleep(0.001)
         acting = threading.Thread(target=act)
         acting.start()
         wait_for_turn(self._engine)
@@ -58,7 +62,9 @@ class Stepwise:
 
 def wait_for_turn(engine):
     """Return once a thread waits for a turn of the engine."""
+    deadline_s = time.monotonic() + DEADLINE_S
     while not engine._turns._door.locked():
+        assert time.monotonic() < deadline_s, "nobody waits for a turn"
         time.sleep(0.001)
 
 
