@@ -7,6 +7,8 @@ A DTensor policy, an engine with its own weights, and a refit between them. `Tin
 
 import copy
 import itertools
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,7 +93,11 @@ class TinySetup:
 
 
 class InFlightEngine:
-    """An `Engine` for several threads and a `WeightSync` that does not wait for them."""
+    """An `Engine` for several threads and a `WeightSync` that does not wait for them.
+
+    Somebody else takes every other turn of the engine, so that generating takes as long as training, as it does with
+    a large model: a batch is under way at most refits, however fast the machine is.
+    """
 
     def __init__(self, setup: TinySetup) -> None:
         self._engine, self._weight_sync = setup.engine, setup.weight_sync
@@ -100,7 +106,14 @@ class InFlightEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """Generate as the engine does, and count the rollouts of mixed weights."""
-        rollouts = self._engine.generate(prompts, sampling)
+        over = threading.Event()
+        neighbour = threading.Thread(target=self._take_turns, args=(over,))
+        neighbour.start()
+        try:
+            rollouts = self._engine.generate(prompts, sampling)
+        finally:
+            over.set()
+            neighbour.join()
         self.mixed += sum(len({span.version for span in rollout.versions}) > 1 for rollout in rollouts)
         return rollouts
 
@@ -108,6 +121,11 @@ class InFlightEngine:
         """Refit between two steps of the engine, without waiting for requests."""
         with self._engine.between_steps():
             return self._weight_sync(version=version)
+
+    def _take_turns(self, over: threading.Event) -> None:
+        while not over.is_set():
+            with self._engine.between_steps():
+                time.sleep(0.02)
 
 
 def _chat() -> Chat:
