@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +28,10 @@ import torch.distributed as dist
 from rl_backends.rank_agreement import forget_process_group, gather_text, host_group, once_per_process_group
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+GLOO_SETTLES_S = 0.1
+"""At the end of a rank. A thread of gloo may still be about to free the tensors of the last collective; were it to do
+that while Python ends, the process would abort (torch 2.13, where a mesh keeps its groups and their threads)."""
+
 SIOCGIFADDR = 0x8915
 """Linux's ioctl number for an interface's address."""
 
@@ -166,6 +171,8 @@ def _destroy(own: _OwnGroup) -> None:
     if dist.is_initialized() and own.world is dist.group.WORLD:
         dist.destroy_process_group()
         forget_process_group()
+        if not own.alone:
+            time.sleep(GLOO_SETTLES_S)
 
 
 # ---- Ranks that another launcher started.
