@@ -10,6 +10,7 @@ listens on every address of a node; here the store listens only on the one that 
 """
 
 import atexit
+import functools
 import gc
 import os
 import socket
@@ -29,8 +30,8 @@ from rl_backends.rank_agreement import forget_process_group, gather_text, host_g
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 GLOO_SETTLES_S = 0.1
-"""At the end of a rank. A thread of gloo may still be about to free the tensors of the last collective; were it to do
-that while Python ends, the process would abort (torch 2.13, where a mesh keeps its groups and their threads)."""
+"""In which gloo's threads free the tensors of the last collective. Were one to do that while Python ends, the process
+would abort (torch 2.13, where a mesh keeps its groups and their threads)."""
 
 SIOCGIFADDR = 0x8915
 """Linux's ioctl number for an interface's address."""
@@ -102,6 +103,8 @@ def join_process_group(device: str, *, timeout_s: float) -> Membership:
         _own = _OwnGroup(world=dist.group.WORLD, device=device, alone=dist.get_world_size() == 1)
         if not _own.alone:
             atexit.register(_destroy, _own)  # NCCL warns of a group that was not destroyed
+    if dist.get_world_size() > 1:
+        _settle_at_exit()
     if _own is not None and _own.world is not dist.group.WORLD:
         _own = None  # the user has destroyed it, and made another
     if _own is not None and device == "cuda" and _own.device != "cuda":
@@ -171,8 +174,12 @@ def _destroy(own: _OwnGroup) -> None:
     if dist.is_initialized() and own.world is dist.group.WORLD:
         dist.destroy_process_group()
         forget_process_group()
-        if not own.alone:
-            time.sleep(GLOO_SETTLES_S)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Wait a moment before Python ends, whoever made the process group; once in a process."""
+    atexit.register(time.sleep, GLOO_SETTLES_S)
 
 
 # ---- Ranks that another launcher started.
