@@ -95,8 +95,8 @@ class TinySetup:
 class InFlightEngine:
     """An `Engine` for several threads and a `WeightSync` that does not wait for them.
 
-    Somebody else takes every other turn of the engine, so that generating takes as long as training, as it does with
-    a large model: a batch is under way at most refits, however fast the machine is.
+    Another thread takes every other turn of the engine, so that generating takes about as long as training, as it does
+    with a large model: most refits find a batch under way, however fast the machine is.
     """
 
     def __init__(self, setup: TinySetup) -> None:

@@ -30,8 +30,8 @@ from rl_backends.rank_agreement import forget_process_group, gather_text, host_g
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 GLOO_SETTLES_S = 0.1
-"""In which gloo's threads free the tensors of the last collective. Were one to do that while Python ends, the process
-would abort (torch 2.13, where a mesh keeps its groups and their threads)."""
+"""How long a rank waits before Python ends, so that gloo's threads have freed the tensors of the last collective. One
+that did so later would abort the process (torch 2.13, where a mesh keeps its groups and their threads)."""
 
 SIOCGIFADDR = 0x8915
 """Linux's ioctl number for an interface's address."""
@@ -178,7 +178,7 @@ def _destroy(own: _OwnGroup) -> None:
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """Wait a moment before Python ends, whoever made the process group; once in a process."""
+    """Wait `GLOO_SETTLES_S` before Python ends: once, however many process groups there were, dry runs' among them."""
     atexit.register(time.sleep, GLOO_SETTLES_S)
 
 

@@ -318,7 +318,6 @@ def _run_rank(rank: int, task: Mapping[str, Any]) -> None:
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()  # a rank that leaves early tears connections that others still read
     dist.destroy_process_group()
-    os._exit(0)  # were a thread of gloo to free the barrier while Python ends, torch 2.13 might abort the process
 
 
 def result_of_rank(task: Mapping[str, Any]) -> Found:
