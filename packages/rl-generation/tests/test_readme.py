@@ -43,7 +43,6 @@ def test_the_client_of_the_readme_keeps_its_tokens_over_two_turns(capsys):
     tokenizer = speaking.tokenizer()
     names = {"engine": engine_of_words(tokenizer), "tokenizer": tokenizer}
     exec(program("required_prefix_token_ids"), names)
-    names["client"].close()
     assert capsys.readouterr().out == "0\n"
     prompt = names["second"].prompt_token_ids
     assert prompt[: len(names["seen"])] == names["seen"]

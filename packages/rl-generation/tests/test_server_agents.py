@@ -46,7 +46,8 @@ def url(engine):
 
 @pytest.fixture(scope="module")
 def client(url):
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as made:
+        yield made
 
 
 def reference(engine, prompt, rollout, sampling):

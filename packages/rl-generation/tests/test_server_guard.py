@@ -69,8 +69,10 @@ def test_the_right_key_is_let_in_and_a_wrong_one_is_not(keyed):
         response = raw_get(keyed, "/v1/models", f"Bearer {wrong}")
         assert response.startswith(b"HTTP/1.1 401"), wrong
         assert b'"code":"invalid_api_key"' in response
-    client = openai.OpenAI(base_url=f"{keyed.server.url}/v1", api_key="wrong", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="an API key is needed"):
+    with (
+        openai.OpenAI(base_url=f"{keyed.server.url}/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError, match="an API key is needed"),
+    ):
         client.models.list()
 
 

@@ -27,11 +27,8 @@ class Served:
     engine: Any
     tokenizer: Any
     key: str
-
-    @property
-    def client(self):
-        """OpenAI's, which would try again after an error if it were let."""
-        return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key=self.key, max_retries=0, timeout=DEADLINE_S)
+    client: openai.OpenAI
+    """It would try again after an error if it were let."""
 
     @property
     def http(self):
@@ -73,9 +70,13 @@ def serving(*, api_key=None, wrap=lambda engine: engine, **options):
     tokenizer = speaking.tokenizer()
     engine = wrap(plain_engine(tokenizer))
     watched = Watched(engine)
+    key = api_key or "none"
     try:
-        with Server(watched, tokenizer=tokenizer, model_name=MODEL, api_key=api_key, **options) as server:
-            yield Served(server, watched, engine, tokenizer, api_key or "none")
+        with (
+            Server(watched, tokenizer=tokenizer, model_name=MODEL, api_key=api_key, **options) as server,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S) as client,
+        ):
+            yield Served(server, watched, engine, tokenizer, key, client)
     finally:
         engine.close()
 
