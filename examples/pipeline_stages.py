@@ -57,6 +57,8 @@ def train(rank, world_size, port):
     weights = dict(pipeline.export_state_dict())  # full tensors of all stages on rank 0, nothing on the others
     if rank == 0:
         print(f"{len(weights)} tensors could be saved under the model's own names")
+    last = torch.distributed.barrier(async_op=True)  # no rank leaves while another still talks to it
+    last.wait()  # `last` keeps it alive: if a thread of gloo freed it while Python exits, torch 2.13 could abort
     torch.distributed.destroy_process_group()
 
 

@@ -54,7 +54,8 @@ def train(rank, world_size, port):
     weights = dict(plans.export_state_dict(model))  # full tensors in float32 on rank 0, nothing on the others
     if rank == 0:
         print(f"{len(weights)} tensors could be saved: model.save_pretrained(folder, state_dict=weights)")
-    torch.distributed.barrier()  # no rank leaves while another still talks to it
+    last = torch.distributed.barrier(async_op=True)  # no rank leaves while another still talks to it
+    last.wait()  # `last` keeps it alive: if a thread of gloo freed it while Python exits, torch 2.13 could abort
     torch.distributed.destroy_process_group()
 
 

@@ -167,8 +167,9 @@ def run_python(block: Block) -> None:
         Path(named[1]).write_text(block.text, encoding="utf-8")
     given = (ROOT / GIVEN / block.mark.given).read_text(encoding="utf-8") if block.mark.given else ""
     if block.mark.ranks > 1:
-        # Before Python ends, where a rank's threads can be in the way of another's end.
-        end = "import torch.distributed as dist\ndist.barrier()\ndist.destroy_process_group()\n"
+        # No rank leaves while another still talks to it, nor ends Python while a thread of gloo frees what its last
+        # collective used: torch 2.13 would abort.
+        end = "import os, sys\nimport torch.distributed as dist\ndist.barrier()\nsys.stdout.flush()\nos._exit(0)\n"
         Path("program.py").write_text(f"{given}\n{block.text}\n{end}", encoding="utf-8")
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={block.mark.ranks}", "program.py"]
         _run([sys.executable, *launch])

@@ -368,7 +368,7 @@ def test_a_plain_function_that_hangs_is_refused_by_its_name_row_and_seconds(wher
 
 def test_the_interrupted_line_is_in_the_cause_so_that_it_can_be_shown():
     with pytest.raises(RewardTimeoutError) as refused:
-        judge(RewardFunctionEnvironment(reward=hangs, timeout_s=0.05), ("4",))
+        judge(RewardFunctionEnvironment(reward=hangs, timeout_s=2.0), ("4",))  # by then the call has begun
     error, lines = refused.value, ""
     while (error := error.__cause__) is not None:
         lines += "".join(traceback.format_tb(error.__traceback__))

@@ -1,5 +1,6 @@
 """A policy under FSDP2 on a mesh of one rank, refitted into a plain engine; asserts, and prints `ok`."""
 
+import os
 import sys
 
 import torch
@@ -76,5 +77,5 @@ assert policy.embed.weight.dtype == torch.bfloat16
 assert refit(version=3).manifest_hash == manifest.hash()
 assert_equal(policy, engine)
 assert engine.embed.weight.dtype == torch.float32
-dist.destroy_process_group()
-print("ok")
+print("ok", flush=True)
+os._exit(0)  # a thread of gloo that frees a tensor while Python ends would abort (torch 2.13)
