@@ -28,7 +28,7 @@ class Served:
     tokenizer: Any
     key: str
     client: openai.OpenAI
-    """It would try again after an error if it were let."""
+    """OpenAI's own, set not to retry."""
 
     @property
     def http(self):
